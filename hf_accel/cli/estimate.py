@@ -12,6 +12,10 @@ from .models import checked_path, explained, named_dtype
 from .options import Asked, Dtype, Path_, choice, common
 from .output import BadInputError
 
+StoredAs = Annotated[
+    str | None, typer.Option(**choice("How keys and values are stored", (*get_args(KVDtype), "none")))
+]
+
 
 @common("weights")
 def estimate(
@@ -19,9 +23,7 @@ def estimate(
     dtype: Dtype = "auto",
     context: Annotated[int | None, typer.Option(help="Tokens of each sequence; 4096, or what a load takes.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
-    kv_dtype: Annotated[
-        str | None, typer.Option(**choice("How keys and values are stored", (*get_args(KVDtype), "none")))
-    ] = None,
+    kv_dtype: StoredAs = None,
     machine: Annotated[
         str | None, typer.Option(help="A GPU by its name, as L4 or 'A100 80GB'; this machine if left out.")
     ] = None,

@@ -25,13 +25,9 @@ def generate(
     system: Annotated[str | None, typer.Option(help="With --chat: the system message, before the prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
     temperature: Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Sample among the likeliest that sum to this.")
-    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample among the likeliest of this sum.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Sample among this many of the likeliest; 0: all.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Least chance, as a share of the likeliest's.")
-    ] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least share of the likeliest's chance.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(min=1e-3, help="Above 1: repeats less.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.")] = None,
