@@ -36,7 +36,6 @@ OTHER_PACKAGES = {
     "checkpoints": {"gguf"},
     "serving": {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "tokenizers", "uvicorn"},
     "cli": {"rich", "typer"},
-    "__main__": {"hf_accel_cli"},
 }
 COMPOSITION = [  # each may use those before it
     "parallel",

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .failures import BadInputError
+from .output import BadInputError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 GIVE = "give a model's folder, a .gguf file, or a name on the Hugging Face hub"
 
 

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from .models import DTYPE_NAMES, checked_path, explained, load_patched, named_dtype
-from .options import Asked, Path_, common
-
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="To load floating-point weights in.",
-        metavar="|".join(DTYPE_NAMES),
-        autocompletion=lambda: list(DTYPE_NAMES),
-    ),
-]
+from .models import checked_path, explained, load_patched, named_dtype
+from .options import Asked, Dtype, Path_, common
 
 
 @common()

@@ -19,9 +19,16 @@ from hf_accel.patching.twin import twin
 from hf_accel.verify.certificate import Cost
 from hf_accel.verify.cost import measure_cost, text_windows
 
-from .measuring.requests import draw
-from .measuring.served import WrongResultError, accelerated, one_padded_batch
-from .measuring.turns import BASELINE, ratios, take_turns, time_generate
+from .measurement import (
+    BASELINE,
+    WrongResultError,
+    accelerated,
+    draw,
+    one_padded_batch,
+    ratios,
+    take_turns,
+    time_generate,
+)
 
 PATCHED = "patched"
 COMPARED = 256  # tokens of the prompt that are computed by both before anything is timed

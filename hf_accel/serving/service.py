@@ -19,9 +19,9 @@ from ..generation.hf.request_config import stop_token_ids
 from ..models import layers_config
 from .api_errors import ApiError, unavailable
 from .bodies import Common
+from .hf.templates import Templates
 from .limits import Admission, Limits
 from .metrics import Metrics
-from .templates import Templates
 from .token_text import ScoredToken, TokenText
 
 Found = TypeVar("Found")

@@ -1,4 +1,9 @@
-"""Chat templates, which come with a model and are programs: they run in a process of their own, for a limited time."""
+"""Chat templates, which come with a model and are programs: they run in a process of their own, for a limited time.
+
+A template may never end or fill the memory, and a process can be ended. This file is also the program of that process:
+a line on stdin is a JSON list of the seconds and the characters that a text may take, and the keywords of
+transformers' render_jinja_template. The answer is a line on stdout: {"text": ...} or {"error": ...}.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,17 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from .api_errors import ApiError, unavailable
+from ..api_errors import ApiError, unavailable
 
 CAN_RENDER = os.name == "posix"
 SECONDS = 10.0  # for a template to render a chat; it takes milliseconds
 PATIENCE = 30.0  # seconds that a request waits for a process, its start included
 PROCESSES = 3  # of some 60 MB: so many hostile requests at a time delay no other one
-PROGRAM = Path(__file__).parent / "hf" / "template_process.py"
+MORE_MEMORY = 2**30  # bytes that a template may take
 
 
 class TemplateError(Exception):
@@ -34,7 +39,7 @@ class TemplateProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM)], stdin=theirs.fileno(), stdout=theirs.fileno(),
+                [sys.executable, "-P", "-m", __name__], stdin=theirs.fileno(), stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C is for the server, which lets requests end
@@ -129,3 +134,48 @@ class Templates:
         for process in self._all:
             process.end()
         self._all.clear()
+
+
+# -- the process --------------------------------------------------------------------------------------
+
+
+def answer(render: Callable[..., Any], seconds: float, most: int, given: dict[str, Any]) -> dict[str, str]:
+    """Return the text of a chat, or why there is none. After `seconds` this process ends, whatever it does."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        text = render(**given)[0][0]
+        return {"text": text} if len(text) <= most else {"error": f"its text has more than {most} characters"}
+    except MemoryError:
+        return {"error": "it takes too much memory"}
+    except Exception as error:  # whatever a template raises is about what the client sent
+        return {"error": (str(error).splitlines() or [""])[0][:300] or type(error).__name__}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def limit_memory() -> None:
+    import resource  # a module of POSIX systems
+
+    with suppress(OSError, ValueError):  # where the system does not say or limit it
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + MORE_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def main() -> None:
+    """Answer one line of stdin after the other, until it ends."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what libraries print is no answer
+    limit_memory()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends this process, even in the middle of a computation in C
+    for line in sys.stdin.buffer:
+        seconds, most, given = json.loads(line)
+        left = memoryview(json.dumps(answer(render_jinja_template, seconds, most, given)).encode() + b"\n")
+        while left:
+            left = left[answers.write(left) :]
+
+
+if __name__ == "__main__":
+    main()
