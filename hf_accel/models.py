@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .tensors import is_sharded
+
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -30,6 +32,12 @@ def unwrapped(model: Any, *, keep_adapters: bool = False) -> Any:
 def is_within(name: str, outer: str) -> bool:
     """Return whether the module `name` is the module `outer`, of which "" is the whole model, or one inside of it."""
     return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def spans_processes(model: Any) -> bool:
+    """Return whether a model is split over processes, or its config says that it was loaded so."""
+    settings = getattr(model.config, "distributed_config", None)
+    return settings is not None or any(map(is_sharded, model.parameters()))
 
 
 def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:

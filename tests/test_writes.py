@@ -17,9 +17,9 @@ WRITERS = {
     "patching.unpatch": {"setattr", "dict"},
     "patching.nf4_model": {"journal", "config"},
     "patching.originals": {"journal", "config"},
-    "attention.hf.parts": {"config"},
+    "attention.hf.stock": {"config"},
     # storage of weights that the journal has put aside
-    "parallel.tensor_parts": {"data"},
+    "parallel.tensor": {"data"},
     # a model that from_pretrained is making, before anybody has it
     "checkpoints.checkpoint": {"setattr", "submodule", "dict"},
     "checkpoints.load": {"config"},
@@ -38,7 +38,7 @@ WRITERS = {
     "recognition.trial": {"dict"},
     "patching.calibration": {"hook", "submodule"},
     "estimate.shapes": {"dict", "submodule"},
-    "fused.sites": {"class", "dict"},
+    "fused.hf.sites": {"class", "dict"},
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},

@@ -28,11 +28,11 @@ def choose_backend(
     """Choose the backend called `name`, or for "auto" the first that does not refuse `spec`.
 
     row_invariant: whether backends that are row-invariant come before the others.
-    Returns it with (name, reason) of each that refused before it, of those for this kind of device. Raises
-    UnsupportedError when `name` is unknown, or when the backend refuses.
+    Returns it with (name, reason) of each that refused before it. "auto" leaves out those for other kinds of devices,
+    and asks none behind the first that serves. Raises UnsupportedError when `name` is unknown, or when the backend
+    refuses.
     """
-    here = [backend for backend in BACKENDS if backend.is_for(spec.device_type)]
-    candidates = here if name == "auto" else [backend for backend in BACKENDS if backend.name == name]
+    candidates = [backend for backend in BACKENDS if name in ("auto", backend.name)]
     if row_invariant:
         candidates = sorted(candidates, key=lambda backend: not backend.row_invariant)
     if not candidates:
@@ -40,6 +40,8 @@ def choose_backend(
         raise UnsupportedError(f"attention={name!r} is not known; choose 'auto' or one of {known}")
     refusals: dict[str, str] = {}
     for backend in candidates:
+        if name == "auto" and not backend.is_for(spec.device_type):
+            continue
         reason = backend.refuses(spec)
         if reason is None:
             return backend, list(refusals.items())

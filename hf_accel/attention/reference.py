@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.layouts import KV, AttentionOptions, Ragged
-from .blocks import row_blocks
 from .contract import AttentionBackend, AttentionSpec, empty_lse
-from .masking import apply_mask
+from .masking import apply_mask, row_blocks
 from .paged_kv import gather_sequence, paged_sequences, rotated_like_pages
 
 ROWS_AT_A_TIME = 256  # bounds the scores of a long prompt

@@ -23,7 +23,7 @@ from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release, trim
 from ..linear import LinearSpec, QuantModule, Workers, choose
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
-from ..parallel.tensor_plan import split_sizes
+from ..parallel.tensor import split_sizes
 from ..patching.originals import Source, Stored, stored_tensors
 from ..patching.pack import Packed, pack_weight
 from ..patching.patch import apply_plan

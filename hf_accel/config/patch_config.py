@@ -149,6 +149,13 @@ class SpeculativeConfig:
         """True if it can be written as JSON: the drafter is given by its name, not as an object."""
         return all(isinstance(drafter, str) for drafter in self.drafters)
 
+    @property
+    def split_refusal(self) -> str | None:
+        """The reason why a model that is split over ranks cannot draft so, with the way out; None if it can."""
+        if "self-int4" in self.drafters:
+            return "speculative='self-int4', which needs a second model over the same weights: use 'ngram' or 'suffix'"
+        return None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeConfig:
         """Frozen, and a copy of a model can draft with the same draft model."""
         return self

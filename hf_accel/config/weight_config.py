@@ -246,6 +246,19 @@ class WeightConfig:
         """True if calibration data is read."""
         return self.is_calibrated or self.average_bits is not None
 
+    @property
+    def split_refusal(self) -> str | None:
+        """The reason why weights cannot be split over ranks and quantized so, and the way out; None if they can."""
+        if self.is_nf4:
+            return "weights='nf4': bitsandbytes' layers do not know of ranks; use 'int8' or 'int4'"
+        if self.layout.format == "fp8":
+            return "weights='fp8', whose parts nobody has compared with the whole: use 'int8' or 'int4'"
+        if self.needs_data:
+            return "calibration, which needs all of a layer in one process: use method='rtn', without average_bits="
+        if self.only_if_faster:
+            return "weights='auto', which each rank would measure for itself: say 'int8', 'int4' or None"
+        return None
+
     def with_eight_bits(self) -> WeightConfig:
         """Return the config of a layer that average_bits gives 8 bits."""
         return dataclasses.replace(self, bits=8, symmetric=True, average_bits=None, calibration=None)

@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import KVStorage
-from ..kernels.cpu.decoder_layer import INPUT, OUTPUT
-from ..recognition.stand_ins import Opaque, Span
+from ..recognition.trace import INPUT, OUTPUT, Opaque, Operation, Span, Trace
 from ..undo.state import FUSED
-from .forms import add_rms_norm, rope, rope_and_write
 from .layer_programme import Attention, TracedLayer
-from .modules import NativeNorm, NormForms, gate_and_multiply
-from .traced import Operation, Trace, original_class
+from .modules import NativeNorm, NormForms, add_rms_norm, gate_and_multiply, rope, rope_and_write
 
-# What attends: (module, (q, k, v), options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
+# Computes attention: (module, (q, k, v), options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
 Attend = Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], dict[str, Any]], Tensor]
 
 
@@ -120,7 +117,7 @@ class JoinedLayer(TracedLayer):
         form = None
         if isinstance(norm, NativeNorm) and is_known and factor == 1 and x.dtype is y.dtype:
             forms: NormForms = vars(norm)[FUSED]
-            form = forms.form(norm, original_class(norm), x)
+            form = forms.form(norm, x)
         if form is None:
             held.put(span, x + (y if factor == 1 else y * factor))
             if behind is not None:
@@ -146,12 +143,12 @@ class Held:
         self._tensors[span.buffer] = x if x.ndim == 3 else x.flatten(2)
 
     def columns(self, span: Span, width: int) -> Tensor:
-        """[B, T, width]; for a whole buffer, the tensor itself that was put."""
+        """Return columns of a buffer, [B, T, width]; if these are all, the very tensor that was put."""
         x = self._tensors[span.buffer]
         return x if width == x.shape[-1] else x[..., span.offset : span.offset + width]
 
     def heads(self, operation: Operation, index: int) -> Tensor:
-        """An input of rope (q, k), write (k, v) or attend (q), [B, heads, T, dim]."""
+        """Return an input of rope (q, k), write (k, v) or attend (q), [B, heads, T, dim]."""
         values = operation.values
         count = values["kv_heads"] if (operation.kind, index) == ("rope", 1) else values["heads"]
         dim = values["value_dim"] if (operation.kind, index) == ("write", 1) else values["dim"]

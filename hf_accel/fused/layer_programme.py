@@ -1,4 +1,4 @@
-"""A traced decoder layer: what it depends on however it is computed, and on the CPU its operations as C structs."""
+"""Traced decoder layers: the values that a layer depends on, and for the CPU its operations as C structs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import GroupStep, KVStorage
-from ..kernels.cpu.decoder_layer import OPERATIONS, OUTPUT, run_layer
+from ..kernels.cpu.decoder_layer import OPERATIONS, run_layer
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import DTYPES, Columns, LayerOp, threads
 from ..kernels.cpu.row_kernels import rounds_each
 from ..kernels.layouts import KV
 from ..linear import QuantLinear
-from ..recognition.stand_ins import Span, UntraceableError
+from ..recognition.trace import OUTPUT, Operation, Span, Trace, UntraceableError
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN
 from ..undo.state import FUSED
-from .forms import NormForm, RotaryForm, form_of_rotation
-from .modules import NativeNorm
+from .modules import NativeNorm, NormForm, RotaryForm, form_of_rotation
 from .projections import NativeCall, NativeLinear, make_call
-from .traced import Operation, Trace, original_class
 
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
@@ -56,7 +54,7 @@ class TracedLayer:
         self.width = trace.widths[OUTPUT]
         self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
         kv = next(operation.values for operation in trace.operations if operation.kind == "write")
-        # K and V of no token, which show the shape and dtype of what is written.
+        # Empty K and V, with the shape and the dtype of those that are written.
         shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
         self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
 
@@ -69,7 +67,7 @@ class TracedLayer:
         form: NormForm | None = None
         if isinstance(module, NativeNorm):
             example = torch.empty(1, operation.values["dim"], dtype=self.dtype, device=self.device)
-            form = own[FUSED].form(module, original_class(module), example)
+            form = own[FUSED].form(module, example)
         if form is None or weight is None or not weight.is_contiguous():
             raise UntraceableError("a norm has no native call")
         if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:
@@ -87,7 +85,7 @@ class TracedLayer:
 
     @property
     def limits(self) -> tuple[object, ...]:
-        """The sizes that `takes` and the pages compare, besides dtypes and the device."""
+        """The sizes that `takes` and `fits` compare, besides dtypes and the device."""
         return self.width, self.max_tokens, self.attention.window, *(tensor.shape for tensor in self.written)
 
     def freeze_reads(self) -> None:
@@ -104,7 +102,7 @@ class TracedLayer:
         return not any(self._hooks)
 
     def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
-        """Return whether the tensors of a pass over so many tokens are those that the trace stands for."""
+        """Return whether the tensors of a pass over so many tokens have the shapes that the trace is for."""
         if x.ndim != 3 or cos.ndim != 3:
             return False
         batch, row, size = x.shape

@@ -1,34 +1,228 @@
-"""The forwards that patch() gives to norms, attention modules and MLPs: a native call, or the original forward."""
+"""Norms, rotations and gates: the calls that compute them, the form in which code computes them, and native forwards.
+
+The native library computes on the CPU, Triton on an NVIDIA GPU. The form is read in the module's code, or found by
+trying ours on random input. A form that computes the same in one dtype need not do so in another. patch() gives the
+modules a forward with one native call, which falls back to the original forward where that does not apply.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ..kernels import cpu, triton
+from ..kernels.cpu import library, row_kernels
 from ..kernels.cpu.library import native
+from ..kernels.layouts import KV
+from ..recognition.code import ROTATION, with_rotation
+from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
 from ..recognition.unchanged import is_unobserved
-from ..tensors import PLAIN
-from ..undo.journal import Mixin
+from ..tensors import PLAIN, is_plain_tensor, is_recorded
+from ..undo.journal import Mixin, original_class
 from ..undo.state import FUSED
-from .forms import (
-    ACTIVATIONS,
-    ROTATION,
-    GatedNames,
-    NormForm,
-    Rotation,
-    computes,
-    form_of_rotation,
-    gated,
-    norm_form,
-    rms_norm,
-    rope,
-    with_rotation,
-)
-from .projections import Pending, is_bare_linear
+from .projections import Pending, ProjectionCall, is_bare_linear
+
+Form = TypeVar("Form")
+
+# -- operators -----------------------------------------------------------------------------------------
+
+
+def refusal(device_type: str) -> str | None:
+    """Return why neither library computes on tensors of this kind of device, as a clause; None if one does."""
+    if device_type != "cpu":
+        return triton.refusal(device_type)
+    return cpu.refusal() if triton.refusal("cpu") is not None else None
+
+
+def computes(x: object) -> bool:
+    """Return whether one call may replace torch's operators on x."""
+    if library.native(x):
+        return True
+    return (
+        not torch.is_grad_enabled()
+        and type(x) in PLAIN
+        and x.is_cuda  # type: ignore[attr-defined]
+        and x.dtype in library.FLOATS  # type: ignore[attr-defined]
+        and not is_recorded()
+        and not torch.is_autocast_enabled("cuda")
+        and triton.refusal("cuda") is None
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool) -> Tensor:
+    """Compute rms_norm of kernels/cpu; x and weight are on one device."""
+    if by_library(x):
+        return row_kernels.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
+    from ..kernels.triton import layer_parts
+
+    return layer_parts.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, round_each: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute rope of kernels/cpu; all tensors are on one device. cos, sin: [B or 1, T, D]."""
+    if by_library(q):
+        return row_kernels.rope(q, k, cos, sin, interleaved=interleaved, round_each=round_each)
+    from ..kernels.triton import layer_parts
+
+    each = row_kernels.rounds_each(q.dtype, cos.dtype, round_each=round_each)
+    return layer_parts.rope(q, k, cos, sin, interleaved=interleaved, round_each=each)
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute x + y and its `rms_norm`, by Triton in one launch, with the bits of one after the other."""
+    from ..kernels.triton import layer_parts
+
+    return layer_parts.add_rms_norm(x, y, weight, eps, offset=offset, round_first=round_first)
+
+
+def rope_and_write(
+    heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], pages: KV, slots: Tensor, *,
+    interleaved: bool, round_each: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `rope` of q and k, and write K and V, by Triton in one launch. heads: q, k and v, [B, H, T, D]."""
+    from ..kernels.triton import kv_write
+
+    each = row_kernels.rounds_each(heads[0].dtype, tables[0].dtype, round_each=round_each)
+    return kv_write.rope_and_write(heads, tables, pages, slots, interleaved=interleaved, round_each=each)
+
+
+def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    """Compute activation(gate) * up, of one shape and dtype, by Triton; the library does it while it multiplies."""
+    from ..kernels.triton import layer_parts
+
+    return layer_parts.gated(gate, up, activation=activation)
+
+
+def by_library(x: Tensor) -> bool:
+    """Return whether the native library computes on x; else Triton does."""
+    return x.is_cpu and cpu.refusal() is None
+
+
+def has_library(device_type: str) -> bool:
+    """Return whether the native library computes on this kind of device."""
+    return device_type == "cpu" and cpu.refusal() is None
+
+
+# -- norms ---------------------------------------------------------------------------------------------
+
+# The inputs that are tried: their magnitude (eps counts at the smallest), shape, and whether the module is training.
+TRIALS = ((1e-3, (4,), False), (1.0, (2, 2), False), (300.0, (2, 1, 2), False), (1.0, (4,), True))
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight); round_first: rounded to x's dtype before the product."""
+
+    eps: float
+    offset: float
+    round_first: bool
+
+
+def norm_form(module: nn.Module, dtype: torch.dtype | None = None) -> NormForm | None:
+    """Find how a module normalizes inputs of `dtype` (its weight's by default), by trying each form on random input.
+
+    The forward is that of the class before patch(). None if it is no RMSNorm, or holds more than a weight and an eps.
+    """
+    weight = module._parameters.get("weight")
+    eps = vars(module).get("variance_epsilon") or vars(module).get("eps")
+    if len(list(module.parameters())) != 1 or module._modules or module._buffers:
+        return None
+    if weight is None or weight.ndim != 1 or not is_plain_tensor(weight) or not isinstance(eps, float):
+        return None
+    dtype = dtype or weight.dtype
+    if weight.dtype not in library.FLOATS or dtype not in library.FLOATS or refusal(weight.device.type) is not None:
+        return None
+    forms = [NormForm(eps, offset, first) for offset, first in product((0.0, 1.0), (True, False))]
+    return _nearest(forms, lambda form: _norm_difference(copy.copy(module), form, dtype))
+
+
+def _nearest(forms: list[Form], different: Callable[[Form], float]) -> Form | None:
+    """Return the form that differs least; None if all differ by more than a rounding."""
+    differences = [different(form) for form in forms]
+    least = min(differences)
+    return None if least == math.inf else forms[differences.index(least)]
+
+
+def _norm_difference(module: Any, form: NormForm, dtype: torch.dtype) -> float:
+    """The `difference` over all TRIALS.
+
+    torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be required.
+    """
+    kind, numbers, weight, different = original_class(module), RandomNumbers(), module._parameters["weight"], 0.0
+    for magnitude, shape, module.training in TRIALS:
+        x = (numbers(*shape, weight.shape[0]) * magnitude).to(weight.device, dtype)
+        roundings = 2 if by_library(x) else 4  # another device's square root rounds in its own way
+        different += difference(
+            lambda x=x: kind.forward(module, x),  # type: ignore[misc]
+            lambda x=x: rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first),  # type: ignore[misc]
+            Tolerance(roundings),
+        )
+    return different
+
+
+# -- rotations -----------------------------------------------------------------------------------------
+
+Rotation = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class RotaryForm:
+    """interleaved: pairs of neighbours, else of the halves. round_each: both products are rounded."""
+
+    interleaved: bool
+    round_each: bool
+
+
+def rotary_form(module: nn.Module, dtype: torch.dtype, device_type: str = "cpu") -> RotaryForm | None:
+    """Find how the module's forward rotates q and k, by trying each form on random input; None if it does not."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+        return None
+    original = forward.__globals__.get(ROTATION)
+    return None if original is None else form_of_rotation(original, dtype, dtype, device_type)
+
+
+@lru_cache(maxsize=256)
+def form_of_rotation(
+    original: Rotation, dtype: torch.dtype, table_dtype: torch.dtype, device_type: str = "cpu"
+) -> RotaryForm | None:
+    """Return how a function rotates q and k of `dtype` by tables of `table_dtype`; None if in no way that we know."""
+    if dtype not in library.FLOATS or table_dtype not in library.FLOATS or refusal(device_type) is not None:
+        return None
+    forms = [RotaryForm(interleaved, each) for interleaved, each in product((False, True), (True, False))]
+    return _nearest(forms, lambda form: _rotary_difference(original, form, (dtype, table_dtype), device_type))
+
+
+def _rotary_difference(
+    original: Rotation, form: RotaryForm, dtypes: tuple[torch.dtype, torch.dtype], device_type: str
+) -> float:
+    """The `difference`; the native library's bits may not differ at all. dtypes: of q and k, and of the tables."""
+    numbers = RandomNumbers()
+    q, k = (numbers(2, heads, 5, 16, dtype=dtypes[0], device=device_type) for heads in (6, 2))
+    angle = numbers(2, 5, 8)
+    angle = angle.repeat_interleave(2, dim=-1) if form.interleaved else torch.cat((angle, angle), dim=-1)
+    cos, sin = ((angle * 3).cos().to(device_type, dtypes[1]), (angle * 3).sin().to(device_type, dtypes[1]))
+    roundings = 0 if by_library(q) else 4 * torch.finfo(dtypes[0]).eps
+    return difference(
+        lambda: original(q, k, cos, sin),
+        lambda: rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each),
+        Tolerance(relative=roundings, absolute=roundings),
+    )
+
 
 # -- norms ---------------------------------------------------------------------------------------------
 
@@ -43,17 +237,15 @@ class NormForms:
         self._known: dict[tuple[object, ...], NormForm | None] = {}
         self._pending: Pending | None = None
 
-    def form(self, module: nn.Module, kind: type, x: Tensor) -> NormForm | None:
-        """Return the form of `module`, whose class was `kind`, for inputs like x [..., n]; it is found at the first
-        call.
-        """
+    def form(self, module: nn.Module, x: Tensor) -> NormForm | None:
+        """Return the form of `module` for inputs like x [..., n]; it is found at the first call."""
         own = module.__dict__
         weight = own["_parameters"].get("weight")  # None where it is computed: prune, parametrize
         if weight is None or x.shape[-1:] != weight.shape or weight.device != x.device:
             return None
         key = x.dtype, weight.dtype, x.device.type, own.get("variance_epsilon") or own.get("eps")
         if key not in self._known:
-            self._known[key] = norm_form(module, kind, dtype=x.dtype)
+            self._known[key] = norm_form(module, x.dtype)
         return self._known[key]
 
     def leave(self, x: Tensor, normed: Tensor) -> None:
@@ -72,7 +264,7 @@ class NormForms:
 
 
 class NativeNorm(Mixin):
-    """Is mixed into an RMSNorm: one native call instead of six operators."""
+    """A mixin for an RMSNorm: one native call instead of six operators."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and computes(args[0]):
@@ -80,7 +272,7 @@ class NativeNorm(Mixin):
             left = own[FUSED].take(x)
             if left is not None:
                 return left
-            form = own[FUSED].form(self, self.original_class, x)
+            form = own[FUSED].form(self, x)
             if form is not None:
                 weight = own["_parameters"]["weight"]
                 return rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)
@@ -91,7 +283,7 @@ class NativeNorm(Mixin):
 
 
 class NativeRotary(Mixin):
-    """Is mixed into an attention module: its rotation is one native call.
+    """A mixin for an attention module: its rotation is one native call.
 
     The original forward runs unchanged, except for the name `apply_rotary_pos_emb`, which it finds in globals of its
     own: a copy of its function with our rotation under that name. Neither the class nor its module is touched.
@@ -144,8 +336,21 @@ def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 # -- gated MLPs ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class GatedCall(GatedNames):
+    """The parts of a gated MLP, and the call for gate, up and the activation."""
+
+    call: ProjectionCall
+
+    @staticmethod
+    def of(module: nn.Module, float_rows: int) -> GatedCall | None:
+        """Return the state of a gated MLP that is to get a native forward; None for any other module."""
+        names = gated_names(module)
+        return None if names is None else GatedCall(**vars(names), call=ProjectionCall(float_rows, names.epilogue))
+
+
 class NativeGatedMLP(Mixin):
-    """Is mixed into down(act(gate(x)) * up(x)): gate, up and the activation are one native call.
+    """A mixin for an MLP down(act(gate(x)) * up(x)): gate, up and the activation are one native call.
 
     Adapters or hooks on its parts bring the original forward back.
     """
@@ -154,7 +359,7 @@ class NativeGatedMLP(Mixin):
         """x [..., in] -> [..., in]."""
         if len(args) == 1 and not kwargs and native(args[0]):
             own, x = self.__dict__, args[0]
-            parts: GatedNames = own[FUSED]
+            parts: GatedCall = own[FUSED]
             modules: dict[str, nn.Module] = own["_modules"]
             gate, up = modules[parts.gate], modules[parts.up]
             if is_bare_linear(gate) and is_bare_linear(up) and _is_held(parts.activation, own):
@@ -166,19 +371,19 @@ class NativeGatedMLP(Mixin):
 
 
 class FusedGate(Mixin):
-    """Is mixed into down(act(gate(x)) * up(x)): the activation and the product are one call. The linears are called.
+    """A mixin for an MLP down(act(gate(x)) * up(x)): the activation and the product are one call.
 
-    For GPUs, where a linear layer is a kernel of its own anyway.
+    For GPUs, where a linear layer is a kernel of its own anyway: all three are called.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """x [..., in] -> [..., in]."""
         if len(args) == 1 and not kwargs and computes(args[0]):
             own = self.__dict__
-            parts: GatedNames = own[FUSED]
+            parts: GatedCall = own[FUSED]
             if _is_held(parts.activation, own):
                 modules: dict[str, nn.Module] = own["_modules"]
-                gate, up, name = modules[parts.gate](args[0]), modules[parts.up](args[0]), str(parts.call.epilogue)
+                gate, up, name = modules[parts.gate](args[0]), modules[parts.up](args[0]), parts.epilogue
                 return modules[parts.down](gate_and_multiply(gate, up, name))
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 

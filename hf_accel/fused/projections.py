@@ -1,4 +1,7 @@
-"""Native calls for linear layers: for one whose float weight is read in place, or for several on one tensor."""
+"""Native calls for linear layers: for one whose float weight is read in place, or for several on one tensor.
+
+On CPUs on which torch multiplies halves one by one, products with half-precision weights are computed in float32.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ from ..undo.state import FUSED, FUSED_PROJECTIONS
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
 # (`python -m benchmarks.run float_rows`).
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
-BFLOAT16_ROWS = {"avx512_vnni_bf16": 64}  # at levels at which it is more
+BFLOAT16_ROWS = {"avx512_vnni_bf16": 64}  # another number on these instruction sets
 UNLIMITED = 2**62
 
-# Levels at which torch may have no instructions for bfloat16; ours is faster then with any number of rows (512 in
-# benchmarks/results/amd-epyc-avx2/prefill.json). For float16 it may have none at any level.
+# Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
+# benchmarks/results/amd-epyc-avx2/prefill.json). For float16, torch may lack instructions on all of them.
 SLOW_BFLOAT16 = ("avx2", "avx_vnni")
 
 NativeCall = IntegerLinear | FloatLinear
@@ -193,7 +196,7 @@ class FusedProjections:
 
 
 class NativeLinear(Mixin):
-    """Is mixed into an nn.Linear: few rows are multiplied natively by the weight, which is read in place."""
+    """A mixin for an nn.Linear: few rows are multiplied natively by the weight, which is read in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
@@ -209,3 +212,56 @@ class NativeLinear(Mixin):
                 return result
         stock: Tensor = super().forward(x)  # type: ignore[misc]
         return stock
+
+
+# -- products in float32 -------------------------------------------------------------------------------
+
+HALVES = (torch.bfloat16, torch.float16)
+WIDENED = 2**22  # the most weights that are held in float32 at once
+
+
+def is_slow_in_torch(dtype: torch.dtype) -> bool:
+    """Return whether torch has no instructions for products of this dtype on this CPU."""
+    return dtype in HALVES and native_rows(dtype) == UNLIMITED
+
+
+def widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x [rows, in] @ weight [in, out] + bias [out], summed in float32 and rounded once to x's dtype."""
+    wide, columns = x.float(), max(1, WIDENED // weight.shape[0])
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    for first in range(0, weight.shape[1], columns):
+        part = slice(first, first + columns)
+        product = wide @ weight[:, part].float()
+        out[:, part] = product if bias is None else product.add_(bias[part])
+    return out
+
+
+class WidenedConv1D(Mixin):
+    """A mixin for transformers' Conv1D, whose weight is [in, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out] in x's dtype."""
+        parameters: dict[str, Tensor | None] = self.__dict__["_parameters"]
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if native(x) and is_widened(weight, bias, x):
+            product = widened_product(x.reshape(-1, x.shape[-1]), weight, bias)  # type: ignore[arg-type]
+            return product.view(*x.shape[:-1], -1)
+        stock: Tensor = super().forward(x)  # type: ignore[misc]
+        return stock
+
+
+def is_widened(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:
+    """Return whether torch would multiply these as halves: plain tensors of one dtype and of sizes that fit."""
+    if weight is None or weight.dtype not in HALVES or weight.ndim != 2 or x.shape[-1:] != weight.shape[:1]:
+        return False
+    if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[1:]):
+        return False
+    tensors = [weight] if bias is None else [weight, bias]
+    return x.dtype is weight.dtype and x.numel() > 0 and all(is_plain_tensor(t) and t.is_cpu for t in tensors)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module has the name and the sizes of transformers' Conv1D."""
+    own: dict[str, Any] = vars(module)
+    weight = own["_parameters"].get("weight")
+    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == (own.get("nx"), own.get("nf"))

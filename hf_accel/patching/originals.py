@@ -24,7 +24,7 @@ from ..hardware import release
 from ..linear import Workers
 from ..linear.hf import Pieces
 from ..models import layers_config
-from ..parallel.tensor_parts import Part, let_go, part_of, put_back
+from ..parallel.tensor import Part, let_go, part_of, put_back
 from ..tensors import local_tensor, plain_tensors
 from ..undo.journal import Journal
 

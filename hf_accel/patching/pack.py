@@ -21,7 +21,7 @@ from ..linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.layer import RankPart
 from ..linear.nf4 import BitsAndBytes, nf4_layer
-from ..parallel.tensor_linear import CLASSES, JoinedLinear, part_bias
+from ..parallel.tensor import CLASSES, JoinedLinear, part_bias
 from ..recognition.unchanged import ALL_HOOKS
 from ..tensors import is_sharded
 from ..undo.journal import Journal

@@ -14,7 +14,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..attention import PlannedAttention
 from ..attention.hf import ATTENTION_NAME
-from ..attention.hf.parts import implementation_of_config, set_our_attention, stock_implementation
+from ..attention.hf.stock import implementation_of_config, set_our_attention, stock_implementation
 from ..config import WeightConfig
 from ..config.patch_config import (
     Attention,

@@ -13,15 +13,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
-from ..fused.hf.layer_sites import JOINED, JOINS, KIND
+from ..fused.hf.sites import JOINED, JOINS, KIND, Dropped, FusedSite, ProjectionSite
 from ..fused.projections import UNLIMITED
-from ..fused.sites import Dropped, FusedSite, ProjectionSite
 from ..generation import graphs
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..kernels import cpu as cpu_kernels
 from ..linear import BackendChoice, ExpertWeights, QuantLinear, QuantModule
 from ..parallel.context import ContextParallel
-from ..parallel.tensor_plan import TensorParallel
+from ..parallel.tensor import TensorParallel
 from .originals import Stored, files_of
 from .printed import Line, Printed, Row, row_of, table
 from .survey import AttentionSite, ExpertsSite, LinearSite

@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
 from ..attention.cpu import CpuBackend
-from ..attention.hf.parts import stock_parts
+from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
-from ..fused.forms import has_library
-from ..fused.forms import refusal as refuses_operators
-from ..fused.hf.layer_sites import joined_sites, layer_sites
+from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears, projection_sites
+from ..fused.modules import has_library
+from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
-from ..fused.sites import Dropped, fused_sites, native_linears, projection_sites
 from ..generation.hf import model_refusal
 from ..hardware import detect, read_bandwidth
 from ..kernels.cpu.library import FLOATS
@@ -31,7 +30,7 @@ from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
 from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from ..parallel.context import context_parallel
-from ..parallel.tensor_plan import TensorParallel, check_split, tensor_parallel
+from ..parallel.tensor import TensorParallel, check_split
 from ..recognition.unchanged import has_own_forward
 from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
@@ -48,6 +47,7 @@ from .survey import (
     other_quantizer,
     pages_refusal,
     sites_for,
+    split_of,
 )
 from .twin import twin
 
@@ -69,7 +69,7 @@ def make_plan(
         leaves 8 bits for.
     """
     inner = check_model(model)
-    split = tensor_parallel(inner)
+    split = split_of(inner)
     if split is not None:
         check_split(split, inner, config)
     stock_attention = _refusal(
@@ -84,7 +84,8 @@ def make_plan(
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
-    context = context_parallel(inner, config, stock_attention or stock_loop)
+    shared = config.context_parallel is not None
+    context = context_parallel(inner, config, stock_attention or stock_loop) if shared else None
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     after = before + sum(p.bytes_held for p in linears)
     bandwidth = read_bandwidth(detect(inner.device))
@@ -335,10 +336,10 @@ def _plan_fused(
         return FusedPlan(reason=reason)
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
     candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
-    split = tensor_parallel(model)
+    split = split_of(model)
     if not has_library(device_type):
         specs = {} if split is not None else {p.site.module: p.site.spec for p in attention}
-        layers, by_module = joined_sites(model, model.dtype, attention=specs, device_type=device_type)
+        layers, by_module = layer_sites(model, model.dtype, attention=specs, linears=None, device_type=device_type)
         return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
     planned = {p.site.module: p for p in linears if p.choice is not None}
     floats = [site for site in native_linears(model, float_rows) if site.module not in planned]
@@ -348,7 +349,7 @@ def _plan_fused(
     dropped += [Dropped(site.name, site.kind, OWN_FORWARD) for site in kept]
     sites = [site for site in candidates if site not in kept and site.module not in planned]
     layers, by_module = layer_sites(
-        model, model.dtype, float_rows,
+        model, model.dtype,
         attention={p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)},
         linears={module for module, server in servers.items() if server is Server.KERNELS},
     )  # fmt: skip

@@ -13,18 +13,16 @@ from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
-from ..attention.hf.parts import attention_refusals, modules_outside, stock_implementation, stock_parts
-from ..attention.hf.stock import eager_agrees
+from ..attention.hf.stock import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
 from ..cache.hf import NOT_PAGED, layer_windows
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig
 from ..errors import UnsupportedError
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, with_outputs_first
-from ..models import head_dim, layers_config, num_kv_heads
-from ..parallel.tensor_plan import TensorParallel, tensor_parallel
-from ..recognition import source
-from ..recognition.module_code import attention_code, code_of
+from ..models import head_dim, layers_config, num_kv_heads, spans_processes
+from ..parallel.tensor import TensorParallel, tensor_parallel
+from ..recognition.code import attention_code, code_of, source_of
 from ..tensors import is_plain_tensor, is_sharded, local_tensor
 from .check import check_skip, named
 
@@ -138,7 +136,7 @@ def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Linear
     Pruning and weight normalization compute the weight again in each pass, so that there is none to replace.
     """
     head, owners = model.get_output_embeddings(), _weight_owners(model)
-    other, is_lost, split = other_quantizer(model), lost_on_saving(model), tensor_parallel(model)
+    other, is_lost, split = other_quantizer(model), lost_on_saving(model), split_of(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
@@ -181,6 +179,11 @@ def common_group_size(model: PreTrainedModel) -> GroupSize:
     widths = [site.weight.shape[1] for site in linear_sites(model, ()) if not site.is_head and site.skip is None]
     fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
     return max(fitting, default=min(GROUP_SIZES))
+
+
+def split_of(model: PreTrainedModel) -> TensorParallel | None:
+    """Return how a model is split over ranks; None if it is whole. Raises what `tensor_parallel` raises."""
+    return tensor_parallel(model) if spans_processes(model) else None
 
 
 def other_quantizer(model: PreTrainedModel) -> str | None:
@@ -229,7 +232,7 @@ def _reason_to_skip(
 def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
     """Return whether the parent's forward reads the weight itself (T5's `wo`), and would dequantize it each time."""
     parent, _, own_name = name.rpartition(".")
-    return f"self.{own_name}.weight" in (source.text(type(model.get_submodule(parent)).forward) or "")
+    return f"self.{own_name}.weight" in (source_of(type(model.get_submodule(parent)).forward) or "")
 
 
 def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:
@@ -330,7 +333,7 @@ def _has_window(config: Any) -> bool:
 def _masks_windows(model: PreTrainedModel) -> bool:
     """Return whether some part makes masks for a window. Which layers get them is checked in each pass."""
     parts: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
-    return any(name in (source.text(part) or "") for part in parts for name in WINDOW_MASKS)
+    return any(name in (source_of(part) or "") for part in parts for name in WINDOW_MASKS)
 
 
 def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
@@ -363,7 +366,7 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
         windows = []
     if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own
         return []
-    sites, split = [], tensor_parallel(model)
+    sites, split = [], split_of(model)
     for name, module in modules_outside(model):
         index = getattr(module, "layer_idx", None)
         if not (isinstance(index, int) and "attention" in type(module).__name__.lower() and hasattr(module, "config")):

@@ -1,4 +1,4 @@
-"""Trials: does a module, or a function, give the same as ours on random input?"""
+"""Trials: does a module, or a function, give the same as ours on random input? Which activation does an MLP have?"""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .unchanged import HOOKS
+from .code import gated_code
+from .unchanged import HOOKS, is_unobserved
 
 
 class Tolerance(NamedTuple):
@@ -87,3 +90,61 @@ def _apart(expected: Tensor, got: Tensor, tolerance: Tolerance) -> float:
     if not torch.allclose(first, second, rtol=relative, atol=absolute):
         return math.inf
     return float((first != second).float().mean())
+
+
+# -- gated MLPs ----------------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+# Attributes of these modules are settings, whose effect a trial shows. Other modules must have no attributes.
+KNOWN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
+
+
+@dataclass(frozen=True)
+class GatedNames:
+    """The names of a gated MLP's parts, and of the function in ACTIVATIONS that its activation computes.
+
+    activation: None if the code names a torch function; else the name of an attribute, and what it held.
+    """
+
+    gate: str
+    up: str
+    down: str
+    activation: tuple[str, Any] | None
+    epilogue: str
+
+
+def gated_names(module: nn.Module) -> GatedNames | None:
+    """Return the parts of a module whose code is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
+    code = gated_code(type(module).forward)
+    if code is None or not all(
+        isinstance(getattr(module, n, None), nn.Linear) for n in (code.gate, code.up, code.down)
+    ):
+        return None
+    named = isinstance(code.activation, str)
+    activation = getattr(module, code.activation, None) if isinstance(code.activation, str) else code.activation
+    epilogue = _epilogue(activation)
+    held = (str(code.activation), activation) if named else None
+    return None if epilogue is None else GatedNames(code.gate, code.up, code.down, held, epilogue)
+
+
+def _epilogue(activation: Any) -> str | None:
+    """Return the name in ACTIVATIONS of the function that a callable computes, found by calling it."""
+    if not callable(activation) or (isinstance(activation, nn.Module) and not _is_stateless(activation)):
+        return None
+    large = torch.logspace(1, 4, 7, device="cpu")
+    x = torch.cat([torch.linspace(-12, 12, 97, device="cpu"), large, -large])
+    matches = (
+        name for name, ours in ACTIVATIONS.items()
+        if agree(lambda: activation(x.clone()), lambda ours=ours: ours(x), Tolerance(absolute=1e-6))  # type: ignore[misc]
+    )  # fmt: skip
+    return next(matches, None)
+
+
+def _is_stateless(activation: nn.Module) -> bool:
+    if activation._parameters or activation._buffers or activation._modules or not is_unobserved(activation):
+        return False
+    return type(activation).__module__ in KNOWN_MODULES or vars(activation).keys() == vars(nn.Module()).keys()

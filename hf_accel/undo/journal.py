@@ -142,6 +142,11 @@ class Mixin:
         return (rebuild, type(self).__bases__, *reduced[2:])
 
 
+def original_class(given: object) -> Any:
+    """Return the class that an object had before a mixin was put before it."""
+    return getattr(type(given), "original_class", type(given))
+
+
 _MIXED: dict[tuple[type, type], type] = {}
 
 

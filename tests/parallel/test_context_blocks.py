@@ -13,9 +13,8 @@ from hf_accel.attention import BACKENDS, AttentionBackend
 from hf_accel.cache.group import GroupStep
 from hf_accel.cache.quantized import INT4
 from hf_accel.kernels.layouts import KV
-from hf_accel.parallel import context_attention
-from hf_accel.parallel.context_attention import attend_own, merge_ranks
-from hf_accel.parallel.context_blocks import num_own, own_slots, own_step
+from hf_accel.parallel import context
+from hf_accel.parallel.context import attend_own, merge_ranks, num_own, own_slots, own_step
 
 from ..unit.attention.oracle import assert_close
 from ..unit.attention.paging import Case, make_case
@@ -130,11 +129,11 @@ def test_gathers_and_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     case = make_case(LENGTHS["mixed"])
     options = {"sinks": torch.tensor([-2.0, 0.0, 1.0, 3.0])}
     block_bytes = case.k_pages[:1].nbytes + case.v_pages[:1].nbytes
-    monkeypatch.setattr(context_attention, "MOST_BYTES", 2 * block_bytes)
-    monkeypatch.setattr(context_attention, "MOST_SCORES", 4 * 8 * 3)
+    monkeypatch.setattr(context, "MOST_BYTES", 2 * block_bytes)
+    monkeypatch.setattr(context, "MOST_SCORES", 4 * 8 * 3)
     taken = []
-    gather = context_attention.gather
-    monkeypatch.setattr(context_attention, "gather", lambda *args: taken.append(args[1].numel()) or gather(*args))
+    gather = context.gather
+    monkeypatch.setattr(context, "gather", lambda *args: taken.append(args[1].numel()) or gather(*args))
     assert_close(merged(case, BACKENDS[-1], 2, **options)[0], case.expected(**options)[0])
     assert max(taken) == 2 and len(taken) > 8
 

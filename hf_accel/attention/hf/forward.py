@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import output_capturing
 
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
 from ...kernels.layouts import KV, AttentionOptions, Ragged
-from ...recognition.module_code import CALL_KEYWORDS
+from ...recognition.code import CALL_KEYWORDS
 from ...tensors import is_recorded, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
-from .mask import as_known, numbers_of
-from .stock import EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
-
-ATTENTION_NAME = "hf_accel"
+from .mask import as_known, mask_forward, numbers_of
+from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.
 KNOWN_KEYWORDS = CALL_KEYWORDS | {
@@ -34,6 +33,15 @@ NOT_OURS = (
     "output_attentions",
     "dropout",
 )  # things that a traced layer's attention does not have
+
+
+def register() -> None:
+    """Make "hf_accel" an attention implementation; harmless when repeated.
+
+    transformers calls the mask function once a forward pass and kind of layer, the attention function once a layer.
+    """
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask_forward)
 
 
 def attention_is_ours(config: Any) -> bool:

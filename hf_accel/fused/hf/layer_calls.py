@@ -1,13 +1,13 @@
 """Decoder layers of transformers that run by their trace over pages.
 
 On the CPU such a layer is one native call; on a GPU some of its operations share a launch. In each pass, each layer
-asks whether its trace still stands for it. Where nobody can change anything within a pass, one asks for all of them.
+checks that its trace is still right. If nothing can change within a pass, the first layer checks for all of them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import is_
 from types import NoneType
@@ -24,18 +24,17 @@ from ...attention.hf.mask import window_of
 from ...cache.group import GroupStep, KVStorage, PageGroup, Step
 from ...cache.hf.layers import CacheOverPages, LayerOverPages, PagedKV
 from ...kernels.cpu.library import native
-from ...recognition.stand_ins import PLAIN_TYPES, TENSORS, UntraceableError
+from ...recognition.trace import PLAIN_TYPES, TENSORS, Operation, Trace, UntraceableError
 from ...recognition.unchanged import Read, Surroundings
 from ...undo.journal import Mixin
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..forms import by_library, computes
 from ..joined_layer import JoinedLayer
 from ..layer_programme import Attention, CallFields, LayerProgramme, TracedLayer
-from ..traced import Operation, Trace
+from ..modules import by_library, computes
 
 
 class TracedForward(Mixin):
-    """Is mixed into a decoder layer. A pass over pages runs the layer's trace; other calls run its own code."""
+    """A mixin for a decoder layer. A pass over pages runs the layer's trace; other calls run its own code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[B, Q, hidden] -> [B, Q, hidden]."""
@@ -51,8 +50,8 @@ class TracedForward(Mixin):
 class LayerPlace:
     """The place where a pass writes K and V of the layers of one group, and what it gives to each of them.
 
-    kwargs: of the call of a layer, by name. kind: the `kind` of that layer. step: that of all groups. fields: what is
-    the same in the native calls of all its layers, when the first of them was made.
+    kwargs: the arguments of a layer's call, by name. kind: the `kind` of that layer. step: the Step of all groups.
+    fields: the part of a native call that all layers of the group share; it is made with the first call.
     """
 
     kwargs: dict[str, Any]
@@ -70,9 +69,9 @@ class LayerPlace:
 
 
 class KnownPass:
-    """A pass within which nothing can change. programmes: those of the layers that need not be asked again.
+    """A pass within which nothing can change. programmes: of the layers that need not be asked again.
 
-    A layer is given what the layer before it was given, and returned; then it goes where that one went.
+    A layer that gets the output of the layer before it, and the same other arguments, has the same place.
     """
 
     def __init__(self, programmes: frozenset[TracedLayer]) -> None:
@@ -81,7 +80,7 @@ class KnownPass:
         self.places: dict[int, LayerPlace] = {}  # by the id of the mask, which the place keeps
 
     def place_of(self, calls: LayerCalls[Any], x: Tensor, kwargs: dict[str, Any]) -> LayerPlace | None:
-        """The place that was found for a layer before; None if this one has to be asked for its own."""
+        """Return the place of a layer before, if this layer has the same; None if this layer must be asked."""
         place = self.places.get(id(kwargs.get("attention_mask")))
         if place is None or x is not self.out or calls.programme not in self.programmes or calls.kind != place.kind:
             return None
@@ -95,10 +94,10 @@ class KnownPass:
 
 
 class PassWatch:
-    """Says at the beginning of a pass whether anything can change within it, and which layers are as they were.
+    """Says at the beginning of a pass whether anything can change within it, and which layers are unchanged.
 
-    What can is code of others: a hook on any module, a forward on a module, a module or a function that is not of a
-    known package. A copy or a pickle of a watch has seen nothing.
+    Only code of others can change something: a hook on any module, a forward on a module, a module or a function that
+    is not of a known package. A copy or a pickle of a watch has seen nothing.
     """
 
     def __init__(self) -> None:
@@ -107,7 +106,7 @@ class PassWatch:
         self._programmes: list[TracedLayer | None] = []
 
     def begin(self, model: nn.Module, own_hook: object) -> KnownPass | None:
-        """A KnownPass; None if each layer has to be asked. own_hook: a hook that changes nothing."""
+        """Return a KnownPass; None if each layer must be asked. own_hook: a hook that changes nothing."""
         if self._around is None:
             self._look(model, own_hook)
         if not self._calls:
@@ -126,17 +125,13 @@ class PassWatch:
         layers = [module for module in model.modules() if isinstance(module, TracedForward)]
         self._calls = [vars(layer)[FUSED] for layer in layers]
         self._programmes = [calls.programme for calls in self._calls]
-        # What is within a layer of a known trace is in what the trace has read.
+        # A trace has read all modules inside its layer, and notices their changes.
         traced = zip(layers, self._programmes, strict=True)
-        inside = {child for layer, programme in traced if programme is not None for child in _below(layer)}
+        inside = {child for layer, programme in traced if programme is not None for child in [*layer.modules()][1:]}
         self._around = Surroundings([m for m in model.modules() if m not in inside], own_hook)
 
     def __reduce__(self) -> Any:
         return PassWatch, ()
-
-
-def _below(module: nn.Module) -> Iterator[nn.Module]:
-    yield from (each for each in module.modules() if each is not module)
 
 
 # -- one layer -----------------------------------------------------------------------------------------
@@ -152,8 +147,7 @@ class LayerCalls(ABC, Generic[Layer]):
     A copy or a pickle starts without it, because it may hold addresses.
     """
 
-    float_rows = 0
-    computes: Callable[[object], bool]  # whether it is for this input
+    computes: Callable[[object], bool]  # whether the kernels compute on this input
 
     def __init__(self) -> None:
         self.kinds: tuple[object, ...] = ()  # the dtypes of the input and the tables that were traced, and the device
@@ -170,7 +164,7 @@ class LayerCalls(ABC, Generic[Layer]):
 
     @abstractmethod
     def compute(self, programme: Layer, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
-        """The layer's result, with K and V written; None, with nothing written, if the pages hold another kind."""
+        """Write K and V, and return the layer's result; None, without a write, if the pages hold other heads."""
 
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
         """Return the layer's result; None if its own code must run."""
@@ -209,7 +203,7 @@ class LayerCalls(ABC, Generic[Layer]):
             return "transformers collects what its modules return"
         programme = self._ready(layer, x, tables, kwargs)
         if programme is None:
-            return "its code does what is not known"
+            return "its code does something that is not known"
         if not programme.is_unobserved():
             return "a hook wants to see a module"
         known, window = window_of(kwargs.get("attention_mask"))
@@ -250,7 +244,7 @@ class LayerCalls(ABC, Generic[Layer]):
         return self.programme
 
     def _make(self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]) -> Layer | None:
-        trace = Trace(x.dtype, self.float_rows)
+        trace = Trace(x.dtype)
         try:
             if not all(isinstance(value, PLAIN_TYPES) for value in self.plain.values()):
                 raise UntraceableError("it is given more than plain values")
@@ -271,12 +265,8 @@ class NativeCalls(LayerCalls[LayerProgramme]):
 
     computes = staticmethod(native)
 
-    def __init__(self, float_rows: int) -> None:
-        super().__init__()
-        self.float_rows = float_rows
-
     def __reduce__(self) -> Any:
-        return NativeCalls, (self.float_rows,)
+        return NativeCalls, ()
 
     def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> LayerProgramme:
         spec = replace(planned.spec, dtype=x.dtype)
@@ -310,7 +300,7 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
 
     def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> JoinedLayer:
         if by_library(x):  # the model was moved to a CPU since
-            raise UntraceableError("its steps share launches on a GPU alone")
+            raise UntraceableError("its operations share launches only on a GPU")
         attention = attention_of(trace, replace(planned.spec, dtype=x.dtype))
         return JoinedLayer(trace, table_dtype, attention, device=x.device, following=self.following)
 

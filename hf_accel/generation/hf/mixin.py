@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
 from ...attention.hf import ATTENTION_NAME
-from ...attention.hf.parts import set_our_attention
+from ...attention.hf.stock import set_our_attention
 from ...cache.hf import PagedCache
 from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError

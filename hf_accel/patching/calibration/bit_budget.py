@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ...config import WeightConfig
 from ...errors import UnsupportedError
-from ...fused.sites import projection_sites
+from ...fused.hf.sites import projection_sites
 from ...linear import LinearSpec
 from ...linear.methods import rtn
 from ...models import evaluating

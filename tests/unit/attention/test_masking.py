@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.attention.blocks import row_blocks
-from hf_accel.attention.masking import apply_mask, restrict, visible, visible_keys
+from hf_accel.attention.masking import apply_mask, restrict, row_blocks, visible, visible_keys
 from hf_accel.kernels.layouts import KV, AttentionOptions
 
 INF = float("inf")

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_accel
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
-from hf_accel.fused.hf.layer_sites import KIND
+from hf_accel.fused.hf.sites import KIND
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.row_kernels import add
 from hf_accel.undo.state import FUSED

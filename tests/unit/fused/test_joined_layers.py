@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.fused import forms, joined_layer, modules, sites
-from hf_accel.fused.forms import ACTIVATIONS, form_of_rotation, rms_norm, rope
-from hf_accel.fused.hf import layer_calls
+from hf_accel.fused import joined_layer, modules
+from hf_accel.fused.hf import layer_calls, sites
 from hf_accel.fused.hf.layer_calls import JoinedCalls, TracedForward
-from hf_accel.fused.hf.layer_sites import JOINED
-from hf_accel.fused.modules import NativeNorm
+from hf_accel.fused.hf.sites import JOINED
+from hf_accel.fused.modules import ACTIVATIONS, NativeNorm, form_of_rotation, rms_norm, rope
 from hf_accel.kernels import cpu, triton
 from hf_accel.kernels.cpu.attention import write_pages
 from hf_accel.kernels.layouts import KV
@@ -326,7 +325,7 @@ def test_a_model_that_was_moved_to_a_cpu_runs_module_by_module(
     if cpu.refusal() is not None:
         pytest.skip("its kernels are not there")
     assert same_bits(model)[True]
-    monkeypatch.setattr(layer_calls, "by_library", forms.by_library)
+    monkeypatch.setattr(layer_calls, "by_library", modules.by_library)
     layers = layers_of(model)
     for layer in layers:
         layer.self_attn.scaling *= 0.5  # they are traced again

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from hf_accel.fused.hf.sites import FusedSite, fused_sites, native_linears
 from hf_accel.fused.modules import NormForms
 from hf_accel.fused.projections import NativeLinear
-from hf_accel.fused.sites import FusedSite, fused_sites, native_linears
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
@@ -249,8 +249,8 @@ def test_tensors_that_hold_no_numbers_and_recorders() -> None:
 
 def test_forms_are_tried_once() -> None:
     forms, norm = NormForms(), LlamaRMSNorm(8)
-    assert forms.form(norm, LlamaRMSNorm, torch.zeros(1, 8)) is forms.form(norm, LlamaRMSNorm, torch.ones(2, 8))
-    assert forms.form(norm, LlamaRMSNorm, torch.zeros(1, 9)) is None
+    assert forms.form(norm, torch.zeros(1, 8)) is forms.form(norm, torch.ones(2, 8))
+    assert forms.form(norm, torch.zeros(1, 9)) is None
 
 
 def test_what_half_rotation_is() -> None:

@@ -10,9 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_accel.fused.forms import NormForm, RotaryForm, gated_names, norm_form, rotary_form
-from hf_accel.fused.modules import NativeGatedMLP, NativeNorm, NativeRotary, NormForms
-from hf_accel.fused.sites import fused_sites
+from hf_accel.fused.hf.sites import fused_sites
+from hf_accel.fused.modules import (
+    GatedCall,
+    NativeGatedMLP,
+    NativeNorm,
+    NativeRotary,
+    NormForm,
+    NormForms,
+    RotaryForm,
+    norm_form,
+    rotary_form,
+)
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
@@ -102,7 +111,7 @@ def test_a_gated_mlp_is_recognized_and_close(act, epilogue, dtype):
     sites, dropped = fused_sites(nn.ModuleList([module]), dtype, 64)
     assert [site.kind for site in sites] == ["mlp"]
     assert not dropped
-    assert sites[0].state.call.epilogue == epilogue
+    assert sites[0].state.epilogue == epilogue
     native = mixed(module, NativeGatedMLP, sites[0].state)
     x = torch.randn(2, 3, 40).to(dtype)
     with torch.no_grad():
@@ -116,7 +125,7 @@ def test_a_gated_mlp_is_recognized_and_close(act, epilogue, dtype):
     "module", [ClampedMLP(8, 8), GatedMLP(8, 8, F.relu), GatedMLP(8, 8, nn.PReLU()), Attention(8)]
 )
 def test_other_modules_are_no_gated_mlp(module):
-    assert gated_names(module, 64) is None
+    assert GatedCall.of(module, 64) is None
 
 
 @torch.no_grad()
@@ -130,7 +139,7 @@ def test_a_gate_that_is_called_second_is_seen():
 
 def test_gradients_hooks_and_autocast_bring_the_original_back():
     module = GatedMLP(16, 24)
-    native = mixed(module, NativeGatedMLP, gated_names(module, 64))
+    native = mixed(module, NativeGatedMLP, GatedCall.of(module, 64))
     module.load_state_dict(native.state_dict())
     x = torch.randn(3, 16)
     native(x).sum().backward()
@@ -148,7 +157,7 @@ def test_gradients_hooks_and_autocast_bring_the_original_back():
 
 def test_new_weights_are_seen():
     module = GatedMLP(16, 24)
-    native = mixed(module, NativeGatedMLP, gated_names(module, 64))
+    native = mixed(module, NativeGatedMLP, GatedCall.of(module, 64))
     x = torch.randn(3, 16)
     with torch.no_grad():
         native(x)
@@ -164,7 +173,7 @@ def test_new_weights_are_seen():
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_a_copy_reads_its_own_weights(clone):
     module = GatedMLP(16, 24)
-    native = mixed(module, NativeGatedMLP, gated_names(module, 64))
+    native = mixed(module, NativeGatedMLP, GatedCall.of(module, 64))
     x = torch.randn(3, 16)
     with torch.no_grad():
         expected = native(x)

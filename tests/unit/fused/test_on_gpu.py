@@ -14,9 +14,18 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_accel
-from hf_accel.fused.forms import RotaryForm, form_of_rotation, norm_form, refusal, rotary_form
-from hf_accel.fused.modules import FusedGate, NativeNorm, NativeRotary, NormForms
-from hf_accel.fused.sites import fused_sites
+from hf_accel.fused.hf.sites import fused_sites
+from hf_accel.fused.modules import (
+    FusedGate,
+    NativeNorm,
+    NativeRotary,
+    NormForms,
+    RotaryForm,
+    form_of_rotation,
+    norm_form,
+    refusal,
+    rotary_form,
+)
 from hf_accel.kernels import cpu, triton
 from tests.devices import triton_device
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import hf_accel
-from hf_accel.fused import widened
-from hf_accel.fused.projections import UNLIMITED
-from hf_accel.fused.sites import Dropped, FusedSite, fused_sites
-from hf_accel.fused.widened import WidenedConv1D, is_slow_in_torch, widened_product
+from hf_accel.fused import projections
+from hf_accel.fused.hf.sites import Dropped, FusedSite, fused_sites
+from hf_accel.fused.projections import UNLIMITED, WidenedConv1D, is_slow_in_torch, widened_product
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
 from tests.parity.families import build
@@ -28,7 +27,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def slow_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU without instructions for halves."""
-    monkeypatch.setattr(widened, "native_rows", lambda dtype: UNLIMITED)
+    monkeypatch.setattr(projections, "native_rows", lambda dtype: UNLIMITED)
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         rows.append(len(x))
         return widened_product(x, weight, bias)
 
-    monkeypatch.setattr(widened, "widened_product", product)
+    monkeypatch.setattr(projections, "widened_product", product)
     yield rows
 
 
@@ -62,7 +61,7 @@ def test_products_are_summed_wide_and_rounded_once(
     dtype: torch.dtype, inputs: int, outputs: int, shape: tuple[int, ...], most: int,
     monkeypatch: pytest.MonkeyPatch, calls: list[int],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(widened, "WIDENED", most)
+    monkeypatch.setattr(projections, "WIDENED", most)
     module, x = layer(inputs, outputs, dtype), torch.randn(*shape, inputs).to(dtype)
     got = module(x)
     exact = x.double() @ module.weight.double() + module.bias.double()
@@ -128,7 +127,7 @@ def test_conv1ds_are_found_and_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == []
     assert "differs" in other.reason
     assert sites(nn.Conv1d(5, 7, 1).bfloat16()) == ([], [])
-    monkeypatch.setattr(widened, "native_rows", lambda dtype: 16)
+    monkeypatch.setattr(projections, "native_rows", lambda dtype: 16)
     assert sites(Conv1D(5, 7).bfloat16()) == ([], [])
 
 

@@ -22,7 +22,7 @@ import hf_accel.attention
 from hf_accel.attention import AttentionBackend, AttentionSpec
 from hf_accel.attention.masking import visible
 from hf_accel.attention.reference import ReferenceBackend
-from hf_accel.attention.sdpa.gathering import gather
+from hf_accel.attention.sdpa import gather
 from hf_accel.generation.hf import graphed_runner
 from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 from hf_accel.kernels.triton.launch import Launch

@@ -1,4 +1,4 @@
-"""The way in which transformers split a model over a tensor parallel group (DTensor, since transformers 5.17).
+"""Tensor parallel: the way in which transformers has split a model (DTensor), and quantized layers of the parts.
 
 Reads what from_pretrained(distributed_config=...) has left: the plan on the model, and the placement of each weight.
 It is the same in all versions of transformers that hf_accel takes.
@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 from ..config import PatchConfig
 from ..errors import UnsupportedError
-from ..tensors import is_sharded
+from ..linear import QuantLinear
+from ..tensors import is_sharded, local_tensor
 from .rank_agreement import RankAgreement
 
 # The work of a rank around a sharded linear layer, by transformers' name of the style.
@@ -132,27 +134,116 @@ def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 def check_split(split: TensorParallel, model: PreTrainedModel, config: PatchConfig) -> None:
     """Raise UnsupportedError for what patch() cannot do with a model that is split over ranks."""
-    weights, drafters = config.weights, [] if config.speculative is None else config.speculative.drafters
-    refused = {
-        "weights='nf4': bitsandbytes' layers do not know of ranks; use 'int8' or 'int4'": (
-            weights is not None and weights.is_nf4
-        ),
-        "weights='fp8', whose parts nobody has compared with the whole: use 'int8' or 'int4'": (
-            weights is not None and weights.layout.format == "fp8"
-        ),
-        "calibration, which needs all of a layer in one process: use method='rtn', without average_bits=": (
-            weights is not None and weights.needs_data
-        ),
-        "weights='auto', which each rank would measure for itself: say 'int8', 'int4' or None": (
-            weights is not None and weights.only_if_faster
-        ),
-        "speculative='self-int4', which needs a second model over the same weights: use 'ngram' or 'suffix'": (
-            "self-int4" in drafters
-        ),
-        "adapters (PEFT): call merge_and_unload() first, or patch before they are added": any(
-            "base_layer" in module._modules for module in model.modules()
-        ),
-    }
-    for what, is_asked in refused.items():
-        if is_asked:
-            raise UnsupportedError(f"the model is split over {split.ranks.size} ranks, which excludes {what}")
+    asked = [part for part in (config.weights, config.speculative) if part is not None]
+    refusals = [part.split_refusal for part in asked]
+    if any("base_layer" in module._modules for module in model.modules()):
+        refusals.append("adapters (PEFT): call merge_and_unload() first, or patch before they are added")
+    for refusal in filter(None, refusals):
+        raise UnsupportedError(f"the model is split over {split.ranks.size} ranks, which excludes {refusal}")
+
+
+# -- quantized linear layers of which each rank holds a part -------------------------------------------
+
+
+class JoinedLinear(QuantLinear):
+    """A part of a layer whose ranks need each other's results. Inference only: no gradient crosses ranks here."""
+
+    ranks: RankAgreement
+
+    def part_forward(self, x: Tensor) -> Tensor:
+        """Compute this rank's part, without a gradient. Raises UnsupportedError if a gradient is asked for."""
+        out = QuantLinear.forward(self, x)
+        if out.requires_grad:
+            raise UnsupportedError(
+                "quantized weights that are split over ranks compute no gradient; call the model under "
+                "torch.no_grad(), or patch it with weights=None to train it"
+            )
+        return out
+
+
+class ReducedLinear(JoinedLinear):
+    """A layer with a part of the inputs: x [..., in / ranks] -> [..., out], summed over all ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.part_forward(x).contiguous()
+        distributed.all_reduce(out, group=self.ranks.group)
+        return out
+
+    @property
+    def added_bias(self) -> nn.Parameter | None:
+        """Add the bias on one rank only: each rank holds the whole of it."""
+        return self.bias if self.ranks.leads else None
+
+
+class SplitLinear(ReducedLinear):
+    """A ReducedLinear for whole inputs: x [..., in] -> [..., out]. A rank takes its part of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.ranks.rank * self.in_features
+        return super().forward(x[..., start : start + self.in_features])
+
+
+class GatheredLinear(JoinedLinear):
+    """A layer with a part of the outputs: x [..., in] -> [..., out], joined from all ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.part_forward(x).contiguous()
+        parts = [torch.empty_like(out) for _ in range(self.ranks.size)]
+        distributed.all_gather(parts, out, group=self.ranks.group)
+        return torch.cat(parts, -1)
+
+
+CLASSES: dict[str, type[QuantLinear]] = {
+    PLAIN: QuantLinear,  # whose part needs no other
+    GATHERS: GatheredLinear,
+    REDUCES: ReducedLinear,
+    SPLITS: SplitLinear,
+}
+
+
+def part_bias(bias: nn.Parameter | None) -> nn.Parameter | None:
+    """Return the bias of a rank's part: that of its outputs, or the whole bias where the inputs are split."""
+    return nn.Parameter(local_tensor(bias), requires_grad=bias.requires_grad) if is_sharded(bias) else bias  # type: ignore[union-attr]
+
+
+# -- the part of a tensor that a rank holds ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """Spans of a whole tensor along one dimension; a rank's tensor holds them one after the other."""
+
+    dim: int
+    spans: tuple[tuple[int, int], ...]
+
+    def read(self, stored: Any) -> Tensor:
+        """Read the part of a tensor, or of a slice that safetensors has not read yet, without reading the rest."""
+        before = (slice(None),) * self.dim
+        pieces = [stored[(*before, slice(*span))] for span in self.spans]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+
+def part_of(tensor: Any) -> Part | None:
+    """Return the part that this rank holds of an evenly split DTensor; None for a tensor that is whole here."""
+    if not is_sharded(tensor) or not hasattr(tensor.placements[0], "dim"):
+        return None
+    placement, mesh = tensor.placements[0], tensor.device_mesh
+    dim = placement.dim % tensor.ndim
+    blocks = int(getattr(placement, "split_factor", 1))  # of a weight that several are packed in, each split by itself
+    block = tensor.shape[dim] // blocks
+    size, rank = block // mesh.size(), mesh.get_local_rank()
+    starts = [number * block + rank * size for number in range(blocks)]
+    return Part(dim, tuple((start, start + size) for start in starts))
+
+
+def let_go(parameter: Any) -> None:
+    """Free a parameter's memory. The object stays, and so does every reference to it."""
+    put_back(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+
+
+def put_back(parameter: Any, tensor: Tensor) -> None:
+    """Fill a parameter again with its numbers, or with this rank's part of them."""
+    if is_sharded(parameter):
+        parameter._local_tensor = tensor  # what __tensor_flatten__ names
+    else:
+        parameter.data = tensor

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hf_accel.attention.paged_kv import PagedSequence
-from hf_accel.attention.sdpa.dense import PRODUCT_ROWS
-from hf_accel.attention.sdpa.gathering import batches
+from hf_accel.attention.sdpa import PRODUCT_ROWS, batches
 
 
 def sequences(*sizes: tuple[int, int]) -> list[PagedSequence]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,16 +10,31 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..kernels.cpu.library import FLOATS
-from ..recognition.source import siblings
-from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
-from ..recognition.unchanged import has_own_forward
-from ..undo.journal import Mixin, mixed_class
-from ..undo.state import FUSED
-from .forms import GatedNames, gated_names, has_library, norm_form, rotary_form
-from .modules import FusedGate, NativeGatedMLP, NativeNorm, NativeRotary, NormForms
-from .projections import NativeLinear, ProjectionCall, is_readable
-from .widened import WidenedConv1D, is_conv1d, is_slow_in_torch
+from ...attention import AttentionSpec
+from ...attention.hf import ATTENTION_NAME
+from ...kernels.cpu.library import FLOATS
+from ...models import layers_config
+from ...recognition.code import ROTATION, siblings
+from ...recognition.trace import INPUT, TENSORS, Span, Trace, UntraceableError
+from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.unchanged import has_own_forward
+from ...undo.journal import Mixin, mixed_class
+from ...undo.state import FUSED
+from ..joined_layer import joins
+from ..modules import (
+    FusedGate,
+    GatedCall,
+    NativeGatedMLP,
+    NativeNorm,
+    NativeRotary,
+    NormForms,
+    form_of_rotation,
+    has_library,
+    norm_form,
+    rotary_form,
+)
+from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_conv1d, is_readable, is_slow_in_torch
+from .layer_calls import JoinedCalls, NativeCalls, TracedForward, attention_of
 
 DIFFERS = "the native call differs from the module's own result on random input"
 
@@ -84,9 +99,9 @@ def _checked(
     if unknown := used.difference(FLOATS):
         named = ", ".join(sorted(str(d).removeprefix("torch.") for d in unknown))
         return Dropped(name, site.kind, f"the native call does not compute in {named}")
-    if isinstance(site.state, GatedNames):
+    if isinstance(site.state, GatedCall):
         parts = site.state
-        signature = (type(module), parts.gate, parts.up, parts.down, parts.call.epilogue)
+        signature = (type(module), parts.gate, parts.up, parts.down, parts.epilogue)
         if signature not in checked:
             checked[signature] = _agrees(site, dtype, device_type)
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
@@ -102,14 +117,14 @@ def _checked(
 def _candidate(
     name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str
 ) -> FusedSite | None:
-    """Return the kind that a module seems to be by its name and its code."""
+    """Return a site of the kind that a module seems to be, by its name and its code."""
     if type(module).__name__.endswith("RMSNorm"):
         return FusedSite(name, module, "norm", NativeNorm, NormForms())
     if rotary_form(module, dtype, device_type) is not None:
         return FusedSite(name, module, "rotary", NativeRotary, None)
     if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
         return FusedSite(name, module, "conv1d", WidenedConv1D, None)
-    parts = gated_names(module, float_rows)
+    parts = GatedCall.of(module, float_rows)
     kind, mixin = ("mlp", NativeGatedMLP) if has_library(device_type) else ("gate", FusedGate)
     return None if parts is None else FusedSite(name, module, kind, mixin, parts)
 
@@ -138,7 +153,7 @@ def _agrees(site: FusedSite, dtype: torch.dtype, device_type: str) -> bool:
     linears = {name: _small_linear(size, numbers).to(device_type, dtype) for name, size in sizes.items()}
     x = numbers(3, 32, dtype=dtype, device=device_type)
     stock, fused = unwatched_twin(site.module, _modules=linears), unwatched_twin(site.module, _modules=linears)
-    vars(fused)[FUSED] = replace(parts, call=ProjectionCall(1, parts.call.epilogue))
+    vars(fused)[FUSED] = replace(parts, call=ProjectionCall(1, parts.epilogue))
     fused.__class__ = mixed_class(site.mixin, kind)
     return agree(
         lambda: kind.forward(stock, x),
@@ -163,7 +178,96 @@ def _multiplies_equally(module: nn.Module, dtype: torch.dtype) -> bool:
 def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
     outputs, inputs = size
     # takes none of the user's random numbers
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
     for parameter in layer.parameters():
         parameter.copy_(numbers(*parameter.shape) * inputs**-0.5)
     return layer
+
+
+# -- whole decoder layers: their code is run once with stand-ins ---------------------------------------
+
+KIND = "layer"
+JOINED = "joined layer"  # the kind of one on a GPU
+JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
+# The arguments that transformers' models give a layer.
+USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {"use_cache": True}
+
+
+def layer_sites(
+    model: nn.Module, dtype: torch.dtype, *,
+    attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module] | None, device_type: str = "cpu",
+) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
+    """Find decoder layers of which every operation is known, and give the reason for the others.
+
+    attention: the specs of the attention modules that attend over pages; on the CPU, by the native kernels. linears:
+    the linear layers that these kernels compute; None on a GPU, where a layer needs operations that share a launch.
+    """
+    sites: list[FusedSite] = []
+    dropped: list[Dropped] = []
+    first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
+    for name, module in model.named_modules():
+        inner = [child for child in module.children() if child in attention]
+        if len(inner) != 1 or not _rotates(inner[0]) or has_own_forward(module):
+            continue
+        trace = Trace(dtype, attention=ATTENTION_NAME)
+        try:
+            trace.layer(module, _width(module), **USUAL_ARGUMENTS)
+            attention_of(trace, attention[inner[0]])
+            _refuse_without_kernel(trace, linears, device_type)
+            _refuse_partial_rotation(model.config)
+            joined = joins(trace.operations) if linears is None else None
+            if joined is not None and not joined:
+                raise UntraceableError("none of its steps can share a launch")
+        except UntraceableError as error:
+            dropped.append(Dropped(name, KIND, str(error)))
+            continue
+        kind, calls = (KIND, NativeCalls()) if joined is None else (JOINED, JoinedCalls(joined))
+        sites.append(FusedSite(name, module, kind, TracedForward, calls))
+        first = trace.operations[0]
+        if first.kind == "norm" and first.inputs == [Span(INPUT, 0, trace.widths[INPUT])]:
+            first_norms[name] = first.modules[0]
+    for site in sites:
+        place, _, number = site.name.rpartition(".")
+        if site.kind == JOINED and number.isdecimal():
+            site.state.following = first_norms.get(f"{place}.{int(number) + 1}")
+    return sites, dropped
+
+
+def _rotates(attention: nn.Module) -> bool:
+    code = getattr(type(attention).forward, "__code__", None)
+    return code is not None and ROTATION in code.co_names
+
+
+def _refuse_partial_rotation(config: Any) -> None:
+    """Raise UntraceableError if the rotation leaves some numbers of a head as they are."""
+    parameters = getattr(layers_config(config), "rope_parameters", None) or {}
+    for each in (parameters, *parameters.values()):
+        if isinstance(each, dict) and each.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UntraceableError("its rotation leaves numbers as they are")
+
+
+def _width(layer: nn.Module) -> int:
+    """Return the size of a layer's hidden states, which is that of its first norm."""
+    for module in layer.children():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.ndim == 1:
+            return int(weight.shape[0])
+    raise UntraceableError("it has no norm")
+
+
+def _refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, device_type: str) -> None:
+    """Raise UntraceableError for what a TracedLayer would refuse in a layer that is still to be patched.
+
+    linears: the linear layers that will have a native call; None where they are called as modules.
+    """
+    for operation in trace.operations:
+        match operation.kind:
+            case "linear" | "gated":
+                if linears is not None and not all(module in linears for module in operation.modules):
+                    raise UntraceableError("a linear layer has no native call")
+            case "norm" if norm_form(operation.modules[0], trace.dtype) is None:
+                raise UntraceableError("a norm has no native call")
+            case "rope":
+                function = operation.values["function"]
+                if form_of_rotation(function, trace.dtype, trace.dtype, device_type) is None:
+                    raise UntraceableError("its rotation has no native call")

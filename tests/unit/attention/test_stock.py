@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import hf_accel
 from hf_accel.attention.hf import ATTENTION_NAME
-from hf_accel.attention.hf.parts import set_our_attention, stock_parts
+from hf_accel.attention.hf.stock import set_our_attention, stock_parts
 from tests.families.models import build, select
 
 TOWER = "model.audio_tower"

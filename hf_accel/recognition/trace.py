@@ -1,0 +1,475 @@
+"""The trace of a layer: its operations, found by running its code once with stand-ins for tensors and modules.
+
+A stand-in knows only what is written here. Whatever else the code asks of it raises UntraceableError: nothing is
+guessed, and the layer keeps its own forward. All that the code reads (attributes, submodules) is noted, so that a
+later change is noticed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import FunctionType, MethodType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..undo.journal import original_class
+from ..undo.state import FUSED
+from .code import ROTATION, with_rotation
+from .trial import GatedNames, gated_names
+from .unchanged import HOOKS, Read, has_own_forward
+
+Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add"]
+
+# The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
+TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
+ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
+PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))
+INPUT, OUTPUT = 0, 1  # the buffers of a layer's input and output, by their numbers in the kernels
+
+
+class UntraceableError(Exception):
+    """The code does something that the stand-ins do not know; the message names it, as a clause."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns of a buffer whose rows are tokens: the columns from `offset` on, in rows of `stride` numbers."""
+
+    buffer: int
+    offset: int
+    stride: int
+
+
+@dataclass
+class Operation:
+    """One operation of a layer.
+
+    modules: linears, a norm, or the attention module. values: the kernel's other arguments.
+    """
+
+    kind: Kind
+    inputs: list[Span]
+    outputs: list[Span]
+    modules: tuple[nn.Module, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class Trace:
+    """One run of a layer's code.
+
+    operations: what it computed. reads: what it depends on. hooks: those of the modules that it called; usually none.
+    dtype: of the tensors. attention: the name of the attention function that the model will have; None for its own.
+    """
+
+    def __init__(self, dtype: torch.dtype, attention: str | None = None) -> None:
+        self.attention, self.dtype = attention, dtype
+        self.operations: list[Operation] = []
+        self.reads: list[Read] = []
+        self.hooks: list[Mapping[Any, Any]] = []
+        self.ran = False  # whether the layer's own code has begun
+        self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
+        self.mask, self.tables = Opaque("attention_mask"), (Opaque("cos"), Opaque("sin"))
+        self.layer_idx: int | None = None
+        self.returns_tuple = False
+
+    def layer(self, layer: nn.Module, width: int, **arguments: Any) -> None:
+        """Run the forward of a layer on [B, T, width]. Raises UntraceableError.
+
+        arguments: of the call, by name. The names in TENSORS get stand-ins, if they are not None; others are plain
+        values, which the code may read.
+        """
+        self.widths[INPUT] = self.widths[OUTPUT] = width
+        stand_ins = (self.mask, Opaque("position_ids"), CacheStandIn(self), self.tables)
+        given = {n: new for n, new in zip(TENSORS, stand_ins, strict=True) if arguments.get(n) is not None}
+        x = StandIn(self, Span(INPUT, 0, width), width)
+        try:
+            result = self.run(ModuleStandIn(self, layer), layer, (x,), arguments | given)
+        except Exception as error:
+            if isinstance(error, UntraceableError):
+                raise
+            # the code fails on a stand-in with an error of its own
+            raise UntraceableError(f"its code fails on a stand-in ({type(error).__name__}: {error})") from error
+        self.returns_tuple = isinstance(result, tuple) and len(result) == 1
+        self._finish(result[0] if self.returns_tuple else result)
+
+    def _finish(self, result: Any) -> None:
+        """Let the last operation write to the layer's output."""
+        last = self.operations[-1] if self.operations else None
+        kinds = {operation.kind for operation in self.operations}
+        if last is None or not {"write", "attend"} <= kinds:
+            raise UntraceableError("it does not attend over the cache")
+        is_last = isinstance(result, StandIn) and result.factor == 1 and [result.span] == last.outputs
+        if not is_last or last.kind != "add" or result.shape != (BATCH, TOKENS, self.widths[OUTPUT]):
+            raise UntraceableError("it returns something else than the last sum")
+        last.outputs = [Span(OUTPUT, 0, self.widths[OUTPUT])]
+
+    def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
+        self.reads.append(Read(owner, name, value))
+
+    # -- modules ---------------------------------------------------------------------------------------
+
+    def visit(self, module: nn.Module) -> None:
+        """Note the hooks around a call of the module. Raises UntraceableError if its forward was replaced."""
+        own = vars(module)
+        for name in ("forward", *HOOKS):
+            self.note(own, name, own.get(name))
+        self.hooks += [own[name] for name in HOOKS]
+        if has_own_forward(module):
+            raise UntraceableError("the forward of a module was replaced on the module itself")
+
+    def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:
+        """Return what the code reads as self.name."""
+        own = vars(module)
+        holder = next((own[kind] for kind in ("_modules", "_parameters", "_buffers") if name in own[kind]), own)
+        value = holder.get(name)
+        self.note(holder, name, value)  # if it is missing: it would be found before that of the class
+        if name not in holder:
+            value = inspect.getattr_static(original_class(module), name)
+            if isinstance(value, FunctionType):
+                return MethodType(value, stand_in)
+            if isinstance(value, property) and value.fget is not None:
+                return value.fget(stand_in)
+        if isinstance(value, PLAIN_TYPES):
+            return value
+        if isinstance(value, nn.Module) and holder is not own:
+            return self.child(value)
+        if name in own and callable(getattr(value, "to_dict", None)):
+            return ConfigStandIn(self, value)
+        raise UntraceableError(f"it reads its own {name}")
+
+    def child(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the stand-in of a submodule."""
+        if isinstance(module, nn.Linear):
+            return lambda x: self.linear(module, x)
+        if type(module).__name__.endswith("RMSNorm"):
+            return lambda x: self.norm(module, x)
+        if isinstance(module, (nn.Dropout, nn.Identity)):
+            for name in ("training", "p"):
+                self.note(vars(module), name, vars(module).get(name))
+            self.visit(module)
+            if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+                raise UntraceableError("it drops numbers at random")
+            return lambda x: x
+        held = vars(module).get(FUSED)  # the parts that it had when it was given a native forward
+        names = held if isinstance(held, GatedNames) else gated_names(module)
+        if names is not None:
+            return lambda x: self.gated(module, names, x)
+        return ModuleStandIn(self, module)
+
+    def run(self, stand_in: ModuleStandIn, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the code of a module's class."""
+        if self.ran:
+            self.visit(module)
+        self.ran = True  # the layer, whose own hooks and forward are around all this
+        kind = original_class(module)
+        forward = kind.forward
+        if not isinstance(forward, FunctionType):
+            raise UntraceableError(f"the code of {kind.__name__} is not Python's")
+        if ROTATION in forward.__code__.co_names:
+            original = forward.__globals__[ROTATION]
+            forward = with_rotation(forward, lambda *given, **named: self.rotate(original, *given, **named))
+        return forward(stand_in, *args, **kwargs)
+
+    # -- operations ------------------------------------------------------------------------------------
+
+    def buffer(self, width: int) -> Span:
+        self.widths.append(width)
+        return Span(len(self.widths) - 1, 0, width)
+
+    def linear(self, module: nn.Linear, x: Any) -> StandIn:
+        self._require(x, heads=False)
+        if x.width != module.in_features:
+            raise UntraceableError("a linear layer takes another number of inputs")
+        self.visit(module)
+        out = self.buffer(module.out_features)
+        self.operations.append(Operation("linear", [x.span], [out], (module,)))
+        return StandIn(self, out, module.out_features)
+
+    def gated(self, module: nn.Module, names: GatedNames, x: Any) -> StandIn:
+        """Record down(act(gate(x)) * up(x)), where the product is one operation."""
+        self._require(x, heads=False)
+        parts = vars(module)["_modules"]
+        gate, up, down = (parts[name] for name in (names.gate, names.up, names.down))
+        for each in (module, gate, up):
+            self.visit(each)
+        for name in (names.gate, names.up, names.down):
+            self.note(parts, name, parts[name])
+        if names.activation is not None:
+            name, tried = names.activation
+            holder = parts if isinstance(tried, nn.Module) else vars(module)
+            self.note(holder, name, holder.get(name))
+            if isinstance(tried, nn.Module):
+                self.visit(tried)
+            if holder.get(name) is not tried:
+                raise UntraceableError("the activation of its MLP is not the one that was tried")
+        out = self.buffer(gate.out_features)
+        self.operations.append(Operation("gated", [x.span], [out], (gate, up), {"epilogue": names.epilogue}))
+        return self.linear(down, StandIn(self, out, gate.out_features))
+
+    def norm(self, module: nn.Module, x: Any) -> StandIn:
+        weight = module._parameters.get("weight")
+        self.note(module._parameters, "weight", weight)
+        if not isinstance(x, StandIn) or x.factor != 1 or weight is None:
+            raise UntraceableError("a norm takes something else than numbers of tokens")
+        if x.shape[-1] != weight.shape[0]:
+            raise UntraceableError("a norm takes another number of inputs")
+        self.visit(module)
+        out = self.buffer(x.width)
+        values = {"heads": x.heads or 1, "dim": weight.shape[0]}
+        self.operations.append(Operation("norm", [x.span], [out], (module,), values))
+        return StandIn(self, out, x.width, heads=x.heads, transposed=x.transposed)
+
+    def rotate(self, original: Any, *args: Any, **kwargs: Any) -> tuple[StandIn, StandIn]:
+        if len(args) != 4 or kwargs or (args[2], args[3]) != self.tables:
+            raise UntraceableError("it rotates in a way of its own")
+        q, k = args[:2]
+        for x in (q, k):
+            self._require(x, heads=True)
+        if q.shape[3] != k.shape[3]:
+            raise UntraceableError("queries and keys have heads of different sizes")
+        outs = [self.buffer(x.width) for x in (q, k)]
+        values = {"function": original, "heads": q.heads, "kv_heads": k.heads, "dim": q.shape[3]}
+        self.operations.append(Operation("rope", [q.span, k.span], outs, values=values))
+        return replace(q, span=outs[0]), replace(k, span=outs[1])
+
+    def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
+        self._require(key, heads=True)
+        self._require(value, heads=True)
+        if self.layer_idx is not None or type(layer_idx) is not int or key.heads != value.heads:
+            raise UntraceableError("it writes to the cache in a way of its own")
+        self.layer_idx = layer_idx
+        values = {"heads": key.heads, "dim": key.shape[3], "value_dim": value.shape[3]}
+        self.operations.append(Operation("write", [key.span, value.span], [], values=values))
+        return replace(key, cached=True), replace(value, cached=True)
+
+    def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        for x in qkv:
+            self._require(x, heads=True)
+        query, key, value = qkv
+        same = query.shape[3] == key.shape[3] and query.heads % key.heads == 0
+        cached = key.cached and value.cached
+        if not (same and cached and isinstance(module, ModuleStandIn) and mask in (None, self.mask)):
+            raise UntraceableError("it attends in a way of its own")
+        out = self.buffer(query.heads * value.shape[3])
+        values = {
+            "options": options, "heads": query.heads, "kv_heads": key.heads, "dim": key.shape[3],
+            "value_dim": value.shape[3],
+        }  # fmt: skip
+        self.operations.append(Operation("attend", [query.span], [out], (module._module,), values))
+        return StandIn(self, out, query.heads * value.shape[3], heads=query.heads)
+
+    def add(self, x: Any, y: Any) -> StandIn:
+        same = isinstance(x, StandIn) and isinstance(y, StandIn) and x.width == y.width
+        if same and x.factor != 1:
+            x, y = y, x
+        if not same or x.factor != 1 or not (x.is_whole and y.is_whole):
+            raise UntraceableError("it adds something else than two tensors of one shape")
+        out = self.buffer(x.width)
+        self.operations.append(Operation("add", [x.span, y.span], [out], values={"dim": x.width, "factor": y.factor}))
+        return StandIn(self, out, x.width)
+
+    @staticmethod
+    def _require(x: Any, *, heads: bool) -> None:
+        """Check the form of x. heads: whether x must be [B, heads, T, dim], else [B, T, width]."""
+        known = isinstance(x, StandIn) and x.factor == 1
+        if not known or x.transposed is not heads or (x.heads is not None) is not heads:
+            raise UntraceableError("its tensors have another layout")
+
+
+# -- stand-ins ----------------------------------------------------------------------------------------
+
+
+class Count:
+    """The number of rows of a pass, or of tokens of a row, which the code may only pass on."""
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        raise UntraceableError("it looks at the number of tokens")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+BATCH: Any = Count()
+TOKENS: Any = Count()
+
+
+class Opaque:
+    """A value that a layer may only pass on, such as the mask."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it reads {self.name}.{name}")
+
+    def __bool__(self) -> bool:
+        raise UntraceableError(f"it looks at {self.name}")
+
+
+@dataclass(eq=False)
+class StandIn:
+    """A tensor [B, T, width], [B, T, heads, dim], or [B, heads, T, dim] if it is `transposed`.
+
+    factor: the number by which it must still be multiplied. cached: whether it came from the cache.
+    """
+
+    trace: Trace
+    span: Span
+    width: int
+    heads: int | None = None
+    transposed: bool = False
+    factor: float = 1.0
+    cached: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it is all columns of a buffer, [B, T, width]."""
+        return self.heads is None and self.span.offset == 0 and self.span.stride == self.width
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        if self.heads is None:
+            return (BATCH, TOKENS, self.width)
+        dim = self.width // self.heads
+        return (BATCH, self.heads, TOKENS, dim) if self.transposed else (BATCH, TOKENS, self.heads, dim)
+
+    def size(self, index: int | None = None) -> Any:
+        return self.shape if index is None else self.shape[index]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.trace.dtype
+
+    def view(self, *sizes: Any) -> StandIn:
+        batch, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
+        if self.transposed or tokens is not TOKENS or batch is not BATCH or not plain:
+            raise UntraceableError("it reshapes in another way than into heads and back")
+        known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
+        if self.width % known if -1 in rest else known != self.width:
+            raise UntraceableError("it reshapes to another size")
+        if len(rest) == 1:
+            return replace(self, heads=None)
+        heads = rest[0] if rest[0] != -1 else self.width // rest[1]
+        return replace(self, heads=heads)
+
+    reshape = view
+
+    def transpose(self, first: int, second: int) -> StandIn:
+        if {first, second} != {1, 2} or self.heads is None:
+            raise UntraceableError("it transposes other dimensions than heads and tokens")
+        return replace(self, transposed=not self.transposed)
+
+    def contiguous(self) -> StandIn:
+        return self
+
+    def to(self, dtype: Any) -> StandIn:
+        if dtype is not self.trace.dtype:
+            raise UntraceableError("it computes in another dtype")
+        return self
+
+    def __getitem__(self, index: Any) -> StandIn:
+        match index:
+            case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and self.heads is None:
+                start, stop, _ = columns.indices(self.width)
+                span = Span(self.span.buffer, self.span.offset + start, self.span.stride)
+                return replace(self, span=span, width=max(0, stop - start))
+        raise UntraceableError("it takes other parts of a tensor than columns")
+
+    def __add__(self, other: Any) -> StandIn:
+        return self.trace.add(self, other)
+
+    def __mul__(self, other: Any) -> StandIn:
+        if type(other) not in (int, float) or self.factor != 1 or self.heads is not None:
+            raise UntraceableError("it multiplies by more than a number")
+        return replace(self, factor=float(other))
+
+    __rmul__ = __mul__
+
+    def __iadd__(self, other: Any) -> StandIn:
+        raise UntraceableError("it writes to a tensor in place")  # which may have other names
+
+    __imul__ = __iadd__
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it calls Tensor.{name}")
+
+    def __bool__(self) -> bool:
+        raise UntraceableError("it looks at the numbers of a tensor")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.dropout and args and not _drops(*args[1:], **(kwargs or {})):
+            return args[0]
+        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+    def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
+        """Return the result of the attention function for a query that is a stand-in."""
+        return self.trace.attend(module, (self, key, value), mask, options), None
+
+
+def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return training and p > 0
+
+
+class ModuleStandIn:
+    """A module whose code runs with stand-ins. The attributes that it reads of itself are noted."""
+
+    forward = None  # transformers' checkpointing compares it with its own
+
+    def __init__(self, trace: Trace, module: nn.Module) -> None:
+        vars(self).update(_trace=trace, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._trace.attribute(self, self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise UntraceableError(f"it sets its own {name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._trace.run(self, self._module, args, kwargs)
+
+
+class ConfigStandIn:
+    """A config of which the code may read plain values."""
+
+    def __init__(self, trace: Trace, config: Any) -> None:
+        vars(self).update(_trace=trace, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == ATTENTION:
+            return self._trace.attention or self._read_attention()
+        value = getattr(self._config, name)
+        if not isinstance(value, PLAIN_TYPES):
+            raise UntraceableError(f"it reads config.{name}")
+        self._trace.note(vars(self._config), name, value)
+        return value
+
+    def _read_attention(self) -> Any:
+        own = vars(self._config)
+        if f"{ATTENTION}_internal" not in own:
+            raise UntraceableError("it does not say which attention function it takes")
+        self._trace.note(own, f"{ATTENTION}_internal", own[f"{ATTENTION}_internal"])
+        return getattr(self._config, ATTENTION)
+
+
+class CacheStandIn(Opaque):
+    """The cache of a pass, which takes K and V of one layer."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__("past_key_values")
+        self.trace = trace
+
+    def update(self, key: Any, value: Any, layer_idx: Any, *args: Any) -> tuple[StandIn, StandIn]:
+        return self.trace.write(key, value, layer_idx)
+
+    def __bool__(self) -> bool:
+        return True
