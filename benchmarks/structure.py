@@ -74,6 +74,7 @@ WORSE_IF_MORE = (
     "public names, imported at once",
     f"functions of more than {MOST_LINES} lines",
     f"functions of more than {MOST_PARAMETERS} parameters",
+    OURS_OF_MANY,
     f"functions of more than {MOST_POSITIONAL} positional ones",
     "names of two or more files",
     "names of two or more classes",
