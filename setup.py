@@ -71,14 +71,8 @@ class PlatformDistribution(Distribution):
 
 
 build.sub_commands = [*build.sub_commands, ("build_kernels", None)]
-# hf_accel/cli is installed beside hf_accel: `import hf_accel` loads torch, and --help must not wait for that.
 setup(
-    packages=[
-        *find_packages(include=["hf_accel", "hf_accel.*"], exclude=["hf_accel.cli", "hf_accel.cli.*"]),
-        "hf_accel_cli",
-        "hf_accel_cli.measuring",
-    ],
-    package_dir={"hf_accel_cli": "hf_accel/cli"},
+    packages=find_packages(include=["hf_accel", "hf_accel.*"]),
     distclass=PlatformDistribution,
     cmdclass={"build_kernels": BuildKernels, "bdist_wheel": PlatformWheel},
 )

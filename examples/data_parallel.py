@@ -24,7 +24,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 import hf_accel
-from hf_accel.checkpoints.loading import load_tokenizer
+from hf_accel.checkpoints.load import load_tokenizer
 
 SHIPPED = Path(__file__).parent / "stdlib-tiny"
 PROMPTS = ["import re\n\ndef ", "class Reader:\n    def ", "def main(", "import os\n", "try:\n    "]

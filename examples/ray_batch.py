@@ -39,7 +39,7 @@ class Answer:
         import torch
 
         import hf_accel
-        from hf_accel.checkpoints.loading import load_tokenizer
+        from hf_accel.checkpoints.load import load_tokenizer
 
         torch.set_num_threads(threads)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # Ray shows an actor the GPUs that it was given

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .errors import HfAccelError, HfAccelWarning, OutOfBlocksError, UnsupportedError
     from .estimate import Estimate, estimate
     from .generation.hf import Engine
-    from .generation.hf.weights_changed import weights_changed
+    from .generation.hf.model_runner import weights_changed
     from .generation.sequence import Draft
     from .generation.speculation.drafters.drafter import Drafter
     from .linear.hf import AccelConfig
@@ -128,7 +128,7 @@ _LAZY = {
     "stats": "patching.patch",
     "unpatch": "patching.patch",
     "verify": "verify.verify",
-    "weights_changed": "generation.hf.weights_changed",
+    "weights_changed": "generation.hf.model_runner",
 }
 
 

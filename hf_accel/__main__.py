@@ -1,6 +1,6 @@
 """`python -m hf_accel` is the command hf-accel."""
 
-from hf_accel_cli.app import app
+from .cli.app import app
 
 if __name__ == "__main__":
     app()

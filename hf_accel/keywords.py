@@ -64,6 +64,12 @@ def positive_int(name: str, value: object, *, way_out: str = "") -> None:
         raise UnsupportedError(f"{name}={value!r} must be an integer of at least 1{way_out}")
 
 
+def positive_number(name: str, value: object) -> None:
+    """Raise UnsupportedError unless `value` is None or a finite number above 0."""
+    if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+        raise UnsupportedError(f"{name}={value!r} must be a finite number above 0")
+
+
 def check_keywords(
     where: str,
     given: Iterable[str],

@@ -1,4 +1,4 @@
-"""Questions to any model: the model inside its wrappers, its lists of layers, its mode, its config's heads."""
+"""Questions to any model: the model inside its wrappers, its layers, its mode, and what its config says of them."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == count and not is_inside:
             found[name] = module
     return found
+
+
+def layers_config(config: Any) -> Any:
+    """Return the config of the layers that decode: that of the text part of a model of several parts, or `config`."""
+    return config.get_text_config(decoder=True)
+
+
+def vocabulary_size(model: Any) -> int:
+    """Return the number of tokens that a transformers model knows."""
+    return int(layers_config(model.config).vocab_size)
 
 
 def head_dim(config: Any) -> int:

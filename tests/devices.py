@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hf_accel.attention.hf import forward
-from hf_accel.checkpoints import packer
+from hf_accel.checkpoints import loading
 from hf_accel.kernels import cpu, triton
 from hf_accel.linear import layer, nf4
-from hf_accel.linear.registry import choose
+from hf_accel.linear.backends.registry import choose
 from hf_accel.patching import planning
 
 
@@ -31,7 +31,7 @@ def device_of(backend: object) -> str:
 def without_native_kernels(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """On a CPU they would be chosen first. What was chosen before is not remembered meanwhile."""
     monkeypatch.setattr(cpu, "refusal", lambda: why)
-    for module, name in ((planning, "choose_linear"), (layer, "choose"), (packer, "choose")):
+    for module, name in ((planning, "choose_linear"), (layer, "choose"), (loading, "choose")):
         monkeypatch.setattr(module, name, choose.__wrapped__)
     monkeypatch.setattr(forward, "_choose", forward._choose.__wrapped__)
 

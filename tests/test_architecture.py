@@ -36,7 +36,6 @@ OTHER_PACKAGES = {
     "checkpoints": {"gguf"},
     "serving": {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "tokenizers", "uvicorn"},
     "cli": {"rich", "typer"},
-    "__main__": {"hf_accel_cli"},
 }
 COMPOSITION = [  # each may use those before it
     "parallel",
@@ -51,14 +50,10 @@ COMPOSITION = [  # each may use those before it
 BOOKKEEPING = {  # and what that may use
     "cache.pool",
     "config",
-    "config.cache_config",
-    "config.layout",
     "config.patch_config",
-    "config.speculative_config",
     "config.weight_config",
     "errors",
     "generation.sampling.stopping",
-    "generation.scheduling.roster",
     "generation.scheduling.scheduler",
     "generation.sequence",
     "generation.engine.stream",

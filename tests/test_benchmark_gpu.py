@@ -25,7 +25,7 @@ from benchmarks.harness.settings import Settings
 from benchmarks.harness.tables import Table
 from benchmarks.setups import accel
 from benchmarks.topics import ladder
-from hf_accel.cli.measuring.turns import finish
+from hf_accel.cli.measurement import finish
 from hf_accel.hardware import detect
 from hf_accel.kernels import triton
 from hf_accel.undo.state import state_of

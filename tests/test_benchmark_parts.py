@@ -23,7 +23,7 @@ from benchmarks.topics import attention_peak, isa, kv, memory, prefill, profile_
 from benchmarks.topics.profile_step import SelfTimes
 from benchmarks.topics.quality import Variant, joined, make_variants, predictions, score
 from hf_accel.fused import layer_programme
-from hf_accel.hardware import speed
+from hf_accel.hardware import device
 from hf_accel.kernels import cpu as kernels
 
 
@@ -58,7 +58,7 @@ def test_operations_of_a_prefill() -> None:
 
 
 def test_an_int8_peak_is_two_operations_per_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "least_seconds", lambda run, device: (run(), 0.25)[1])
+    monkeypatch.setattr(device, "least_seconds", lambda run, device: (run(), 0.25)[1])
     assert integer_peak._integer_peak.__wrapped__("cpu", 1) == 2 * 512**3 / 0.25
 
 

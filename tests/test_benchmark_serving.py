@@ -20,12 +20,20 @@ from benchmarks.harness.oracle import OracleDrafter, spoilt
 from benchmarks.harness.settings import Drafters, Settings, Waste
 from benchmarks.run import parse, without_path
 from benchmarks.topics import batching, drafters, engine_ladder, http_load, latency, serving
-from benchmarks.topics.engine_waste import engine_waste
-from benchmarks.topics.engine_waste import requests as requests_of
 from benchmarks.topics.serving import continuous, stock_settings
-from benchmarks.topics.waste import lengths
-from hf_accel.cli.measuring.requests import Requests, draw, poisson, shared_prefix
-from hf_accel.cli.measuring.served import Served, WrongResultError, accelerated, in_turn, one_padded_batch
+from benchmarks.topics.waste import lengths, waste
+from benchmarks.topics.waste import requests as requests_of
+from hf_accel.cli.measurement import (
+    Requests,
+    Served,
+    WrongResultError,
+    accelerated,
+    draw,
+    in_turn,
+    one_padded_batch,
+    poisson,
+    shared_prefix,
+)
 from hf_accel.patching.twin import twin
 
 
@@ -161,10 +169,10 @@ def test_the_last_steps_of_the_ladder_come_in_pairs() -> None:
 # -- waste ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("block_size", "low", "high"), [(16, 0.012, 0.02), (256, 0.17, 0.27)])
+@pytest.mark.parametrize(("block_size", "low", "high"), [(16, 0.012, 0.02), (256, 0.17, 0.27), (2048, 0.6, 0.8)])
 def test_waste_of_the_scheduler(block_size: int, low: float, high: float) -> None:
     settings = Settings(waste=Waste(requests=200))
-    share, passes = engine_waste(settings, lengths(settings), block_size=block_size, running=32)
+    share, passes = waste(settings, lengths(settings), block_size=block_size, running=32)
     assert low < share < high
     assert passes > 200
 
@@ -172,7 +180,7 @@ def test_waste_of_the_scheduler(block_size: int, low: float, high: float) -> Non
 def test_requests_of_the_simulation_run_to_their_end() -> None:
     (request,) = requests_of(iter([40]), seed=0)
     assert request.num_prompt + request.max_new_tokens == 40
-    share, passes = engine_waste(Settings(), iter([40]), block_size=1, running=1)
+    share, passes = waste(Settings(), iter([40]), block_size=1, running=1)
     assert passes == request.max_new_tokens  # the prompt's own pass brings the first
     assert share == 0
 

@@ -15,6 +15,7 @@ from benchmarks.structure import (
     MOST_LINES,
     MOST_PARAMETERS,
     MOST_POSITIONAL,
+    OURS_OF_MANY,
     THIS,
     TOPIC,
     WORSE_IF_MORE,
@@ -23,9 +24,12 @@ from benchmarks.structure import (
     count,
     functions,
     import_graph,
+    is_given,
     known_columns,
     num_lines,
+    of_functions,
     parameters,
+    parsed,
     passed_files,
     repeated_lines,
     sources,
@@ -46,33 +50,12 @@ EXEMPT = {  # function -> why its signature, or its length, is what it is
     "hf_accel/distill/drafts/student.py::init_student": "public",
     "hf_accel/distill/drafts/draft.py::distill_draft": "public",
     "hf_accel/distill/drafts/measuring.py::measure_acceptance": "public",
-    "hf_accel/cli/bench.py::bench": "the options of a command",
-    "hf_accel/cli/estimate.py::estimate": "the options of a command",
-    "hf_accel/cli/generate.py::generate": "the options of a command",
-    "hf_accel/cli/verify.py::verify": "the options of a command",
-    "hf_accel/attention/hf/forward.py::attention_forward": "called by transformers",
-    "hf_accel/attention/hf/mask.py::mask_forward": "called by transformers",
     "hf_accel/attention/hf/mask.py::CausalMask.__new__": "the parts of a tensor",
-    "hf_accel/distill/trainer/distillation_trainer.py::DistillationMixin.evaluation_loop": "called by transformers",
-    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._sample": "called by transformers",
-    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration._assisted_decoding": "called by transformers",
-    "hf_accel/generation/hf/mixin.py::AcceleratedGeneration.generate_batch": "as transformers has it",
-    "hf_accel/generation/hf/continuous.py::ContinuousManager.add_request": "as transformers has it",
-    "hf_accel/linear/reference.py::_DifferentiableLinear.forward": "called by torch.autograd",
-    "hf_accel/linear/layer.py::QuantModule._load_from_state_dict": "called by torch",
-    "hf_accel/kernels/cpu/integer_linear.py::recorded_linear": "an operator of torch, which takes no objects",
-    "hf_accel/kernels/cpu/integer_linear.py::_": "its form for tensors without numbers",
-    "hf_accel/linear/triton.py::recorded_blocked_linear": "an operator of torch, which takes no objects",
-    "hf_accel/linear/triton.py::_": "its form for tensors without numbers",
-    "hf_accel/cli/serve.py::serve": "a command: its options",
     "tests/unit/fused/models.py::apply_rotary_pos_emb": "as transformers has it",
     "tests/unit/attention/test_flash.py::Standin.flash_attn_varlen_func": "as flash-attn has it",
     "tests/unit/attention/test_flash.py::Standin.flash_attn_with_kvcache": "as flash-attn has it",
     "tests/unit/attention/test_flash.py::Standin.varlen_attn": "as torch has it",
 }
-
-# Kernels in Triton's language: each pointer and each stride is a parameter.
-PROGRAMS = "hf_accel/kernels/triton/"
 
 SAME_FILE_NAMES: dict[str, str] = {  # name -> why several files have it
     "__init__": "Python's own",
@@ -95,9 +78,7 @@ def crowded() -> Iterator[tuple[str, str]]:
     for folder, path in ((name, path) for name in FOLDERS for path in sources(ROOT, name, ".py")):
         where = path.relative_to(ROOT).as_posix()
         for name, function, is_method in functions(ast.parse(path.read_text(encoding="utf-8"))):
-            if where.startswith(PROGRAMS) and any(
-                ast.unparse(d).startswith("triton.jit") for d in function.decorator_list
-            ):
+            if is_given(name, function):  # what has many parameters has many lines
                 continue
             total, positional = parameters(function, is_method)
             total = 0 if folder == "tests" else total
@@ -118,6 +99,28 @@ def test_functions_are_small() -> None:
 
 def test_exemptions_are_needed() -> None:
     assert EXEMPT.keys() - dict(crowded()).keys() == set(), "take these from the list"
+
+
+def test_functions_of_ours_that_take_much() -> None:
+    """All of them are public: their keywords are listed in test_architecture.py."""
+    package = [found for path in sources(ROOT, "hf_accel", ".py") for found in functions(parsed(path))]
+    assert of_functions(package)[OURS_OF_MANY] <= 12
+
+
+@pytest.mark.parametrize(
+    ("source", "given"),
+    [
+        ("@triton.jit(do_not_specialize=X)\ndef f(): ...", True),
+        ("@f.register_fake\ndef _(): ...", True),
+        ("@torch.library.custom_op('a::b', mutates_args=())\ndef f(): ...", True),
+        ("@common()\ndef bench(): ...", True),
+        ("class QuantModule:\n    def _load_from_state_dict(self): ...", True),
+        ("@checked_keywords()\ndef patch(): ...", False),
+    ],
+)
+def test_signatures_that_are_given(source: str, given: bool) -> None:
+    ((name, function, _),) = functions(ast.parse(source))
+    assert is_given(name, function) is given
 
 
 def same_names(kind: str) -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ WRITERS = {
     "parallel.tensor": {"data"},
     # a model that from_pretrained is making, before anybody has it
     "checkpoints.checkpoint": {"setattr", "submodule", "dict"},
+    "checkpoints.load": {"config"},
     "checkpoints.loading": {"config", "dict"},
     "checkpoints.readers.gguf_reader": {"config"},
     # what transformers writes into config.json
@@ -31,18 +32,18 @@ WRITERS = {
     "linear.experts": {"dict"},
     "linear.nf4": {"dict"},
     "generation.hf.engine": {"config"},
-    "generation.hf.factory": {"config"},
+    "generation.hf.batch": {"config"},
     "generation.hf.request_config": {"config", "setattr"},
     "generation.sampling.purity": {"dict"},  # of a processor
     "recognition.trial": {"dict"},
     "patching.calibration": {"hook", "submodule"},
-    "estimate.unpatched": {"dict", "submodule"},
+    "estimate.shapes": {"dict", "submodule"},
     "fused.hf.sites": {"class", "dict"},
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},
     # notes on a tensor of one forward pass, and on a process that is being started
-    "cache.hf.handle": {"setattr"},
+    "cache.hf.layers": {"setattr"},
     "linear.layer": {"dict"},
     # tensors that a quantized layer lends
     "linear.writable": {"class", "data"},
@@ -113,7 +114,7 @@ def test_only_these_files_write_to_a_model() -> None:
 
 
 def test_attributes_on_a_model_are_named_in_one_file() -> None:
-    notes = {"cache.hf.handle", "linear.layer"}
+    notes = {"cache.hf.layers", "linear.layer"}
     for path in FILES:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_accel.cli.measuring.turns import BASELINE
+from hf_accel.cli.measurement import BASELINE
 from hf_accel.hardware import detect, float_peak, read_bandwidth
 from hf_accel.patching.twin import twin
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.cli.measuring.served import WrongResultError
+from hf_accel.cli.measurement import WrongResultError
 from hf_accel.undo.state import state_of
 
 PROMPT_TOKENS = 16

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from hf_accel.hardware.speed import matmul_peak
+from hf_accel.hardware.device import matmul_peak
 
 
 def integer_peak(device: str) -> float | None:

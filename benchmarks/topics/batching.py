@@ -7,9 +7,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hf_accel.cli.measuring.requests import DISTRIBUTIONS, Requests, draw
-from hf_accel.cli.measuring.served import Serve, Served, accelerated, one_padded_batch
-from hf_accel.cli.measuring.turns import median_ratio, take_turns
+from hf_accel.cli.measurement import (
+    DISTRIBUTIONS,
+    Requests,
+    Serve,
+    Served,
+    accelerated,
+    draw,
+    median_ratio,
+    one_padded_batch,
+    take_turns,
+)
 
 from ..harness.bench import Bench, Entrant
 from ..harness.tables import Row, Table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_accel.cli.measuring.served import WrongResultError
+from hf_accel.cli.measurement import WrongResultError
 
 from ..harness.bench import Bench
 from ..harness.processes import call

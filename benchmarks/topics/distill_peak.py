@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
 from hf_accel.distill.losses.distillation_loss import distillation_loss
-from hf_accel.distill.losses.head import Head
-from hf_accel.distill.losses.logit_rows import HeadRows, TopRows
+from hf_accel.distill.losses.logit_rows import Head, HeadRows, TopRows
 
 from ..harness.peak import peak_bytes
 

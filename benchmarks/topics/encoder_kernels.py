@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hf_accel.kernels.cpu import refusal
 from hf_accel.kernels.cpu.attention import attend
-from hf_accel.kernels.cpu.elementwise import activate, layer_norm
 from hf_accel.kernels.cpu.encoder_layer import EncoderLayer, EncoderParts, LayerNormOf
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.integer_linear import IntegerLinear, quantize
+from hf_accel.kernels.cpu.row_kernels import activate, layer_norm
 from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 
 from ..harness.bench import Bench

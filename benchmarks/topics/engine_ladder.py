@@ -6,9 +6,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from hf_accel.cli.measuring.requests import Requests
-from hf_accel.cli.measuring.served import Serve, accelerated, in_turn
-from hf_accel.cli.measuring.turns import take_turns
+from hf_accel.cli.measurement import Requests, Serve, accelerated, in_turn, take_turns
 
 from ..harness.bench import Bench
 from ..harness.tables import Row, Table

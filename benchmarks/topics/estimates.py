@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import hf_accel
-from hf_accel.cli.measuring.turns import BASELINE
+from hf_accel.cli.measurement import BASELINE
 from hf_accel.estimate.result import Counted
 from hf_accel.estimate.roofline import Machine, Work
 from hf_accel.estimate.workload import Workload

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import hf_accel
-from hf_accel.cli.measuring.turns import take_turns
+from hf_accel.cli.measurement import take_turns
 from hf_accel.patching.twin import twin
 
 from ..harness.bench import Bench

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from functools import partial
 
-from hf_accel.cli.measuring.turns import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
+from hf_accel.cli.measurement import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
 
 from ..harness.bench import Bench, Entrant
 from ..harness.tables import Row, Table

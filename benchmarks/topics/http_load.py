@@ -32,7 +32,7 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from hf_accel.checkpoints.readers.gguf_tokenizer import LLAMA3
-from hf_accel.cli.measuring.requests import Requests, poisson
+from hf_accel.cli.measurement import Requests, poisson
 
 from ..harness.bench import Bench
 from ..harness.checks import WrongResultError

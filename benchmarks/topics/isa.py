@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from hf_accel.cli.measuring.turns import BASELINE, median_ratio, spread_share
+from hf_accel.cli.measurement import BASELINE, median_ratio, spread_share
 from hf_accel.hardware import ISA_LEVELS, detect
 from hf_accel.kernels import cpu as kernels
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hf_accel.cli.measuring.turns import BASELINE, take_turns
+from hf_accel.cli.measurement import BASELINE, take_turns
 
 from ..harness.bench import Bench, Entrant
 from ..harness.machine import require_kernels

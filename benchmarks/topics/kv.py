@@ -14,7 +14,7 @@ from typing import get_args
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.cli.measuring.turns import BASELINE
+from hf_accel.cli.measurement import BASELINE
 from hf_accel.config import KVDtype
 from hf_accel.patching.twin import twin
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from hf_accel.cli.measuring.turns import take_turns, time_generate
+from hf_accel.cli.measurement import take_turns, time_generate
 from hf_accel.generation.graphs import SWITCH
 from hf_accel.patching.twin import twin
 

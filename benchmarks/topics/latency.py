@@ -10,8 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import hf_accel
-from hf_accel.cli.measuring.requests import Requests, draw, poisson
-from hf_accel.cli.measuring.served import WrongResultError, accelerated
+from hf_accel.cli.measurement import Requests, WrongResultError, accelerated, draw, poisson
 
 from ..harness.bench import Bench
 from ..harness.tables import Row, Table

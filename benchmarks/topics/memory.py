@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_accel
-from hf_accel.cli.measuring.turns import BASELINE
+from hf_accel.cli.measurement import BASELINE
 from hf_accel.patching.twin import twin
 
 from ..harness.bench import Bench

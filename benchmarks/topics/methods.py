@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_accel
-from hf_accel.cli.measuring.turns import BASELINE
+from hf_accel.cli.measurement import BASELINE
 from hf_accel.patching.survey import linear_sites
 from hf_accel.patching.twin import twin
 

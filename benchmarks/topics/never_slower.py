@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from hf_accel.cli.measuring.turns import BASELINE, median_ratio, spread_share, take_turns
+from hf_accel.cli.measurement import BASELINE, median_ratio, spread_share, take_turns
 
 from ..harness.bench import Bench, Entrant
 from ..harness.models import reload

@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.cli.measuring.served import WrongResultError
-from hf_accel.cli.measuring.turns import take_turns
+from hf_accel.cli.measurement import WrongResultError, take_turns
 from hf_accel.patching.twin import twin
 
 from ..harness.bench import Bench

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hf_accel.cli.measuring.turns import BASELINE, finish, median_ratio, spread_share, take_turns
+from hf_accel.cli.measurement import BASELINE, finish, median_ratio, spread_share, take_turns
 
 from ..harness.bench import Bench, Entrant
 from ..harness.tables import Row, Table

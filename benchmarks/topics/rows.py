@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accel.cli.measuring.turns import take_turns
+from hf_accel.cli.measurement import take_turns
 
 from ..harness.bench import Bench, Entrant
 from ..harness.tables import Row, Table

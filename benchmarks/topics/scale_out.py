@@ -20,9 +20,7 @@ from typing import Any
 
 import torch
 
-from hf_accel.cli.measuring.requests import draw
-from hf_accel.cli.measuring.served import WrongResultError
-from hf_accel.cli.measuring.turns import median_ratio, take_turns
+from hf_accel.cli.measurement import WrongResultError, draw, median_ratio, take_turns
 from hf_accel.patching.twin import twin
 
 from ..harness.bench import Bench

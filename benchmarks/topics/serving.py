@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from hf_accel.cli.measuring.requests import Requests
-from hf_accel.cli.measuring.served import Served, WrongResultError, accelerated, in_turn
+from hf_accel.cli.measurement import Requests, Served, WrongResultError, accelerated, in_turn
 
 PAGE = 16  # tokens of a page, as ours has; stock's speed on a CPU hardly depends on it
 

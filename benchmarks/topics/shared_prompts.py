@@ -11,9 +11,17 @@ from typing import Any
 import torch
 
 import hf_accel
-from hf_accel.cli.measuring.requests import Requests, shared_prefix
-from hf_accel.cli.measuring.served import Served, accelerated, greedy_config, one_padded_batch
-from hf_accel.cli.measuring.turns import BASELINE, median_ratio, take_turns
+from hf_accel.cli.measurement import (
+    BASELINE,
+    Requests,
+    Served,
+    accelerated,
+    greedy_config,
+    median_ratio,
+    one_padded_batch,
+    shared_prefix,
+    take_turns,
+)
 
 from ..harness.bench import Bench
 from ..harness.tables import Row, Table

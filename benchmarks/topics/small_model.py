@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hf_accel.cli.measuring.turns import BASELINE, Generation, median_ratio, take_turns, time_generate
+from hf_accel.cli.measurement import BASELINE, Generation, median_ratio, take_turns, time_generate
 
 from ..harness.bench import Bench, Entrant
 from ..harness.tables import Table

@@ -9,9 +9,7 @@ from functools import partial
 from typing import Any
 
 from hf_accel import SpeculativeConfig
-from hf_accel.cli.measuring.requests import Requests, draw
-from hf_accel.cli.measuring.served import accelerated
-from hf_accel.cli.measuring.turns import median_ratio, take_turns
+from hf_accel.cli.measurement import Requests, accelerated, draw, median_ratio, take_turns
 from hf_accel.undo.state import state_of
 
 from ..harness.bench import Bench, Entrant

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.cli.measuring.turns import median_ratio, take_turns, time_generate
-from hf_accel.distill.drafts.kept_layers import choose_layers
+from hf_accel.cli.measurement import median_ratio, take_turns, time_generate
+from hf_accel.distill.drafts.student import choose_layers
 
 from ..harness.bench import Bench
 from ..harness.models import load_model

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import nn
 
-from hf_accel.cli.measuring.turns import take_turns
+from hf_accel.cli.measurement import take_turns
 from hf_accel.errors import UnsupportedError
 from hf_accel.kernels.cpu import isa, refusal, using_isa
 from hf_accel.kernels.cpu.float_linear import FloatLinear

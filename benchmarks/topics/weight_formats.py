@@ -1,29 +1,110 @@
-"""One row times a weight of each stored format on a CPU, in turns with INT8, over weights that no cache holds."""
+"""Weights of each stored format on a CPU, in turns with INT8: one row times a weight, and steps of a whole model.
+
+No cache holds the weights. The model is one of experts as gpt-oss has them, with a part of its layers and sizes.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from transformers import GptOssConfig, GptOssForCausalLM
 
+import hf_accel
 from hf_accel.config import Layout
-from hf_accel.linear import BACKENDS
-from hf_accel.linear.formats import MXFP4, QuantizedWeight, state, zeros
+from hf_accel.linear import BACKENDS, ExpertWeights, QuantExperts
+from hf_accel.linear.experts import WEIGHT_MODULES
+from hf_accel.linear.formats import MXFP4, NVFP4, Mxfp4Weight, QuantizedWeight, state, zeros
 
 from ..harness.bench import Bench
 from ..harness.tables import Row, Table
 
 SHAPES = ((4096, 2880), (2880, 2880))  # [out, in]
-FORMATS = {"int8": Layout(), "int4": Layout(bits=4, group_size=32), "mxfp4": MXFP4}
+FORMATS = {"int8": Layout(), "int4": Layout(bits=4, group_size=32), "mxfp4": MXFP4, "nvfp4": NVFP4}
 COLD_BYTES = 2**28  # of the weights of one format that are used in turn
 ROUNDS = 21
 NOTE = "The seconds of INT8 over those of the format: processor time of one thread, the median of the rounds."
+GPT_OSS = {  # 380 MB of experts in INT8, of which a step reads a half; heads and experts per token as in the 20b
+    "hidden_size": 1440, "intermediate_size": 1440, "num_local_experts": 8, "num_experts_per_tok": 4,
+    "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096,
+    "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 0, "dtype": "bfloat16",
+}  # fmt: skip
+SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4, "vocab_size": 64}  # for its buffers
+NEW_TOKENS = 12
+STEP_NOTE = (
+    "Milliseconds of a step at batch 1: processor time of one thread, the median of the turns. Ratio: the median, "
+    "turn by turn, of the seconds with experts in INT8 over those of the row. The rest: Linears of attention "
+    "and the head."
+)
 
 
 def measure(bench: Bench) -> list[Table]:
-    return [Table("one row", [row(*shape) for shape in SHAPES], NOTE)]
+    rows = [row(*shape) for shape in SHAPES]
+    return [Table("one row", rows, NOTE), Table("a step of a model of experts", steps(), STEP_NOTE)]
+
+
+def steps() -> list[Row]:
+    """Compare steps of the model with experts in both formats, and everything else in bfloat16, and in INT8."""
+    rows: list[Row] = []
+    for rest in ("bfloat16", "int8"):
+        models = {"int8": model_of(rest), "mxfp4": with_mxfp4(model_of(rest))}
+        times = in_turns({name: one_call(model) for name, model in models.items()})
+        for name, each in times.items():
+            pairs = zip(times["int8"], each, strict=True)
+            ratio = statistics.median(first / second for first, second in pairs)
+            rows.append({"experts": name, "rest": rest, "ms": 1e3 * statistics.median(each), "ratio": ratio})
+    return rows
+
+
+def model_of(rest: str) -> Any:
+    """A model of random weights, with experts in INT8; rest: the format of the Linears and of the head."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = GptOssForCausalLM(GptOssConfig(**GPT_OSS))
+    model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    for name, buffer in GptOssForCausalLM(GptOssConfig(**GPT_OSS | SMALL)).named_buffers():
+        model.get_buffer(name).copy_(buffer)
+    left = {"skip": ["q_proj", "k_proj", "v_proj", "o_proj"], "head": None} if rest != "int8" else {}
+    return hf_accel.patch(model, weights={"bits": 8, **left}, keep_original=False)
+
+
+def with_mxfp4(model: Any) -> Any:
+    """Round the experts to MXFP4, in the model itself."""
+    for module in [module for module in model.modules() if isinstance(module, QuantExperts)]:
+        for name, held in module.weights.items():
+            shape = (held.out_features, held.in_features)
+            empty = Mxfp4Weight.empty(MXFP4, shape, dtype=held.dtype, device="cpu")
+            weight = empty.rounded(held.quantized.dequantize(torch.float32))
+            made = ExpertWeights(weight, held.experts, activations="auto", dtype=held.dtype)
+            module.add_module(WEIGHT_MODULES[name], made.pack())
+    return model
+
+
+def one_call(model: Any) -> Callable[[], float]:
+    """Return what takes some steps and returns the processor seconds of one."""
+    ids = torch.tensor([[3, 5, 7, 11]])
+    asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+
+    def run() -> float:
+        start = time.thread_time()
+        model.generate(ids, **asked)
+        return (time.thread_time() - start) / NEW_TOKENS
+
+    return run
+
+
+def in_turns(runs: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Return the results of each, called in turn with the others, with one thread; the first ones are left out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rounds = [{name: run() for name, run in runs.items()} for _ in range(ROUNDS + 2)][2:]
+    torch.set_num_threads(threads)
+    return {name: [one[name] for one in rounds] for name in runs}
 
 
 @torch.inference_mode()

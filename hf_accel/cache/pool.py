@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import OutOfBlocksError
-from ..keywords import positive_int
 
 
 class BlockPool:
@@ -20,8 +19,6 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, block_size: int, growable: bool = False) -> None:
-        positive_int("num_blocks", num_blocks)
-        positive_int("block_size", block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.growable = growable

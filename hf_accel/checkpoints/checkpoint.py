@@ -24,8 +24,7 @@ from ..linear.experts import WEIGHT_MODULES
 from ..linear.formats import state
 from ..linear.layer_settings import spec_of
 from ..patching.originals import broken_ties
-from ..patching.survey import experts_sites
-from ..patching.weight_sites import ExpertsSite, LinearSite
+from ..patching.survey import ExpertsSite, LinearSite, experts_sites
 from .contents import AGAIN, check_floats, missing, own_names, passed_over, renamer, shared_names, with_shared
 from .readers.awq import Awq
 from .readers.block_fp8 import BlockFp8
@@ -104,12 +103,12 @@ def _put_layers(model: PreTrainedModel, layers: Mapping[str, QuantModule], exper
 
 
 def _experts(model: PreTrainedModel) -> dict[str, ExpertsSite]:
-    """The weights of fused experts that can be quantized, by the names of the modules that will hold them."""
+    """Find the weights of fused experts that can be quantized, by the names of the modules that will hold them."""
     return {site.name: site for site in experts_sites(model, ()) if site.skip is None}
 
 
 def _linear(model: PreTrainedModel, name: str) -> LinearSite:
-    """The Linear in whose place a quantized layer goes. Raises UnsupportedError if there is none."""
+    """Return the Linear that a quantized layer replaces. Raises UnsupportedError if there is none."""
     try:
         module = model.get_submodule(name)
     except AttributeError as error:
@@ -125,7 +124,7 @@ def _linear(model: PreTrainedModel, name: str) -> LinearSite:
 
 
 def _empty(site: LinearSite, settings: Mapping[str, Any], *, bias: bool) -> QuantModule:
-    """The layer that a checkpoint is loaded into. bias: whether it has one."""
+    """Make the layer that a checkpoint is loaded into. bias: whether it has one."""
     is_ordered = settings.get("ordered", False)
     layer: QuantModule
     try:
@@ -158,7 +157,7 @@ def _check_whole(layers: Collection[str], experts: Mapping[str, ExpertsSite]) ->
 def _by_module(
     model: PreTrainedModel, reader: Reader, headers: Iterable[tuple[str, Found]]
 ) -> tuple[dict[str, dict[str, Found]], dict[str, Found]]:
-    """The parts of quantized weights, by module and suffix; and the other tensors, by name."""
+    """Return the parts of quantized weights, by module and suffix, and the other tensors, by name."""
     expected = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     expected |= {f"{name}.weight": torch.empty(0) for name in reader.listed or ()}
     names_of = renamer(model, expected)

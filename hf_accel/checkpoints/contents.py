@@ -19,6 +19,7 @@ from ..errors import HfAccelError
 from ..hardware import release
 from ..linear.formats import converts
 from ..linear.hf import by_kind, lost_expert
+from ..models import layers_config
 from ..patching.originals import remaining_ties
 from .readers.reader import Found
 
@@ -98,7 +99,7 @@ def renamer(
 
 
 def shared_names(model: PreTrainedModel, quantized: Collection[str]) -> list[set[str]]:
-    """Sets of names of one tensor: of tied weights, or of a module that stands at two places. A file has one name.
+    """Return sets of names of one tensor: of tied weights, or of a module at two places. A file has one of the names.
 
     quantized: names of the modules whose weights are no longer tied.
     """
@@ -111,7 +112,7 @@ def shared_names(model: PreTrainedModel, quantized: Collection[str]) -> list[set
 
 
 def with_shared(found: Mapping[str, Found], shared: Iterable[set[str]]) -> dict[str, Found]:
-    """`found`, and each tensor that a model shares by all of its names."""
+    """Return what was found, with each tensor that a model shares by all of its names."""
     stored = dict(found)
     for names in shared:
         present = next((name for name in sorted(names) if name in stored), None)
@@ -132,7 +133,10 @@ def _check_names(
     model: PreTrainedModel, expected: Mapping[str, Tensor], found: Mapping[str, Found], *, strict: bool,
     again: str = AGAIN,
 ) -> None:  # fmt: skip
-    """strict: whether everything must have a place, or only what says that config.json is of another model."""
+    """Raise HfAccelError for tensors that are missing, and for those without a place.
+
+    strict: whether all must have a place, or only those that show that config.json is of another model.
+    """
     optional = set(model._keys_to_ignore_on_save or ())
     for name in sorted(expected.keys() - found.keys() - optional):
         if not _matches(name, model._keys_to_ignore_on_load_missing) and not name.endswith("num_batches_tracked"):
@@ -149,7 +153,7 @@ def passed_over(model: PreTrainedModel, name: str) -> bool:
         return True
     if name.rpartition(".")[2] == "position_ids":
         return True
-    config = model.config.get_text_config(decoder=True)
+    config = layers_config(model.config)
     drafting, count = getattr(config, "num_nextn_predict_layers", None), getattr(config, "num_hidden_layers", None)
     if not isinstance(drafting, int) or not isinstance(count, int):
         return False

@@ -1,9 +1,11 @@
-"""from_pretrained with an AccelConfig, and load(): a checkpoint is checked, and packed while it is read."""
+"""from_pretrained() with an AccelConfig: a checkpoint is checked, and packed while it is read.
+
+The float model never exists. A weight that was taken leaves a Parameter of its shape over a single number, so that the
+plan made afterwards is the one that patch() would make of the float model.
+"""
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,37 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
+from ..config import PatchConfig
 from ..errors import HfAccelError, UnsupportedError
-from ..estimate.shapes import class_of
 from ..hardware import release, trim
-from ..linear import QuantModule
+from ..linear import LinearSpec, QuantModule, Workers, choose
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..parallel.tensor import split_sizes
-from ..patching.calibration import planned
-from ..patching.model_config import read_config
-from ..patching.originals import Stored
-from ..patching.pack import Packed
-from ..patching.patch import apply_plan, patch
-from ..patching.plan import Line, LinearPlan
-from ..patching.planning import find_on_disk, make_plan
+from ..patching.originals import Source, Stored, stored_tensors
+from ..patching.pack import Packed, pack_weight
+from ..patching.patch import apply_plan
+from ..patching.plan import LinearPlan
+from ..patching.planning import find_on_disk, make_plan, plan_linears, planned
+from ..patching.printed import Line
 from ..tensors import torchs_defaults
 from ..undo.state import state_of
 from .checkpoint import is_ours, prepare, reader_of
-from .contents import COPY, check_float_model, check_report
-from .packer import Packer, make_packer
-from .readers.gguf_reader import Gguf, LazyTensor, forget_files
+from .contents import check_float_model
 from .readers.own import check_loaded, check_numbers
-from .readers.reader import headers_of
-
-HUB_KEYWORDS = (
-    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
-    "trust_remote_code",
-)  # fmt: skip
+from .readers.reader import ForeignReader, headers_of
 
 
 def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer | None) -> None:
@@ -88,114 +82,12 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
             for tensor in stored:
                 release(tensor)
     trim()
-    todo = make_plan(model, replace(settings.patch, weights=None))
+    # Where a file holds nothing but experts quantized, weights= says how the rest is held.
+    rest = settings.patch.weights if isinstance(reader, ForeignReader) and reader.of_experts else None
+    todo = make_plan(model, replace(settings.patch, weights=rest if "weights" in settings.patch.explicit else None))
     note = () if reader is None or reader.note is None else (Line("linear", "activations", "8 bits", reader.note),)
     apply_plan(replace(todo, config=settings.patch, lines=(*todo.lines, *note)))
     state_of(model).originals.never_there = True
-
-
-# -- load_checkpoint() ----------------------------------------------------------------------------------------
-
-
-def load_checkpoint(path: str | os.PathLike[str], ours: dict[str, Any], keywords: dict[str, Any]) -> PreTrainedModel:
-    """hf_accel.load(). ours: the keywords for patch() that were given. keywords: those for from_pretrained()."""
-    if str(path).endswith(".gguf"):
-        return _load_gguf(str(path), ours, keywords)
-    hub = {name: keywords[name] for name in HUB_KEYWORDS if name in keywords}
-    config = keywords.pop("config", None) or read_config(path, **hub)
-    kind = class_of(config)
-    config.architectures = [kind.__name__] if issubclass(kind, PreTrainedModel) else config.architectures
-    load_model = partial(_load, kind, path, config=config, **keywords)
-    stored = stored_config(config)
-    if stored is None and keywords.get("distributed_config") is not None:
-        return patch(_whole(load_model), **ours)  # parts of weights are packed when they are all there
-    if stored is None:
-        return load_model(quantization_config=_for_float_files(ours, keywords))
-    method = stored.get("quant_method")
-    _leave_weights_out(ours, method)
-    if method == METHOD:
-        config.quantization_config = {**stored, **ours}
-    elif reader_of(stored) is not None:
-        config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
-    elif method in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        return patch(_whole(load_model), weights=None, **ours)
-    else:  # transformers passes over it, with a warning, and reads floats
-        return load_model(quantization_config=_for_float_files({"weights": None, **ours}, keywords))
-    return load_model()
-
-
-def _load(kind: Any, path: str | os.PathLike[str], /, **keywords: Any) -> Any:
-    """from_pretrained(). Raises HfAccelError for what it reports only once it has read the tensors."""
-    try:
-        return kind.from_pretrained(path, **keywords)
-    except RuntimeError as error:
-        if "above report" not in str(error):
-            raise
-        raise HfAccelError(f"transformers cannot make {kind.__name__} of {path}: {error} {COPY}") from error
-
-
-def _for_float_files(ours: Mapping[str, Any], keywords: Mapping[str, Any]) -> AccelConfig:
-    """Have the files checked before they are read. keywords: those of from_pretrained()."""
-    settings = AccelConfig(**ours)
-    shapes = not keywords.get("ignore_mismatched_sizes", False)
-    settings.check_files = {"key_mapping": keywords.get("key_mapping"), "shapes": shapes}
-    return settings
-
-
-def _whole(load_model: partial[Any]) -> PreTrainedModel:
-    """Load with transformers alone. Raises HfAccelError if it had to fill in random numbers."""
-    model, report = load_model(output_loading_info=True)
-    check_report(model, report["missing_keys"], report["unexpected_keys"])
-    return model
-
-
-def _load_gguf(path: str, ours: dict[str, Any], keywords: dict[str, Any]) -> PreTrainedModel:
-    stored = {"quant_method": "gguf", "path": path}
-    reader = reader_of(stored)
-    assert isinstance(reader, Gguf)
-    config = keywords.pop("config", None) or reader.config()
-    with torch.device("meta"):
-        empty = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    config.architectures = [type(empty).__name__]
-    keywords["dtype"] = reader.dtype if keywords.get("dtype", "auto") == "auto" else keywords["dtype"]
-    if reader.is_quantized:
-        _leave_weights_out(ours, "gguf")
-        config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
-    else:
-        keywords["quantization_config"] = AccelConfig(**ours)
-        check_float_model(empty, reader.headers(empty))
-    state_dict = {name: LazyTensor(found) for name, found in reader.headers(empty)}
-    try:
-        model: PreTrainedModel = type(empty).from_pretrained(None, config=config, state_dict=state_dict, **keywords)
-    finally:
-        forget_files()
-    return model
-
-
-def _leave_weights_out(ours: dict[str, Any], method: str | None) -> None:
-    if ours.get("weights") is not None:
-        raise UnsupportedError(
-            f"weights={ours['weights']!r}: the weights of this {method} checkpoint are quantized already; leave "
-            "weights= out, or load the float checkpoint"
-        )
-    ours.pop("weights", None)
-
-
-def load_tokenizer(path: str, **hub: Any) -> Any:
-    """The tokenizer of a checkpoint: of a .gguf file, that in its metadata. hub: keywords of from_pretrained."""
-    if path.endswith(".gguf"):
-        file = Path(path)
-        return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, **hub)
-    return transformers.AutoTokenizer.from_pretrained(path, **hub)
-
-
-def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """quantization_config of a checkpoint's config, also where only its text model has one."""
-    for one in (config, config.get_text_config(decoder=True)):
-        found = getattr(one, "quantization_config", None)
-        if found is not None:
-            return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
-    return None
 
 
 # -- transformers' part --------------------------------------------------------------------------------
@@ -269,3 +161,86 @@ def register_quantization() -> None:
     """Make "hf_accel" a quantization method; harmless when repeated."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = AccelConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = LoadingQuantizer
+
+
+# -- packing -------------------------------------------------------------------------------------------
+
+
+class Packer:
+    """Takes the weights that the plan quantizes, in a few threads, and gives them back packed."""
+
+    def __init__(self, linears: Sequence[LinearPlan], *, device_type: str, files: Mapping[str, Path], lose: bool):
+        """files: where tensors are stored, by their names there. lose: pack also what cannot be read back."""
+        self._linears = {linear.site.tensor_name: linear for linear in linears}
+        self._device_type, self._files, self._lose = device_type, files, lose
+        self._workers = Workers[Packed]()
+        self._packed: list[Packed] = []
+        self._failure: Exception | None = None
+
+    def wants(self, name: str) -> bool:
+        return name in self._linears
+
+    def take(self, name: str, tensor: Tensor, stored_as: str | None) -> Tensor:
+        """Pack the parameter `name`, and return a stand-in over a single number.
+
+        Returns `tensor` itself where it could not be read back, or is on another device than was planned.
+        """
+        file = self._files.get(stored_as) if stored_as is not None else None
+        if tensor.device.type != self._device_type or (file is None and not self._lose):
+            return tensor
+        if self._failure is None:
+            try:
+                self._packed += self._workers.put(partial(self._pack, self._linears[name], tensor, file, stored_as))
+            except Exception as error:  # transformers would make a report of it, and go on
+                self._failure = error
+        return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+    def finish(self) -> dict[str, Packed]:
+        """Return the packed weights by the names of modules. Raises UnsupportedError if one cannot be quantized."""
+        with self._workers as workers:
+            if self._failure is not None:
+                raise self._failure
+            self._packed += workers.finish()
+        return {packed.name: packed for packed in self._packed}
+
+    def _pack(self, linear: LinearPlan, tensor: Tensor, file: Path | None, stored_as: str | None) -> Packed:
+        source = None
+        if file is not None and stored_as is not None:
+            source = None if self._lose else Source.of(tensor, file, stored_as)
+        assert linear.choice is not None
+        spec = LinearSpec.of(linear.site.matrices(tensor)[0], linear.config)
+        choice = choose(spec, row_invariant=linear.choice.row_invariant)
+        packed = pack_weight(linear, tensor, choice, source=source)
+        release(tensor)  # transformers holds its mapping until the whole model is loaded
+        return packed
+
+
+def make_packer(
+    model: PreTrainedModel, settings: PatchConfig, *, device_map: Any, files: Sequence[str]
+) -> Packer | None:
+    """Make the Packer for a model on meta; None where the model has to be loaded whole and patched then."""
+    device_type, keep = _device_type(device_map), settings.keep_original
+    stored = stored_tensors(files)
+    weights = settings.weights  # calibration needs the whole model; NF4 is not ours to pack from pieces
+    whole = weights is not None and (weights.needs_data or weights.is_nf4)
+    if device_type is None or whole or keep is True or (keep == "auto" and not stored):
+        return None
+    with torchs_defaults():
+        linears = [
+            linear
+            for linear in plan_linears(
+                model, settings.weights, device_type=device_type, row_invariant=settings.deterministic
+            )
+            if linear.choice is not None and not linear.site.is_tied
+        ]
+    return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None
+
+
+def _device_type(device_map: Any) -> str | None:
+    """Return the kind of the one device that all weights go to; None if there may be several."""
+    if device_map is None or (isinstance(device_map, str) and not torch.accelerator.is_available()):
+        return "cpu"
+    devices = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    if len(devices) != 1 or devices & {"disk", "meta"} or isinstance(device_map, str):
+        return None
+    return torch.device(devices.pop()).type

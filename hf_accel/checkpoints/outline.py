@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -17,14 +16,14 @@ from ..config.patch_config import PatchConfig, PatchKeywords, takes_patch_keywor
 from ..errors import UnsupportedError
 from ..estimate.shapes import load_config, on_meta
 from ..linear.hf import stored_experts
-from ..patching.calibration import planned
 from ..patching.originals import Stored, checkpoint_files
-from ..patching.patch import plan as plan_model
 from ..patching.plan import LinearPlan, Plan
-from .loading import stored_config
+from ..patching.planning import planned
+from ..tensors import torchs_defaults
+from .load import stored_config
+from .readers.reader import headers_of
 
 SMALL_TENSOR = 2**20  # bytes; more are pages of their own
-WORDS = {torch.float32: ("F32",), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}  # of safetensors' headers
 
 
 @takes_patch_keywords
@@ -37,27 +36,20 @@ def plan(
     """Return the plan of `patch(model, **keywords)`, with its reasons, without changing anything.
 
     model: a model, or the path or name of a float checkpoint, of which no weight is read. dtype: to load a checkpoint
-    in; None takes that of config.json.
-    """
-    if isinstance(model, (str, os.PathLike)):
-        return plan_checkpoint(model, dtype=dtype, **keywords)
-    if dtype is not None:
-        raise UnsupportedError(f"dtype={dtype} is for the path of a checkpoint; a model has its own: leave dtype= out")
-    return plan_model(model, **keywords)
-
-
-def plan_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-    **keywords: Unpack[PatchKeywords],
-) -> Plan:
-    """The Plan for the float checkpoint `path`, without reading its weights: as of the model that would be loaded.
-
-    dtype: to load it in; None takes that of config.json. keywords: those of patch(). Raises UnsupportedError for a
-    checkpoint that is quantized already, and for what only the weights could tell (AWQ, average_bits).
+    in; None takes that of config.json. Raises UnsupportedError for a checkpoint that is quantized already, and for
+    what only its weights could tell (AWQ, average_bits).
     """
     settings = PatchConfig.build(**keywords)
+    if isinstance(model, (str, os.PathLike)):
+        return _plan_of(model, settings, dtype)
+    if dtype is not None:
+        raise UnsupportedError(f"dtype={dtype} is for the path of a checkpoint; a model has its own: leave dtype= out")
+    with torchs_defaults():
+        return planned(model, settings)
+
+
+def _plan_of(path: str | os.PathLike[str], settings: PatchConfig, dtype: torch.dtype | None) -> Plan:
+    """Return the Plan for the model that the float checkpoint `path` holds, without reading its weights."""
     if os.fspath(path).endswith(".gguf"):
         raise UnsupportedError(f"{os.fspath(path)!r}: the plan of a GGUF file is made when it is loaded")
     described = load_config(path)
@@ -74,7 +66,7 @@ def plan_checkpoint(
 
 
 def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A model on the CPU whose weights nobody has written, so that they take no memory.
+    """Make a model on the CPU whose weights nobody has written, so that they take no memory.
 
     Buffers are real. dtype: None takes the config's, else float32.
     """
@@ -88,7 +80,7 @@ def outline(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> Pr
 
 
 def _untouched(like: Tensor) -> Tensor:
-    """Contiguous, as a plan looks at it; a large one in pages that the system gives out when they are written to."""
+    """Make an empty contiguous tensor, a large one in pages that the system gives out when they are written to."""
     empty = torch.empty_like(like, device="cpu")
     return empty.zero_() if empty.nbytes < SMALL_TENSOR else empty
 
@@ -104,8 +96,6 @@ def _stored_equally(
     if not stored or any(name not in files for name in names):
         return None
     first = next((name for name in names if name in stored), None)
-    if first is not None:
-        with safe_open(stored[first], framework="pt") as tensors:
-            if tensors.get_slice(first).get_dtype() not in WORDS.get(model.dtype, ()):
-                return None
+    if first is not None and dict(headers_of([stored[first]]))[first].dtype is not model.dtype:
+        return None
     return files

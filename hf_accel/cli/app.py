@@ -10,8 +10,8 @@ from typer.core import TyperGroup
 
 from .bench import bench
 from .estimate import estimate
-from .failures import BAD_INPUT, INTERRUPTED, say, usage_line
 from .generate import generate
+from .output import BAD_INPUT, INTERRUPTED, say, usage_line
 from .plan import plan
 from .quantize import quantize
 from .serve import serve

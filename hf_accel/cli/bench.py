@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .failures import BadInputError
 from .models import check_text_model, load_float
-from .options import Asked, common
-from .plan import Dtype
+from .options import Asked, Dtype, common
+from .output import BadInputError
 
 TOPICS = ("decode", "prefill", "batch", "memory", "ladder")
 
@@ -22,9 +21,9 @@ def bench(
         typer.Argument(metavar="[TOPIC] PATH", help=f"One of {', '.join(TOPICS)} (decode if left out), and a model."),
     ],
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate; of batch, their mean.")] = 16,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences at once: 1; of batch, 16.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each takes its turn.")] = 3,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate; for batch, their mean.")] = 16,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences at a time: 1, or 16 for batch.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each model takes its turn.")] = 3,
     dtype: Dtype = "auto",
     *,
     asked: Asked,
@@ -43,7 +42,7 @@ def bench(
     with asked.output.progress("loading the model") as now:
         model = load_float(path, dtype=dtype)
         from . import topics
-        from .measuring.quiet import BUSY, busy_cores
+        from .measurement import BUSY, busy_cores
 
         now("looking whether the machine is quiet")
         busy = busy_cores(0.5)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from .failures import BadInputError
+from hf_accel.config import KVDtype
+
 from .models import checked_path, explained, named_dtype
-from .options import Asked, Path_, common
-from .plan import Dtype
+from .options import Asked, Dtype, Path_, choice, common
+from .output import BadInputError
+
+StoredAs = Annotated[
+    str | None, typer.Option(**choice("How keys and values are stored", (*get_args(KVDtype), "none")))
+]
 
 
 @common("weights")
@@ -18,20 +23,20 @@ def estimate(
     dtype: Dtype = "auto",
     context: Annotated[int | None, typer.Option(help="Tokens of each sequence; 4096, or what a load takes.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="How keys and values are stored.", metavar="auto|int8|fp8|int4|none")
-    ] = None,
+    kv_dtype: StoredAs = None,
     machine: Annotated[
-        str | None, typer.Option(help="A GPU by its name, as L4 or 'A100 80GB'; this machine if left out.")
+        str | None, typer.Option(help="A GPU, as L4 or 'A100 80GB', by its data sheet; this machine if left out.")
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of another machine.")] = None,
     compute: Annotated[float | None, typer.Option(help="Operations a second of another machine.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Of a machine: 24GB, 'RTX 4090', or cpu or cuda here.")] = None,
-    price_per_hour: Annotated[float | None, typer.Option(help="Of a machine, in any currency.")] = None,
-    requests_per_second: Annotated[float | None, typer.Option(help="A load, for replicas and latency.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Of a request of the load, the mean.")] = 512,
-    output_tokens: Annotated[int, typer.Option(help="Of a request of the load, the mean.")] = 128,
-    seconds_per_token: Annotated[float | None, typer.Option(help="The most that may pass between two tokens.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="What it must fit into: 24GB, 'RTX 4090', or cpu or cuda.")
+    ] = None,
+    price_per_hour: Annotated[float | None, typer.Option(help="The price of a machine, in any currency.")] = None,
+    requests_per_second: Annotated[float | None, typer.Option(help="A load: prints replicas and latency.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the load's prompts, the mean.")] = 512,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of the load's answers, the mean.")] = 128,
+    seconds_per_token: Annotated[float | None, typer.Option(help="Most seconds between two tokens.")] = None,
     *,
     asked: Asked,
 ) -> None:
@@ -54,7 +59,7 @@ def estimate(
         bandwidth, compute, fp8, memory = _machine(machine, (bandwidth, compute, memory))
     with asked.output.progress("measuring this machine"), explained(path):
         found = hf_accel.estimate(
-            _config(place), **sizes, batch=batch, weights=asked.weights, dtype=wanted,
+            _config(place), **sizes, batch=batch, weights=asked.keywords().get("weights"), dtype=wanted,
             kv_dtype=None if kv_dtype == "none" else kv_dtype, bandwidth=bandwidth, compute=compute, compute_fp8=fp8,
             price_per_hour=price_per_hour,
         )  # fmt: skip
@@ -90,7 +95,7 @@ def _machine(
 def _config(place: str) -> Any:
     """Return the model's config in the form that estimate() takes."""
     if not place.endswith(".gguf"):
-        from hf_accel.patching.model_config import read_config
+        from hf_accel.estimate.shapes import read_config
 
         return read_config(place)
     from hf_accel.checkpoints.readers.gguf_reader import Gguf

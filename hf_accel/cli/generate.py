@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .failures import BadInputError
 from .models import check_text_model, load_patched, tokenizer_of
-from .options import Asked, Path_, common, texts_in_file
-from .plan import Dtype
+from .options import Asked, Dtype, Path_, common, texts_in_file
+from .output import BadInputError
 
 Prompt = Annotated[str | None, typer.Option(help="The prompt; without one it is read from stdin.")]
 PromptFile = Annotated[Path | None, typer.Option(help="A file that holds the prompt; - is stdin.")]
@@ -27,7 +26,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
     temperature: Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample among the likeliest of this sum.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among so many of the likeliest; 0: all.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among this many of the likeliest; 0: all.")] = None,
     min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least share of the likeliest's chance.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(min=1e-3, help="Above 1: repeats less.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .failures import BadInputError
+from .output import BadInputError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 GIVE = "give a model's folder, a .gguf file, or a name on the Hugging Face hub"
 
 
@@ -139,9 +139,8 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 def load_float(path: str, *, dtype: str = "auto") -> Any:
     """Load a model with transformers. Raises BadInputError for one that is quantized already."""
     place, wanted = checked_path(path), named_dtype(dtype)
-    from hf_accel.checkpoints.loading import stored_config
-    from hf_accel.estimate.shapes import class_of
-    from hf_accel.patching.model_config import read_config
+    from hf_accel.checkpoints.load import stored_config
+    from hf_accel.estimate.shapes import class_of, read_config
 
     if place.endswith(".gguf"):
         raise BadInputError(f"{path}: a .gguf file is not loaded in floating point here; give the float checkpoint")
@@ -155,11 +154,11 @@ def load_float(path: str, *, dtype: str = "auto") -> Any:
 
 def tokenizer_of(path: str) -> Any:
     """Load the tokenizer of a model. Raises BadInputError if there is none."""
-    from hf_accel.checkpoints import loading
+    from hf_accel.checkpoints.load import load_tokenizer
 
     place = checked_path(path)
     try:
-        return loading.load_tokenizer(place)
+        return load_tokenizer(place)
     except Exception as error:  # whatever is missing or broken there
         raise BadInputError(
             f"no tokenizer can be loaded from {path}: {_first(' '.join(str(error).split()))}"

@@ -1,22 +1,33 @@
-"""The output of a command: answers go to stdout, progress to stderr."""
+"""The output of a command: answers on stdout, progress on stderr, and an error as one line with the way out."""
 
 from __future__ import annotations
 
+import ast
+import errno
 import json
 import logging
 import math
 import os
+import re
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .failures import say
+BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; 130 is what a shell gives a program that Ctrl-C has ended
+LONGEST = 600  # characters of a message
+OTHER_MEANING = ("dtype", "format")  # options whose names are keywords of configs too, with another meaning
+NOISY = ("torchao", "torch.utils._pytree")  # loggers that report, while they are imported, what is no concern here
+
+
+# -- answers and progress -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -77,9 +88,6 @@ def _without_bars(transformers_logging: Any) -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
-
-
-NOISY = ("torchao", "torch.utils._pytree")  # loggers that report, while they are imported, what is no concern here
 
 
 def hush() -> None:
@@ -150,3 +158,96 @@ def json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+# -- errors ---------------------------------------------------------------------------------------------
+
+
+class BadInputError(Exception):
+    """Something that the user gave cannot be used; the message names the way out."""
+
+
+@contextmanager
+def one_line_errors(options: Collection[str], *, debug: bool) -> Iterator[None]:
+    """Turn an error of the block into one line and an exit code.
+
+    options: names of the command's options. debug: whether the traceback comes before the line.
+    """
+    try:
+        yield
+    except (typer.Exit, SystemExit):
+        raise
+    except BrokenPipeError:  # the reader of our output has closed it
+        sys.stdout = None  # or Python would complain when it flushes it at the end
+        raise typer.Exit(0) from None
+    except KeyboardInterrupt:
+        say("interrupted; nothing half-written is left")
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        say(line_of(error, options))
+        raise typer.Exit(BAD_INPUT) from None
+
+
+def say(line: str) -> None:
+    print(f"hf-accel: {line}", file=sys.stderr)
+
+
+def line_of(error: BaseException, options: Collection[str]) -> str:
+    """Say in one line what is wrong and what to do."""
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk is full: {text}; make room, or name a place on another disk"
+    if kind == "SafetensorError":
+        return f"a safetensors file of the model is damaged: {text}; copy or download it again"
+    if kind == "OutOfMemoryError" or (isinstance(error, MemoryError) and not text):
+        return f"out of memory {text}; take fewer bits (--weights int4), or a smaller context or batch"
+    if isinstance(error, BadInputError) or type(error).__module__.startswith("hf_accel."):
+        return as_options(text, options)
+    if not isinstance(error, (OSError, ValueError)):
+        text = f"{kind}: {text}; --debug shows where"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+def as_options(text: str, options: Collection[str]) -> str:
+    """Rewrite a message of the library with options of the command line: weights='int4' is --weights int4."""
+    text = re.sub(r"\b(weights|cache|speculative)=(\{[^{}]*\})", _as_fields, text)
+    names = "|".join(name for name in options if name not in OTHER_MEANING)
+    text = re.sub(rf"\b({names})=(?!\{{|\[|\()('[^']*'|None|True|False|-?[\d.]*\d)?", _as_option, text)
+    return re.sub(r"\bone of (?:None|'[^']*')(?:(?:, | or |, or | and )(?:None|'[^']*'))*", _as_words, text)
+
+
+def _as_fields(found: re.Match[str]) -> str:
+    """Write the dict of a keyword as keywords of their own, which have options: weights={'bits': 4} is bits=4."""
+    try:
+        fields: dict[str, Any] = ast.literal_eval(found[2])
+    except ValueError:  # a value that Python does not write as a literal
+        return found[0]
+    names = {"dtype": f"{found[1]}_dtype"}
+    return " ".join(
+        f"{names.get(name, name)}={one!r}"
+        for name, value in fields.items()
+        for one in (value if isinstance(value, list | tuple) else [value])
+    )
+
+
+def _as_words(found: re.Match[str]) -> str:
+    """Write a list of values without Python's quotes."""
+    return found[0].replace("'", "").replace("None", "none")
+
+
+def _as_option(found: re.Match[str]) -> str:
+    name, value = found[1].replace("_", "-"), (found[2] or "").strip("'")
+    if value in ("True", "False") and name != "keep-original":
+        return f"--{'' if value == 'True' else 'no-'}{name}"
+    value = {"None": "none", "True": "yes", "False": "no"}.get(value, value)
+    return f"--{name} {value}".rstrip()
+
+
+def usage_line(error: Any) -> str:
+    """Return the line about an option or argument that typer refuses."""
+    context = getattr(error, "ctx", None)
+    help = f"; {context.command_path} --help shows examples" if context is not None else ""
+    return f"{' '.join(error.format_message().split()).rstrip('.')}{help}"

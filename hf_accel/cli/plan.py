@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from .models import DTYPE_NAMES, checked_path, explained, load_patched, named_dtype
-from .options import Asked, Path_, common
-
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="To load floating-point weights in.",
-        metavar="|".join(DTYPE_NAMES),
-        autocompletion=lambda: list(DTYPE_NAMES),
-    ),
-]
+from .models import checked_path, explained, load_patched, named_dtype
+from .options import Asked, Dtype, Path_, common
 
 
 @common()
@@ -41,24 +30,24 @@ def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
 
 def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
     """Return the plan as a document and as text; None if it cannot be made without the weights."""
-    from hf_accel.checkpoints.loading import stored_config
-    from hf_accel.checkpoints.outline import plan_checkpoint
+    import hf_accel
+    from hf_accel.checkpoints.load import stored_config
     from hf_accel.config.patch_config import PatchConfig
-    from hf_accel.patching.model_config import read_config
+    from hf_accel.estimate.shapes import read_config
 
     settings = PatchConfig.build(**keywords)
     if place.endswith(".gguf") or (settings.weights is not None and settings.weights.needs_data):
         return None
     if stored_config(read_config(place)) is not None:
         return None
-    made = plan_checkpoint(place, dtype=dtype, **keywords)
+    made = hf_accel.plan(place, dtype=dtype, **keywords)
     return made.to_dict(), str(made)
 
 
 def _of_the_loaded(path: str, dtype: str, keywords: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Plan with the loaded model: for a quantized checkpoint, and where a run of the model decides."""
     import hf_accel
-    from hf_accel.patching.plan import Line, table
+    from hf_accel.patching.printed import Line, table
     from hf_accel.undo.state import state_of
 
     from .models import load_float

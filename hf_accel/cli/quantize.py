@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .failures import BadInputError
+from hf_accel.config import WEIGHTS
+
 from .models import checked_path, load_patched, tokenizer_of
-from .options import Asked, Path_, common
-from .plan import Dtype
+from .options import Asked, Dtype, Path_, choice, common
+from .output import BadInputError
 
 FILE_FORMATS = ("transformers", "compressed-tensors", "gguf")
 
@@ -23,10 +24,7 @@ def quantize(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or a new file for --format gguf.")],
     format: Annotated[
         str,
-        typer.Option(
-            help="For from_pretrained after import hf_accel; for vLLM and SGLang; for llama.cpp.",
-            metavar="|".join(FILE_FORMATS), autocompletion=lambda: list(FILE_FORMATS),
-        ),
+        typer.Option(**choice("For from_pretrained here, for vLLM and SGLang, or for llama.cpp", FILE_FORMATS)),
     ] = "transformers",
     dtype: Dtype = "auto",
     *,
@@ -43,7 +41,7 @@ def quantize(
     _check_out(out, format)
     place, keywords = checked_path(path), asked.keywords()
     if "weights" in keywords and keywords["weights"] is None:
-        raise BadInputError("--weights none leaves nothing to quantize; choose int8, int4, fp8 or nf4")
+        raise BadInputError(f"--weights none leaves nothing to quantize; choose one of {', '.join(WEIGHTS)}")
     start = time.perf_counter()
     with asked.output.progress("reading the model") as now:
         _check_room(place, out, keywords)
@@ -74,7 +72,7 @@ def _check_out(out: Path, format: str) -> None:
 def _check_room(place: str, out: Path, keywords: dict[str, Any]) -> None:
     """Raise HfAccelError before hours of calibration if the disk has no room for the result."""
     import hf_accel
-    from hf_accel.checkpoints.writers.target import check_room
+    from hf_accel.checkpoints.writers.savable import check_room
 
     if place.endswith(".gguf"):
         return
@@ -103,7 +101,7 @@ def _writer(format: str) -> Callable[[Any, Any, Path], Written]:
 def _as_ours(model: Any, tokenizer: Any, out: Path) -> Written:
     from safetensors import SafetensorError
 
-    from hf_accel.checkpoints.writers.target import check_room
+    from hf_accel.checkpoints.writers.savable import check_room
     from hf_accel.hardware.atomic import replaced_folder
 
     size = sum(tensor.nbytes for tensor in model.state_dict().values() if hasattr(tensor, "nbytes"))

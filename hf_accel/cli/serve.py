@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .failures import BadInputError, say
+from hf_accel.serving.limits import Limits
+
 from .models import check_text_model, checked_path, explained, named_dtype
-from .options import Asked, Path_, common, texts_in_file
-from .plan import Dtype
+from .options import Asked, Dtype, Path_, common, texts_in_file
+from .output import BadInputError, say
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
@@ -24,22 +25,24 @@ def serve(
     path: Path_,
     dtype: Dtype = "auto",
     device: Annotated[str | None, typer.Option(help="Where the model is put: cpu, cuda, ...")] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; left out, PATH.")] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; PATH if left out.")] = None,
     host: Annotated[str, typer.Option(help="The address that clients connect to.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    api_key: Annotated[str | None, typer.Option(envvar="HF_ACCEL_API_KEY", help="What clients must send.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="HF_ACCEL_API_KEY", help="The key that clients must send.")
+    ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Without a key: another name to answer to; may be repeated; '*' is any.")
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A file with a Jinja template.")] = None,
-    max_running: Annotated[int, typer.Option(min=1, help="Choices that are computed at the same time.")] = 64,
-    max_queue: Annotated[int, typer.Option(min=0, help="Choices that may wait; then clients get 429.")] = 256,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of a prompt; left out, the context.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of a choice; left out, the context.")] = None,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request's body.")] = 2**20,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="For running requests to end after SIGTERM.")] = 30.0,
+    max_running: Annotated[int, typer.Option(min=1, help="Choices computed at a time.")] = Limits.max_running,
+    max_queue: Annotated[int, typer.Option(min=0, help="Choices that may wait; more get 429.")] = Limits.max_queue,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a choice.")] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = Limits.max_body_bytes,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="Seconds for requests to end after SIGTERM.")] = 30.0,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Processes of torchrun that share the model.")] = 1,
-    rank_timeout: Annotated[float, typer.Option(min=1, help="Seconds that one of these may be silent.")] = 600.0,
+    rank_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a process of these may be silent.")] = 600.0,
     *,
     asked: Asked,
 ) -> None:
@@ -61,13 +64,12 @@ def serve(
     keywords |= {} if device is None else {"device_map": device}
     check_text_model(path, "serve", decoder_only=True)
     template = None if chat_template is None else texts_in_file(chat_template)[0]
-    from hf_accel.serving.ranks import follow, join_ranks, leading
+    from hf_accel.serving.hf.served_model import follow, join_ranks, leading
 
     relay = join_ranks(tensor_parallel, timeout=rank_timeout)
 
     def load() -> Any:
         from hf_accel.serving.hf.served_model import load_service
-        from hf_accel.serving.limits import Limits
 
         limits = Limits(max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes)
         with explained(path):
@@ -82,7 +84,7 @@ def serve(
             signal.signal(number, signal.SIG_IGN)
         return follow(service.engine, relay)
     with closing(bind(host, port)) as bound:
-        from hf_accel.serving.hosts import LOOPBACK, Hosts
+        from hf_accel.serving.guard import LOOPBACK, Hosts
 
         if host not in LOOPBACK and api_key is None:
             say(f"warning: {host} is open to others, and no --api-key is asked for")

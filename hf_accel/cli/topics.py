@@ -14,13 +14,21 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_accel
 from hf_accel.kernels import cpu as kernels
+from hf_accel.models import vocabulary_size
 from hf_accel.patching.twin import twin
 from hf_accel.verify.certificate import Cost
 from hf_accel.verify.cost import measure_cost, text_windows
 
-from .measuring.requests import draw
-from .measuring.served import WrongResultError, accelerated, one_padded_batch
-from .measuring.turns import BASELINE, ratios, take_turns, time_generate
+from .measurement import (
+    BASELINE,
+    WrongResultError,
+    accelerated,
+    draw,
+    one_padded_batch,
+    ratios,
+    take_turns,
+    time_generate,
+)
 
 PATCHED = "patched"
 COMPARED = 256  # tokens of the prompt that are computed by both before anything is timed
@@ -109,7 +117,7 @@ def batch(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, rep
     """Measure requests of random lengths: stock pads them into one batch, generate_batch() of the patched model does
     not.
     """
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary = vocabulary_size(model)
     requests = draw(
         "exponential", requests=sizes.batch, mean=sizes.new, vocabulary=vocabulary, seed=0,
         prompt_lengths=(max(1, sizes.context // 8), sizes.context),
@@ -187,7 +195,7 @@ def compare(models: Mapping[str, PreTrainedModel], context: int, report: Report)
 
 def tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
     """Draw random ids [batch, length]; speed does not depend on them."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary = vocabulary_size(model)
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(model.device)
 
 

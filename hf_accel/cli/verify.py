@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from .models import check_text_model, checked_path, load_patched, tokenizer_of
-from .options import Asked, Path_, common, texts_in_file
-from .plan import Dtype
+from .options import Asked, Dtype, Path_, common, texts_in_file
 
 DIFFERENT = 1  # exit code
 PROMPTS = ["The most important", "import os\n\ndef ", "1, 2, 3, 4,", "Once upon a time"]
@@ -18,9 +17,9 @@ PROMPTS = ["The most important", "import os\n\ndef ", "1, 2, 3, 4,", "Once upon 
 @common()
 def verify(
     path: Path_,
-    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated; some short ones if left out.")] = None,
-    text: Annotated[Path | None, typer.Option(help="A file: what quantization costs is measured on it.")] = None,
-    reference: Annotated[str | None, typer.Option(help="The float model, of one saved quantized.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated; a few of its own if left out.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A file to measure the cost of quantization on.")] = None,
+    reference: Annotated[str | None, typer.Option(help="The float model that a quantized PATH was made of.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to compare for each prompt.")] = 32,
     dtype: Dtype = "auto",
     *,

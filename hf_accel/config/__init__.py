@@ -1,9 +1,19 @@
 """The configs: frozen, keyword-only, and validated where they are made. Nothing writes into a config."""
 
-from .cache_config import CacheConfig, KVDtype, parse_cache
-from .layout import Format, Layout
-from .patch_config import KeywordsWithoutWeights, PatchConfig, Weights, check_patch_keywords, takes_patch_keywords
-from .speculative_config import DRAFTERS, Drafters, SpeculativeConfig, parse_speculative
+from .patch_config import (
+    DRAFTERS,
+    CacheConfig,
+    Drafters,
+    KeywordsWithoutWeights,
+    KVDtype,
+    PatchConfig,
+    SpeculativeConfig,
+    Weights,
+    check_patch_keywords,
+    parse_cache,
+    parse_speculative,
+    takes_patch_keywords,
+)
 from .weight_config import (
     GROUP_SIZES,
     METHODS,
@@ -11,7 +21,9 @@ from .weight_config import (
     WEIGHTS,
     Activations,
     Bits,
+    Format,
     GroupSize,
+    Layout,
     Method,
     WeightConfig,
     WeightFormat,

@@ -1,4 +1,4 @@
-"""The config of the weights of linear layers: how they are stored and multiplied."""
+"""The weights of linear layers: the layout in which they are stored, and the config by which users choose one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of
-from .layout import Format, Layout
 
+if TYPE_CHECKING:
+    import torch
+
+Format = Literal["int", "fp8", "mxfp4", "nvfp4"]
 Activations = Literal["auto", "int8", "fp8"] | None
 Method = Literal["rtn", "gptq", "awq"]
 Bits = Literal[8, 4, 3, 2]
@@ -36,7 +39,7 @@ LLM_INT8 = (
 )
 NOT_MADE = {  # formats that users know, and what to do
     "nvfp4": "nothing but the tensor cores of a Blackwell GPU multiplies by it fast, and INT4 in groups of 32 takes "
-    "as many bytes; choose weights={'bits': 4, 'group_size': 32}",
+    "as many bytes; choose weights={'bits': 4, 'group_size': 32}, or hf_accel.load(path) for a checkpoint of it",
     **dict.fromkeys(("llm.int8", "llm_int8"), LLM_INT8),
 }
 BY_DATA = (
@@ -54,6 +57,60 @@ MEANT_BY_WEIGHTS = {  # words of other libraries, as patterns, and what to write
     r"(int)?2([-_]?bit)?": "weights=hf_accel.WeightConfig(2)",
     r"none|no|off|false|float|(b?float|b?f|fp)(16|32)|half": "weights=None",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The properties of a quantized weight besides its shape.
+
+    bits: of a number. format: the kind of numbers. group_size: inputs that share a scale; None, for 8 bits only: a
+    scale for each output. symmetric: without zero points. minima: instead of zero points. ordered: whether the
+    inputs have an order of their own. scale_dtype: None is the dtype of the activations.
+    """
+
+    bits: int = 8
+    format: Format = "int"
+    group_size: int | None = None
+    symmetric: bool = True
+    minima: bool = False
+    ordered: bool = False
+    scale_dtype: torch.dtype | None = None
+
+    @property
+    def label(self) -> str:
+        """The name that users give it, such as int8 or fp8."""
+        return f"int{self.bits}" if self.format == "int" else self.format
+
+    @property
+    def is_float4(self) -> bool:
+        """True if the numbers are floats of 4 bits (E2M1)."""
+        return self.bits == 4 and self.format != "int"
+
+    @property
+    def is_own(self) -> bool:
+        """True if rounding to nearest makes such weights; the others were quantized by other programs."""
+        return not self.minima and (self.group_size is None) == (self.bits == 8)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return its settings for config.json, which `spec_of` in linear/layer_settings.py reads."""
+        settings: dict[str, Any] = {"bits": self.bits}
+        if self.format != "int":
+            settings["format"] = self.format
+        if self.group_size is not None:
+            settings["group_size"] = self.group_size
+        if self.bits != 8:
+            settings["symmetric"] = self.symmetric and not self.minima
+        settings |= {name: True for name in ("minima", "ordered") if getattr(self, name)}
+        return settings | ({"scale_dtype": str(self.scale_dtype).removeprefix("torch.")} if self.scale_dtype else {})
+
+    def __str__(self) -> str:
+        """Return the text for the repr of a layer and for errors: "bits=4, group_size=32, symmetric=False"."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
+    def groups(self, in_features: int) -> int:
+        """Scales of an output."""
+        return 1 if self.group_size is None else in_features // self.group_size
 
 
 def check_format(keyword: str, value: object, allowed: tuple[object, ...]) -> None:

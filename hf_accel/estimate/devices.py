@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..errors import UnsupportedError
@@ -53,27 +54,26 @@ MEMORY_GB: dict[str, tuple[int, ...]] = {
     "MI300X": (192,),
     "MI325X": (256,),
 }
-# GB/s of memory, and TFLOP/s of dense products of 16-bit numbers, as the makers' data sheets give them: no program
-# reaches them, and none of ours was measured on these devices. Of several models of one name, the slower memory.
-SPEEDS: dict[str, tuple[float, float]] = {
-    "V100": (900, 125),
-    "T4": (320, 65),
-    "A10": (600, 125),
-    "A30": (933, 165),
-    "A100": (1555, 312),
-    "L4": (300, 121),
-    "L40S": (864, 362),
-    "H100": (2039, 756),
-    "H200": (4800, 989),
-    "RTX 3090": (936, 71),
-    "RTX 4090": (1008, 165),
-    "MI300X": (5300, 1307),
+# GB/s of memory, and TFLOP/s of dense products of 16-bit numbers and of float8_e4m3fn, summed in float32, as the
+# makers' data sheets give them: no program reaches them, and none of ours was measured on these devices. Of several
+# models of one name, the slower memory. FP8 is half of what the sheets of the H100 PCIe (3,026), H200 (3,958) and L4
+# (485) give with sparsity, what that of the L40S gives without, and for the RTX 4090 Appendix A of the Ada GPU
+# Architecture whitepaper (from v2.02 on, which corrects it). AMD's MI300X multiplies another FP8, to which
+# nothing here is rounded.
+SPEEDS: dict[str, tuple[float, float, float | None]] = {
+    "V100": (900, 125, None),
+    "T4": (320, 65, None),
+    "A10": (600, 125, None),
+    "A30": (933, 165, None),
+    "A100": (1555, 312, None),
+    "L4": (300, 121, 242),
+    "L40S": (864, 362, 733),
+    "H100": (2039, 756, 1513),
+    "H200": (4800, 989, 1979),
+    "RTX 3090": (936, 71, None),
+    "RTX 4090": (1008, 165, 330),
+    "MI300X": (5300, 1307, None),
 }
-# TFLOP/s of dense products of float8_e4m3fn, summed in float32: half of what NVIDIA's data sheets of the H100 PCIe
-# (3,026), H200 (3,958) and L4 (485) give with sparsity, what that of the L40S gives without, and for the RTX 4090
-# Appendix A of the Ada GPU Architecture whitepaper (from v2.02 on, which corrects it). AMD's MI300X multiplies another
-# FP8, which nothing here is rounded to.
-FP8_SPEEDS = {"L4": 242, "L40S": 733, "H100": 1513, "H200": 1979, "RTX 4090": 330}
 UNITS = {"k": 1, "m": 2, "g": 3, "t": 4}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", re.IGNORECASE)
 NO_PART_OF_A_NAME = re.compile(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|pcie|hbm\d?e?|oam", re.IGNORECASE)
@@ -97,10 +97,9 @@ def memory_of(name: str) -> float:
     if size is not None:
         return _bytes(size)
     said = SIZE.search(name)
-    wanted = _plain(SIZE.sub("", name))
-    found = next((known for known in MEMORY_GB if _plain(known) == wanted), None)
+    found = _known(name, MEMORY_GB)
     if found is None:
-        raise UnsupportedError(f"the memory of {name!r} is not known; {_nearest(wanted)}")
+        raise UnsupportedError(f"the memory of {name!r} is not known; {_nearest(name)}")
     sizes = MEMORY_GB[found]
     if said is None:
         return min(sizes) * 1e9
@@ -112,26 +111,30 @@ def memory_of(name: str) -> float:
 
 def speed_of(name: str) -> Speed:
     """Return the speed of a device from its data sheet. Raises UnsupportedError for a name that is not in SPEEDS."""
-    wanted = _plain(SIZE.sub("", name))
-    found = next((known for known in SPEEDS if _plain(known) == wanted), None)
+    found = _known(name, SPEEDS)
     if found is None:
         raise UnsupportedError(
             f"the speed of {name!r} is not known; give bandwidth= and compute=, or one of {', '.join(SPEEDS)}"
         )
-    bandwidth, compute = SPEEDS[found]
-    return Speed(bandwidth * 1e9, compute * 1e12, FP8_SPEEDS[found] * 1e12 if found in FP8_SPEEDS else None)
+    bandwidth, compute, fp8 = SPEEDS[found]
+    return Speed(bandwidth * 1e9, compute * 1e12, fp8 and fp8 * 1e12)
 
 
 def _bytes(size: re.Match[str]) -> float:
     return float(size[1]) * (1024 if size[3] else 1000) ** UNITS[size[2].lower()]
 
 
+def _known(name: str, devices: Iterable[str]) -> str | None:
+    """Find the device that a name means, whatever else its seller writes."""
+    return next((known for known in devices if _plain(known) == _plain(name)), None)
+
+
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", NO_PART_OF_A_NAME.sub("", name).lower())
+    return re.sub(r"[^a-z0-9]", "", NO_PART_OF_A_NAME.sub("", SIZE.sub("", name)).lower())
 
 
-def _nearest(wanted: str) -> str:
+def _nearest(name: str) -> str:
     names = {_plain(known): known for known in MEMORY_GB}
-    close = difflib.get_close_matches(wanted, names, n=1)
+    close = difflib.get_close_matches(_plain(name), names, n=1)
     hint = f"did you mean {names[close[0]]!r}? Or give" if close else "give"
     return f"{hint} its size, such as '24GB', a number of bytes, or a device of this machine: 'cpu', 'cuda'"

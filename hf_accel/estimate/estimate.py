@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from ..cache.quantized import QUANTIZED, dim_refusal
-from ..config import KVDtype, parse_weights
+from ..config import KVDtype, WeightConfig, parse_weights
 from ..errors import UnsupportedError
-from ..keywords import Default, checked_keywords, one_of, positive_int
+from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
+from ..linear import LinearSpec
 from ..models import without_adapters
-from .attention_bytes import AttentionBytes, attention_layers, encoder_layers
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
-from .shapes import decoder_config, is_encoder, shapes_of
+from .shapes import decoder_config, held_specs, is_encoder, patched_settings, shapes_of
 from .this_machine import measure_machine
-from .unpatched import patched_settings
-from .weights import weight_tensors
-from .workload import Workload
+from .workload import Workload, attention_layers, encoder_layers, weight_tensors
 
 AS_PATCHED: Any = Default("as patched")
 
@@ -39,12 +39,13 @@ def estimate(
     price_per_hour: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Estimate:
-    """Bytes, seconds and cost of a decoder or an encoder, from its shapes alone: no weight is loaded.
+    """Return bytes, seconds and cost of a decoder or an encoder, from its shapes alone: no weight is loaded.
 
     model: a config, a path or name of one, or a model; a patched one counts as what it was before.
     context: tokens of each sequence; batch: sequences.
-    weights: as in `patch`; left out, what a patched model was patched with, else None, as they are. Linears and
-        experts that patch() knows take the bits and scales asked for, the head 8; embeddings stay.
+    weights: as in `patch`; left out, the formats that the layers of a patched or quantized model have, else None, as
+        they are. Linears and experts that patch() knows take the bits and scales asked for, the head 8; embeddings
+        stay.
     kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head,
         "int4" for half a byte; left out, that of a patched model's cache, else None.
     dtype: of a model built from a config; None takes the config's, else float32.
@@ -60,12 +61,13 @@ def estimate(
     positive_int("context", context)
     positive_int("batch", batch)
     patched = patched_settings(without_adapters(model)) if isinstance(model, nn.Module) else (None, None)
+    held = held_specs(model) if isinstance(weights, Default) and isinstance(model, nn.Module) else {}
     weights = patched[0] if isinstance(weights, Default) else weights
     kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype
     one_of("kv_dtype", kv_dtype, (None, *get_args(KVDtype)))
     speeds = {"bandwidth": bandwidth, "compute": compute, "compute_fp8": compute_fp8}
     for name, value in {**speeds, "price_per_hour": price_per_hour}.items():
-        _positive_number(name, value)
+        positive_number(name, value)
     recipe = parse_weights(weights)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise UnsupportedError(f"dtype={dtype!r} must be a dtype of torch, as torch.bfloat16")
@@ -77,9 +79,9 @@ def estimate(
     for refusal in filter(None, (dim_refusal(layer.head_dim, QUANTIZED.get(kv_dtype or "")) for layer in layers)):
         raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")
     workload = Workload(
-        tensors=tuple(weight_tensors(shapes, recipe)),
+        tensors=tuple(weight_tensors(shapes, recipe, held)),
         layers=layers,
-        weights=recipe.label if recipe else None,
+        weights=_label(recipe, held),
         dtype=shapes.dtype,
         kv_dtype=None if kv_dtype == "auto" else kv_dtype,
         context=context,
@@ -92,10 +94,7 @@ def estimate(
 
 
 def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour: float | None) -> Estimate:
-    weights_by_kind, kv_bytes = workload.weights_by_kind, workload.kv_bytes
-    heads = workload.batch * max(layer.heads for layer in workload.layers)
-    attention_bytes = AttentionBytes.of(context=workload.context, heads=heads, dtype=workload.dtype)
-    weights_bytes = sum(weights_by_kind.values())
+    weights_by_kind = workload.weights_by_kind
     seconds = machine.seconds(workload.decode) if workload.decodes else None
     prefill = machine.seconds(workload.prefill)
     each = None if seconds is None else 1e6 * seconds / workload.batch
@@ -108,12 +107,12 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
         context=workload.context,
         batch=workload.batch,
         parameters=sum(tensor.numel for tensor in workload.tensors),
-        weights_bytes=weights_bytes,
+        weights_bytes=sum(weights_by_kind.values()),
         weights_by_kind=weights_by_kind,
-        kv_bytes=kv_bytes,
-        attention_bytes=attention_bytes,
+        kv_bytes=workload.kv_bytes,
+        attention_bytes=workload.attention_bytes,
         activation_bytes=workload.activation_bytes,
-        total_bytes=weights_bytes + kv_bytes + attention_bytes.tiled + workload.activation_bytes,
+        total_bytes=workload.total_bytes,
         read_bytes=round((workload.decode if workload.decodes else workload.prefill).nbytes),
         bandwidth=machine.bandwidth,
         compute=machine.compute,
@@ -130,6 +129,10 @@ def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour
     )
 
 
-def _positive_number(name: str, value: object) -> None:
-    if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-        raise UnsupportedError(f"{name}={value!r} must be a finite number above 0")
+def _label(recipe: WeightConfig | None, held: Mapping[str, LinearSpec]) -> str | None:
+    """Return the name of the weights' format: of layers that a model has, that of most numbers."""
+    numbers: Counter[str] = Counter()
+    for spec in held.values():
+        numbers[spec.layout.label] += spec.in_features * spec.out_features
+    main = max(numbers, key=numbers.__getitem__, default=None)
+    return recipe.label if recipe and main in (None, recipe.layout.label) else main

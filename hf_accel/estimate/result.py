@@ -11,12 +11,11 @@ import torch
 
 from ..errors import UnsupportedError
 from ..hardware import Hardware, detect
-from ..patching.plan import Printed, Row
-from .attention_bytes import AttentionBytes
+from ..patching.printed import Printed, Row
 from .devices import memory_of
 from .roofline import Machine
 from .serving_estimate import Load, ServingEstimate, service
-from .workload import Workload
+from .workload import AttentionBytes, Workload
 
 
 class Bound(NamedTuple):

@@ -79,11 +79,11 @@ class Machine(NamedTuple):
         return cls(bandwidth, compute or bandwidth * TYPICAL_BALANCE, fp8=compute_fp8 or 0.0)
 
     def reading(self, work: Work) -> float:
-        """Seconds."""
+        """Return the seconds of reading."""
         return work.nbytes / self.bandwidth
 
     def computing(self, work: Work) -> float:
-        """Seconds."""
+        """Return the seconds of arithmetic."""
         floats = work.operations - work.quantized - work.attention
         quantized = self._speed(self.quantized, work.rows)
         fp8 = self.fp8 if self.fp8 and self.quantized is None else quantized
@@ -98,7 +98,7 @@ class Machine(NamedTuple):
         return self.compute if speeds is None else speeds.speed(rows)
 
     def around(self, work: Work) -> float:
-        """Seconds."""
+        """Return the seconds that come on top, by the pass and its layers."""
         return self.pass_seconds + work.layers * self.layer_seconds
 
     @property

@@ -17,15 +17,12 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
-from ..keywords import positive_int
-from ..patching.plan import Printed, Row
-from .attention_bytes import AttentionBytes
-from .roofline import Machine, Work
-from .weights import WeightTensor
+from ..keywords import positive_int, positive_number
+from ..patching.printed import Printed, Row
+from .roofline import Machine
 from .workload import Workload
 
 MOST_BUSY = 0.8  # of the time that is not spent on weights; nearer to 1, what arrives at random waits long
@@ -50,6 +47,7 @@ class ServingEstimate(Printed):
     running: requests at a time on one machine, the mean; peak_running: the number that memory is counted for.
     seconds_per_token: between two tokens of a request. seconds_to_first_token: the mean, waiting included.
     seconds_per_request: from its arrival to its last token. requests_per_second: that one machine can take.
+    is_measured: whether the machine's speeds were measured; else they were given, and programs reach a part of them.
     cost_per_million_input_tokens, cost_per_million_output_tokens: the prompts' share of the machines' time, and the
         rest of it, so that both bills together pay for the machines.
     """
@@ -63,6 +61,7 @@ class ServingEstimate(Printed):
     seconds_to_first_token: float
     seconds_per_request: float
     requests_per_second: float
+    is_measured: bool
     cost_per_hour: float | None
     cost_per_million_input_tokens: float | None
     cost_per_million_output_tokens: float | None
@@ -78,48 +77,28 @@ class ServingEstimate(Printed):
         return _rows(self)
 
 
-@dataclass(frozen=True)
 class _Costs:
     """Seconds on one machine: of a prompt, of a token of a running request, of a pass over the weights by itself."""
 
-    workload: Workload
-    machine: Machine
-    load: Load
-
-    @cached_property
-    def prompt(self) -> float:
-        return self.machine.computing(self.workload.at(context=self.load.prompt_tokens, batch=1).prefill)
+    def __init__(self, workload: Workload, machine: Machine, load: Load) -> None:
+        self.workload, self.machine, self.load = workload, machine, load
+        whole = load.prompt_tokens + load.output_tokens
+        prompt, half, request = (
+            workload.at(context=tokens, batch=1)
+            for tokens in (load.prompt_tokens, load.prompt_tokens + load.output_tokens // 2, whole)
+        )
+        self.prompt = machine.computing(prompt.prefill)
+        self._decode, self._kv_seconds = half.decode, half.kv_bytes / machine.bandwidth
+        self._request_bytes, self._fixed_bytes = request.kv_bytes, prompt.total_bytes - prompt.kv_bytes
 
     def token(self, running: float) -> float:
         """Return the seconds of a pass for each running request, if `running` requests run together."""
-        computing = self.machine.computing(self._decode._replace(rows=max(1.0, running)))
-        return computing + self._kv_bytes / self.machine.bandwidth
-
-    @cached_property
-    def _decode(self) -> Work:
-        return self._half.decode
-
-    @cached_property
-    def _kv_bytes(self) -> int:
-        return self._half.kv_bytes
-
-    @cached_property
-    def _half(self) -> Workload:
-        """Return the work of a request of which half is generated."""
-        return self.workload.at(context=self.load.prompt_tokens + self.load.output_tokens // 2, batch=1)
+        return self.machine.computing(self._decode._replace(rows=max(1.0, running))) + self._kv_seconds
 
     def weights(self, tokens: float) -> float:
         """Return the seconds of a pass without its tokens. Only experts that so many tokens choose are read."""
-        experts = sum(tensor.bytes_read(tokens=max(1.0, tokens)) for tensor in self._experts)
-        return (self._dense_bytes + experts) / self.machine.bandwidth + self.machine.around(self._decode)
-
-    @cached_property
-    def _experts(self) -> list[WeightTensor]:
-        return [tensor for tensor in self.workload.tensors if tensor.share_per_token < 1]
-
-    @cached_property
-    def _dense_bytes(self) -> float:
-        return sum(tensor.bytes_read(tokens=1) for tensor in self.workload.tensors if tensor.share_per_token == 1)
+        read = self.workload.weight_bytes_read(max(1.0, tokens))
+        return read / self.machine.bandwidth + self.machine.around(self._decode)
 
     def request(self, running: float) -> float:
         return self.load.output_tokens * self.token(running) + self.prompt
@@ -142,19 +121,8 @@ class _Costs:
         return high if rate * self.request(high) <= MOST_BUSY * (1 + ROUNDING) else None
 
     def bytes(self, running: int) -> int:
-        """Return the bytes with room for keys and values of `peak` whole requests, and for one prompt in prefill."""
+        """Return the bytes with room for keys and values of so many whole requests, and for one prompt in prefill."""
         return self._fixed_bytes + running * self._request_bytes
-
-    @cached_property
-    def _request_bytes(self) -> int:
-        return self.workload.at(context=self.load.prompt_tokens + self.load.output_tokens, batch=1).kv_bytes
-
-    @cached_property
-    def _fixed_bytes(self) -> int:
-        prompt = self.workload.at(context=self.load.prompt_tokens, batch=1)
-        heads = max(layer.heads for layer in prompt.layers)
-        tiled = AttentionBytes.of(context=prompt.context, heads=heads, dtype=prompt.dtype).tiled
-        return sum(prompt.weights_by_kind.values()) + tiled + prompt.activation_bytes
 
 
 def service(
@@ -170,7 +138,10 @@ def service(
 
     Raises UnsupportedError where no number of them does.
     """
-    _check(load, longest)
+    positive_int("prompt_tokens", load.prompt_tokens)
+    positive_int("output_tokens", load.output_tokens)
+    positive_number("requests_per_second", load.requests_per_second)
+    positive_number("seconds_per_token", longest)
     costs = _Costs(workload, machine, load)
     if memory is not None and costs.bytes(1) > memory:
         raise UnsupportedError(
@@ -182,21 +153,10 @@ def service(
         raise UnsupportedError(
             f"seconds_per_token={longest:g}: reading the weights once takes {least:.3g} s; quantize them"
         )
-    replicas = _fewest(lambda n: _fits(costs, load.requests_per_second / n, memory, longest))
-    return _described(costs, replicas, price_per_hour, limits=(memory, longest))
-
-
-def _fewest(fits: Any) -> int:
-    """Find the least number of machines that suffices, by doubling and then by bisection."""
-    low, high = 0, 1
-    while high <= MOST_REPLICAS and not fits(high):
-        low, high = high, 2 * high
-    if high > MOST_REPLICAS:
+    most = _most(costs, memory, longest)
+    if load.requests_per_second > MOST_REPLICAS * most:
         raise UnsupportedError(f"more than {MOST_REPLICAS:,} machines would be needed; take faster ones")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    return _described(costs, most, price_per_hour)
 
 
 def _fits(costs: _Costs, rate: float, memory: float | None, longest: float | None) -> bool:
@@ -211,11 +171,11 @@ def _peak(running: float) -> int:
     return max(1, math.ceil(running + DEVIATIONS * math.sqrt(running)))
 
 
-def _described(
-    costs: _Costs, replicas: int, price_per_hour: float | None, *, limits: tuple[float | None, float | None]
-) -> ServingEstimate:
+def _described(costs: _Costs, most: float, price_per_hour: float | None) -> ServingEstimate:
+    """Describe as many machines as the load needs. most: requests a second that one takes."""
     load = costs.load
-    rate = load.requests_per_second / replicas
+    replicas = max(1, math.ceil(load.requests_per_second / most * (1 - ROUNDING)))
+    rate = min(most, load.requests_per_second / replicas)
     running = costs.running(rate) or 0.0
     seconds = running / (rate * load.output_tokens)
     first = _first_token(costs, rate, seconds)
@@ -231,7 +191,8 @@ def _described(
         seconds_per_token=seconds,
         seconds_to_first_token=first,
         seconds_per_request=first + (load.output_tokens - 1) * seconds,
-        requests_per_second=_most(costs, *limits),
+        requests_per_second=most,
+        is_measured=costs.machine.is_measured,
         cost_per_hour=hourly,
         cost_per_million_input_tokens=each and 1e6 * each * of_prompts / load.prompt_tokens,
         cost_per_million_output_tokens=each and 1e6 * each * (1 - of_prompts) / load.output_tokens,
@@ -264,14 +225,6 @@ def _most(costs: _Costs, memory: float | None, longest: float | None) -> float:
     return low
 
 
-def _check(load: Load, longest: float | None) -> None:
-    positive_int("prompt_tokens", load.prompt_tokens)
-    positive_int("output_tokens", load.output_tokens)
-    for name, value in (("requests_per_second", load.requests_per_second), ("seconds_per_token", longest)):
-        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise UnsupportedError(f"{name}={value!r} must be a finite number above 0")
-
-
 def _rows(found: ServingEstimate) -> Iterator[tuple[str, str]]:
     yield "replicas", f"{found.replicas}, {found.busy:.0%} busy; one takes {found.requests_per_second:.3g} requests/s"
     yield "running", f"{found.running:.3g} requests a replica, {found.peak_running} at the peak"
@@ -279,6 +232,8 @@ def _rows(found: ServingEstimate) -> Iterator[tuple[str, str]]:
     first, between = found.seconds_to_first_token, found.seconds_per_token
     yield "latency", f"{first:.3g} s to the first token, {between:.3g} s a token"
     yield "", f"{found.seconds_per_request:.3g} s a request"
+    if not found.is_measured:
+        yield "speeds", "as given, of which programs reach a part: it will be slower"
     if found.cost_per_hour is not None:
         yield "cost", f"{found.cost_per_hour:.3g} an hour"
         yield "", f"{found.cost_per_million_input_tokens:.3g} a million input tokens"

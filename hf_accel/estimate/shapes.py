@@ -1,9 +1,16 @@
-"""A model whose shapes can be counted, made from what the user has: a model, a config or a path."""
+"""A model whose shapes can be counted, made from what the user has: a model, a config or a path.
+
+A patched model is counted as it was before; no weight is read back. What config.json must not say is found before
+transformers makes anything of it.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,15 +20,22 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
-from ..errors import UnsupportedError
+from ..errors import HfAccelError, UnsupportedError
+from ..linear import LinearSpec, QuantExperts, QuantModule
 from ..models import without_adapters
-from ..patching.model_config import read_config
-from .unpatched import unpatched_shapes, was_patched
+from ..patching.originals import check_inside, indexed
+from ..patching.twin import quantized_layers, twin
+from ..undo.state import find_state
+
+# Numbers of what transformers makes one after the other: a wrong one would keep it busy for days.
+COUNTS = re.compile(r"(^|_)(layers?|blocks?|depths?|stages|experts)$")
+MOST = 20_000  # Doge has 16,384 experts
 
 
 def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
@@ -39,7 +53,8 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
                 f"dtype={dtype} is for a config or a path; the model given is counted in its own {inner.dtype}: leave "
                 "dtype= out, or pass model.config"
             )
-        return unpatched_shapes(inner) if was_patched(inner) else inner
+        was_patched = find_state(inner) is not None or any(isinstance(m, QuantModule) for m in inner.modules())
+        return unpatched_shapes(inner) if was_patched else inner
     config = load_config(source) if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"estimate() takes a config, a model or a path, not {type(source).__name__}")
@@ -121,3 +136,87 @@ def load_config(path: str | os.PathLike[str]) -> Any:
         return read_config(path)
     except (OSError, ValueError) as error:
         raise UnsupportedError(f"no model config can be read from {os.fspath(path)!r}: {error}") from error
+
+
+def read_config(path: str | os.PathLike[str], **hub: Any) -> PreTrainedConfig:
+    """Read the config of a checkpoint. hub: keywords of from_pretrained.
+
+    Raises HfAccelError for numbers of layers that no model has, and for shards that lie outside of the folder.
+    """
+    if Path(path).is_dir():
+        for index in Path(path, hub.get("subfolder") or "").glob("*.index*.json"):
+            indexed(index)
+    content, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    for name, value in _numbers(content):
+        if COUNTS.search(name.rpartition(".")[2]) and value > MOST:
+            raise HfAccelError(
+                f"config.json of {os.fspath(path)!r} says {name}={value}, and no model has more than {MOST:,}; copy "
+                "the checkpoint again"
+            )
+    if content.get("transformers_weights") is not None:
+        check_inside(content["transformers_weights"], "transformers_weights in config.json")
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, **hub)
+    return config
+
+
+def _numbers(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield all numbers in a config, by their names."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, (int, float)):
+            yield f"{prefix}{name}", value
+
+
+# -- patched models ------------------------------------------------------------------------------------
+
+
+def unpatched_shapes(model: Any) -> Any:
+    """Copy the model over the same storage, with a Linear instead of each of our layers.
+
+    Weights that the patch freed, or that were never loaded, are on meta.
+    """
+    copied: Any = twin(model)
+    layers = quantized_layers(copied)
+    state = find_state(copied)
+    if state is not None:
+        state.journal.undo()
+    for name, layer in layers.items():
+        there = copied.get_submodule(name)
+        if isinstance(layer, QuantExperts):
+            _put_experts(copied, name, there, layer)
+        elif there is layer or there.weight.numel() == 0:
+            copied.set_submodule(name, _linear(layer))
+    return copied
+
+
+def _put_experts(model: Any, name: str, there: Any, layer: QuantExperts) -> None:
+    """Put back experts of the original class, with weights on meta if theirs were freed."""
+    on_meta = layer.original(device="meta")
+    if there is layer:
+        model.set_submodule(name, on_meta)
+        return
+    for key in layer.weights:
+        if there._parameters[key].numel() == 0:
+            there._parameters[key] = on_meta._parameters[key]
+
+
+def _linear(layer: Any) -> nn.Linear:
+    return nn.Linear(
+        layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=layer.compute_dtype, device="meta"
+    )
+
+
+def held_specs(model: nn.Module) -> dict[str, LinearSpec]:
+    """Return how each quantized layer of ours is held, by its name."""
+    inner = without_adapters(model)
+    return {name: module.spec for name, module in inner.named_modules() if isinstance(module, QuantModule)}
+
+
+def patched_settings(model: nn.Module) -> tuple[Any, str | None]:
+    """Return weights and kv_dtype as estimate() takes them: those that the model was patched with, else None."""
+    state = find_state(model)
+    if state is None:
+        return None, None
+    cache = state.generation.cache
+    return state.config.weights, None if cache is None else cache.dtype

@@ -25,16 +25,14 @@ from ..attention import choose_backend as choose_attention
 from ..config import Layout
 from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
-from ..hardware.speed import fp8_peak, least_seconds
+from ..hardware.device import fp8_peak, least_seconds
 from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import LinearSpec, choose
-from ..linear.timing import example, timed_outputs
-from .attention_bytes import AttentionLayer
+from ..linear.backends.registry import example, timed_outputs
 from .roofline import ByRows, Machine
-from .weights import MULTIPLIED, WeightTensor
-from .workload import Workload
+from .workload import MULTIPLIED, AttentionLayer, WeightTensor, Workload
 
 MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 512)
 QUERIES = (1, 128)

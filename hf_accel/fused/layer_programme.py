@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from ..cache.group import GroupStep, KVStorage
 from ..kernels.cpu.decoder_layer import OPERATIONS, run_layer
-from ..kernels.cpu.elementwise import rounds_each
 from ..kernels.cpu.float_linear import FloatLinear
-from ..kernels.cpu.library import DTYPES, threads
-from ..kernels.cpu.structs import Columns, LayerOp
+from ..kernels.cpu.library import DTYPES, Columns, LayerOp, threads
+from ..kernels.cpu.row_kernels import rounds_each
 from ..kernels.layouts import KV
 from ..linear import QuantLinear
 from ..recognition.trace import OUTPUT, Operation, Span, Trace, UntraceableError

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..kernels import cpu, triton
-from ..kernels.cpu import elementwise, library
+from ..kernels.cpu import library, row_kernels
 from ..kernels.cpu.library import native
 from ..kernels.layouts import KV
 from ..recognition.code import ROTATION, with_rotation
 from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
 from ..recognition.unchanged import is_unobserved
 from ..tensors import PLAIN, is_plain_tensor, is_recorded
-from ..undo.instance import Mixin, original_class
+from ..undo.journal import Mixin, original_class
 from ..undo.state import FUSED
 from .projections import Pending, ProjectionCall, is_bare_linear
 
@@ -62,7 +62,7 @@ def computes(x: object) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, round_first: bool) -> Tensor:
     """Compute rms_norm of kernels/cpu; x and weight are on one device."""
     if by_library(x):
-        return elementwise.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
+        return row_kernels.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
     from ..kernels.triton import layer_parts
 
     return layer_parts.rms_norm(x, weight, eps, offset=offset, round_first=round_first)
@@ -73,10 +73,10 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Compute rope of kernels/cpu; all tensors are on one device. cos, sin: [B or 1, T, D]."""
     if by_library(q):
-        return elementwise.rope(q, k, cos, sin, interleaved=interleaved, round_each=round_each)
+        return row_kernels.rope(q, k, cos, sin, interleaved=interleaved, round_each=round_each)
     from ..kernels.triton import layer_parts
 
-    each = elementwise.rounds_each(q.dtype, cos.dtype, round_each=round_each)
+    each = row_kernels.rounds_each(q.dtype, cos.dtype, round_each=round_each)
     return layer_parts.rope(q, k, cos, sin, interleaved=interleaved, round_each=each)
 
 
@@ -96,7 +96,7 @@ def rope_and_write(
     """Compute `rope` of q and k, and write K and V, by Triton in one launch. heads: q, k and v, [B, H, T, D]."""
     from ..kernels.triton import kv_write
 
-    each = elementwise.rounds_each(heads[0].dtype, tables[0].dtype, round_each=round_each)
+    each = row_kernels.rounds_each(heads[0].dtype, tables[0].dtype, round_each=round_each)
     return kv_write.rope_and_write(heads, tables, pages, slots, interleaved=interleaved, round_each=each)
 
 

@@ -15,10 +15,10 @@ from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, isa, native, refusal
 from ..linear import QuantLinear
-from ..linear.cpu import Cpu, CpuWeight
+from ..linear.backends.cpu import Cpu, CpuWeight
 from ..recognition.unchanged import is_unobserved
 from ..tensors import has_instructions, is_plain_tensor
-from ..undo.instance import Mixin
+from ..undo.journal import Mixin
 from ..undo.state import FUSED, FUSED_PROJECTIONS
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place

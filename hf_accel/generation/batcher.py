@@ -6,7 +6,6 @@ import time
 import warnings
 from collections import abc
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol, Self
 
 import torch
@@ -19,8 +18,11 @@ from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
 from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
-from .sequence import Chunk, Sequence
+from .sequence import NO_DRAFT, Chunk, Draft, Sequence
 from .speculation.speculation import Speculation
+from .speculation.verifiers.rejection import TokenVerifier
+
+TOKEN_VERIFIER = TokenVerifier()  # of batchers without drafts
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Batcher:
         self,
         runner: Runner,
         pages: Pages,
-        speculation: Speculation,
+        speculation: Speculation | None = None,
         *,
         token_budget: int | None = None,
         max_running: int | None = None,
@@ -74,7 +76,11 @@ class Batcher:
     def remove(self, sequence: Sequence, reason: str, error: BaseException | None = None) -> None:
         """End a sequence now. Its blocks are released, and no later pass computes it."""
         self.scheduler.remove(sequence, reason, error)
-        self.speculation.forget(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
 
     def close(self) -> None:
         """End all sequences."""
@@ -88,7 +94,7 @@ class Batcher:
         self.close()
 
     def isolate(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Run each of these sequences alone after a failed pass, before the others go on; see Roster.isolate."""
+        """Run each of these sequences alone after a failed pass, before the others go on; see Scheduler.isolate."""
         self.scheduler.isolate(sequences)
 
     @property
@@ -146,19 +152,20 @@ class Batcher:
             self.peak_blocks = max(self.peak_blocks, sum(group.pool.num_used for group in self.pages.groups))
             if not chunks:
                 return self.take_failed()
-            drafts = self.speculation.propose(chunks, self._room(chunks), self.pages)
-            self._rows += sum(map(len, drafts))
-            logits = self._forward(chunks, drafts)
-            progress = self._choose(chunks, drafts, logits)
+            drafts = [NO_DRAFT] * len(chunks)
+            if self.speculation is not None:
+                drafts = self.speculation.propose(chunks, self._room(chunks), self.pages)
+                self._rows += sum(len(draft.tokens) for draft in drafts)
+            progress = self._choose(chunks, drafts, self._forward(chunks, drafts))
         except BaseException:
             self.scheduler.restart()
             for sequence in self.in_pass:
                 # A draft model may count tokens as computed that it has not computed.
-                self.speculation.forget(sequence)
+                self._forget(sequence)
             raise
-        rows = self._rows
-        self.speculation.observe_pass(rows, time.perf_counter() - start)
-        self.num_passes, self.num_computed = self.num_passes + 1, self.num_computed + rows
+        if self.speculation is not None:
+            self.speculation.observe_pass(self._rows, time.perf_counter() - start)
+        self.num_passes, self.num_computed = self.num_passes + 1, self.num_computed + self._rows
         return self.take_failed() + progress
 
     def _room(self, chunks: abc.Sequence[Chunk]) -> int | None:
@@ -169,7 +176,7 @@ class Batcher:
         """Return the sequences that the scheduler ended because of an error since the last call."""
         failed = self.scheduler.take_failed()
         for sequence in failed:
-            self.speculation.forget(sequence)
+            self._forget(sequence)
         return [Progress(s, [], error=s.error) for s in failed]
 
     def statistics(self) -> dict[str, int]:
@@ -187,7 +194,7 @@ class Batcher:
 
     # -- the pass --------------------------------------------------------------------------------------
 
-    def _forward(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[list[int]]) -> Tensor:
+    def _forward(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft]) -> Tensor:
         """Run the model; returns logits for the chunks that reach their sequence's end.
 
         Each such chunk has a row for its last token and one for each drafted token.
@@ -199,40 +206,41 @@ class Batcher:
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, start = chunk.sequence, chunk.sequence.num_computed
             assert sequence.cached is not None
-            count = chunk.count + len(draft)
+            count = chunk.count + len(draft.tokens)
             ids += sequence.tokens[start : start + chunk.count]
-            ids += draft
+            ids += draft.tokens
             positions += range(start, start + count)
             ranges.append(TokenRange(sequence.cached, start, count))
             if chunk.reaches_end:
-                keep += range(len(ids) - len(draft) - 1, len(ids))
+                keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         return self.runner(ids, positions, self.pages.step(ranges), keep)
 
-    def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[list[int]], logits: Tensor) -> list[Progress]:
-        ends = [(c.sequence, d) for c, d in zip(chunks, drafts, strict=True) if c.reaches_end]
-        for chunk in chunks:
-            chunk.sequence.num_computed += chunk.count
-        sequences, rows = self._with_followers([s for s, _ in ends], [len(d) + 1 for _, d in ends])
+    def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft], logits: Tensor) -> list[Progress]:
+        """Choose tokens for the chunks that reach their sequence's end, and commit them.
+
+        The followers of a sequence choose their first token from its logits.
+        """
+        sequences: list[Sequence] = []
+        proposed: list[Draft] = []
+        rows: list[int] = []
+        end = 0
+        for chunk, draft in zip(chunks, drafts, strict=True):
+            sequence, reaches_end = chunk.sequence, chunk.reaches_end
+            sequence.num_computed += chunk.count
+            if reaches_end:
+                begin, end = end, end + 1 + len(draft.tokens)
+                followers = self.scheduler.fork(sequence) if sequence.followers else []
+                sequences += [sequence, *followers]
+                proposed += [draft, *[NO_DRAFT] * len(followers)]
+                rows += list(range(begin, end)) * (1 + len(followers))
         if len(rows) != len(logits):
             logits = logits[sent(integers(rows), logits)]
-        proposed = [self.speculation.draft_of(sequence) for sequence in sequences]
-        # A rank that rounds otherwise, or draws without a seed, would go on with other tokens than the others.
-        chosen = self.agreement.agree(choose_tokens(logits, sequences, proposed, self.speculation.verifier))
+        verifier = TOKEN_VERIFIER if self.speculation is None else self.speculation.verifier
+        chosen = choose_tokens(logits, sequences, proposed, verifier)
+        if self.agreement.size > 1:
+            # A rank that rounds otherwise, or draws without a seed, would go on with other tokens than the others.
+            chosen = self.agreement.agree(chosen)
         return [self._commit(*pair) for pair in zip(sequences, chosen, strict=True)]
-
-    def _with_followers(self, sequences: list[Sequence], counts: list[int]) -> tuple[list[Sequence], list[int]]:
-        """Add the followers of each sequence after it; they choose their first token from its logits.
-
-        counts: the rows of logits of each sequence. Returns all sequences, and the rows of logits of all of them.
-        """
-        all_sequences: list[Sequence] = []
-        rows: list[int] = []
-        ends = list(accumulate(counts))
-        for sequence, count, end in zip(sequences, counts, ends, strict=True):
-            group = [sequence, *(self.scheduler.fork(sequence) if sequence.followers else [])]
-            all_sequences += group
-            rows += list(range(end - count, end)) * len(group)
-        return all_sequences, rows
 
     def _commit(self, sequence: Sequence, chosen: Chosen | BaseException) -> Progress:
         """Append the chosen tokens to a sequence. An error ends this sequence only, so others keep their tokens."""
@@ -251,7 +259,8 @@ class Batcher:
         if error is not None:
             self.remove(sequence, "error", error)
             return Progress(sequence, tokens, logprobs, error)
-        self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
+        if self.speculation is not None:
+            self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
         before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
         assert sequence.cached is not None
         sequence.cached.truncate(sequence.num_computed)

@@ -10,8 +10,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from ..cache.group import GroupStep, PageGroup
-from ..cache.pass_inputs import PassInputs
+from ..cache.group import GroupStep, PageGroup, PassInputs
 from ..kernels.layouts import Ragged
 
 SEQUENCES: Final = (1, 2, 4, *range(8, 513, 8))  # as vLLM has them

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+DEVICES = ("cuda",)  # where there may be graphs
 SWITCH = "HF_ACCEL_CUDA_GRAPHS"  # "0" in the environment turns them off
 WARM_UPS = 2  # calls before a capture: kernels are compiled, and libraries take their memory, in these
 

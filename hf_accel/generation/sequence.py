@@ -1,8 +1,9 @@
-"""A sequence of tokens that is being generated, a draft for it, and a chunk of it."""
+"""A sequence of tokens that is being generated, when it ends, its drafts and chunks, and the queue where it waits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,24 @@ class Sequence:
         return self.status is Status.FINISHED
 
 
+Stop = Callable[[Sequence], bool]  # is called after each new token; True if the sequence ends there
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """Is called with a sequence after each new token; returns "stop" if the sequence ends there, else None.
+
+    token_ids: the sequence ends after any of these tokens. others: further stopping criteria.
+    """
+
+    token_ids: frozenset[int] = frozenset()
+    others: tuple[Stop, ...] = ()
+
+    def __call__(self, sequence: Sequence) -> str | None:
+        ends = sequence.tokens[-1] in self.token_ids or any(other(sequence) for other in self.others)
+        return "stop" if ends else None
+
+
 @dataclass(frozen=True)
 class Draft:
     """Tokens that a drafter proposes as the continuation of a sequence.
@@ -105,6 +124,9 @@ class Draft:
         return chosen[: same + 1]
 
 
+NO_DRAFT = Draft()
+
+
 @dataclass(frozen=True)
 class Chunk:
     """The part of a sequence that a pass computes: `count` tokens from num_computed on. They have slots already."""
@@ -116,3 +138,70 @@ class Chunk:
     def reaches_end(self) -> bool:
         """True if the chunk holds the sequence's last token, whose logits choose the next token."""
         return self.sequence.num_computed + self.count == len(self.sequence.tokens)
+
+
+PATIENCE = 8  # how often the oldest waiting sequence may be overtaken
+
+
+class WaitingQueue:
+    """The waiting sequences, ordered by priority and then by arrival. None of them waits for ever.
+
+    When a sequence is admitted while an older one waits, the oldest one counts as overtaken. After `patience` times
+    the oldest one is *promoted*: until it ends, it goes before all sequences that are not promoted, also when blocks
+    run out. Every sequence becomes the oldest at some time, so a stream of sequences with a high priority delays the
+    others but does not stop them. Only every `patience`-th admission promotes a sequence, so a new sequence with a
+    high priority does not wait for a whole backlog of old ones. (It would, if priority rose with waiting time.)
+    """
+
+    def __init__(self, patience: int = PATIENCE) -> None:
+        self.patience = patience
+        self._ranked: list[Sequence] = []
+        self._by_arrival: list[Sequence] = []
+        self._promoted: set[Sequence] = set()
+        self._overtaken: dict[Sequence, int] = {}  # how often each was overtaken while it was the oldest
+
+    def __len__(self) -> int:
+        return len(self._ranked)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._ranked)
+
+    def rank(self, sequence: Sequence) -> tuple[bool, int, int]:
+        """The sort key; the smallest goes first. It changes only by promotion, while the sequence waits."""
+        return sequence not in self._promoted, -sequence.priority, sequence.arrival
+
+    @property
+    def head(self) -> Sequence:
+        return self._ranked[0]
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._ranked, sequence, key=self.rank)
+        insort(self._by_arrival, sequence, key=_arrival)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._ranked[bisect_left(self._ranked, self.rank(sequence), key=self.rank)]
+        del self._by_arrival[bisect_left(self._by_arrival, sequence.arrival, key=_arrival)]
+        self._overtaken.pop(sequence, None)
+
+    def admit_head(self) -> Sequence:
+        """Remove the first sequence and return it. This may promote the oldest one."""
+        sequence, oldest = self.head, self._by_arrival[0]
+        self.remove(sequence)
+        if oldest is not sequence:
+            self._overtaken[oldest] = self._overtaken.get(oldest, 0) + 1
+            if self._overtaken[oldest] >= self.patience:
+                self._promote(oldest)
+        return sequence
+
+    def _promote(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+        self._promoted.add(sequence)
+        self.add(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget that an ended sequence was promoted."""
+        self._promoted.discard(sequence)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

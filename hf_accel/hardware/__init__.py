@@ -3,9 +3,6 @@
 Nothing is measured at import.
 """
 
-from .device import Hardware, detect
-from .memory import release, trim
-from .processor import ISA_LEVELS
-from .speed import float_peak, read_bandwidth
+from .device import ISA_LEVELS, Hardware, detect, float_peak, read_bandwidth, release, trim
 
 __all__ = ["ISA_LEVELS", "Hardware", "detect", "float_peak", "read_bandwidth", "release", "trim"]

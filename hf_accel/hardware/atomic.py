@@ -19,23 +19,21 @@ was killed; the next write to the same place deletes it. (Windows has no such lo
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import secrets
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import HfAccelError, HfAccelWarning, UnsupportedError
 
 UNFINISHED, NEW, OLD = ".hf_accel-unfinished", ".hf_accel-new", ".hf_accel-old"
-AT_FDCWD = {"linux": -100, "darwin": -2}
+# The system calls that exchange folders, with what they take for the working directory (AT_FDCWD).
+SYSTEM_CALLS = {"linux": ("renameat2", -100), "darwin": ("renameatx_np", -2)}
 EXCHANGE = 2  # RENAME_EXCHANGE on Linux, RENAME_SWAP on macOS
-# The errors of systems and file systems that cannot exchange.
-CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV)
 
 
 @contextmanager
@@ -122,18 +120,33 @@ def _unfinished(place: Path) -> Iterator[Path]:
             warnings.warn(f"{folder} could not be deleted; it is of no use", HfAccelWarning, stacklevel=2)
 
 
-def _lock(folder: Path) -> int | None:
-    """Return a file descriptor that locks the folder until it is closed; None where the system has no locks."""
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Let one process at a time into the block; others on this machine wait. A lock dies with its process.
+
+    file: what is locked, made if it is not there, and left.
+    """
+    lock = _lock(file, os.O_RDWR | os.O_CREAT, waits=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(path: Path, flags: int = os.O_RDONLY, *, waits: bool = False) -> int | None:
+    """Return a file descriptor that locks a folder or file until it is closed; None where the system has no locks, or,
+    unless it `waits`, where another process holds it."""
     try:
         import fcntl
     except ImportError:  # Windows
         return None
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path, flags)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         return None
@@ -187,26 +200,7 @@ def _recover(place: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step; False where the system cannot."""
-    rename = _system_call()
-    if rename is None:
-        return False
-    if rename(os.fsencode(first), os.fsencode(second)) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in CANNOT:
-        return False
-    raise OSError(number, os.strerror(number), str(second))
-
-
-def _system_call() -> Callable[[bytes, bytes], int] | None:
-    name = {"linux": "renameat2", "darwin": "renameatx_np"}.get(sys.platform)
-    try:
-        call = getattr(ctypes.CDLL(None, use_errno=True), name) if name else None
-    except (AttributeError, OSError):
-        return None
-    if call is None:
-        return None
-    here = AT_FDCWD[sys.platform]
-    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    return lambda first, second: int(call(here, first, here, second, EXCHANGE))
+    """Exchange two folders in one step; False where the system or the file system cannot."""
+    name, here = SYSTEM_CALLS.get(sys.platform, ("", 0))
+    rename = getattr(ctypes.CDLL(None), name, None) if name else None
+    return rename is not None and rename(here, os.fsencode(first), here, os.fsencode(second), EXCHANGE) == 0

@@ -1,15 +1,29 @@
-"""A device and its host in one record."""
+"""A device and its host: cores, instruction sets, caches, memory and its pages, speeds.
+
+A container's limits count, which it sets through control groups, version 1 and 2 (man 7 cgroups). Speeds are those of
+torch with its current threads; each is measured at the first question, once.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..errors import UnsupportedError
-from .memory import gpu_memory, host_memory
-from .processor import cache_bytes, choose_isa, cpu_name, instruction_sets, physical_cores, usable_cores
+
+ROOT = Path("/")
+MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +81,332 @@ def detect(device: torch.device | str = "cpu") -> Hardware:
         free_memory=free,
         compute_capability=torch.cuda.get_device_capability(target) if on_gpu else None,
     )
+
+
+# -- the CPU -----------------------------------------------------------------------------------------
+
+AVX512 = frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni"})
+
+# Best first. The features' names are those of torch.cpu.get_capabilities. The last level is for tests alone: it has
+# the kernels of "amx", and plain loops in place of its tiles.
+ISA_LEVELS: dict[str, frozenset[str]] = {
+    "amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
+    "avx512_vnni_bf16": AVX512 | {"avx512_bf16"},
+    "avx512_vnni": AVX512,
+    "avx_vnni": frozenset({"avx2", "fma3", "avx_vnni"}),
+    "avx2": frozenset({"avx2", "fma3"}),
+    "neon_i8mm": frozenset({"neon", "dot", "i8mm"}),
+    "neon_dotprod": frozenset({"neon", "dot"}),
+    "neon": frozenset({"neon"}),
+    "portable": frozenset(),
+    "avx2_tiles": frozenset({"avx2", "fma3"}),
+}
+
+
+def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str:
+    """Return the best level of ISA_LEVELS that `features` allow, or the `requested` one.
+
+    Raises UnsupportedError for a level that is unknown, or that this CPU would stop at with an illegal instruction.
+    """
+    possible = [level for level, needed in ISA_LEVELS.items() if needed <= features]
+    if not requested:
+        return possible[0]
+    if requested not in ISA_LEVELS:
+        raise UnsupportedError(f"HF_ACCEL_ISA={requested!r} is not known; choose one of {', '.join(ISA_LEVELS)}")
+    if requested not in possible:
+        raise UnsupportedError(f"HF_ACCEL_ISA={requested!r} is not in this CPU; choose one of {', '.join(possible)}")
+    return requested
+
+
+# Linux's names of them on 64-bit ARM.
+LINUX_NAMES = {"asimd": "neon", "asimddp": "dot", "i8mm": "i8mm"}
+
+
+@lru_cache
+def instruction_sets(root: Path = ROOT) -> frozenset[str]:
+    """Return the CPU's features by torch's names.
+
+    torch does not list them where it may not read /sys, as in some containers. Then these are the features that torch
+    was built to use, or for ARM, NEON and those that Linux lists.
+    """
+    features = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
+    if features:
+        return features
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        listed = set((content_of(root / "proc/cpuinfo") or "").split())
+        return ISA_LEVELS["neon"] | {name for linux, name in LINUX_NAMES.items() if linux in listed}
+    return ISA_LEVELS["avx2" if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else "portable"]
+
+
+@lru_cache
+def cpu_name() -> str:
+    name = torch.cpu.get_capabilities().get("cpu_name")
+    return str(name or platform.processor() or platform.machine() or "unknown CPU")
+
+
+@lru_cache
+def physical_cores() -> int:
+    return int(torch.cpu.get_capabilities().get("num_physical_cores") or os.cpu_count() or 1)
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Return the number of logical cores that this process may keep busy, at least 1."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    available = len(affinity) or os.cpu_count() or 1
+    # Rounded down: one thread more than the quota would be throttled, and the others wait for it.
+    return max(1, min([available, *map(int, cpu_quotas(root))]))
+
+
+@lru_cache
+def cache_bytes(level: int, root: Path = ROOT) -> int | None:
+    """Return the bytes of the level 2 cache of one core, or of the level 3 caches of all cores."""
+    instances: dict[str, int] = {}
+    for directory in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
+        size = content_of(directory / "size") or ""
+        if content_of(directory / "level") == str(level) and size.endswith("K"):
+            instances[content_of(directory / "shared_cpu_list") or ""] = int(size[:-1]) * 1024
+    if not instances:
+        known_to_torch: int | None = torch.cpu.get_capabilities().get(f"l{level}_cache_size")
+        return known_to_torch
+    return max(instances.values()) if level == 2 else sum(instances.values())
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+def host_memory(root: Path = ROOT) -> tuple[int | None, int | None]:
+    """Return total and free bytes, within the container's limit.
+
+    Free memory includes what the page cache would give back.
+    """
+    fields = dict(line.split(":") for line in (content_of(root / "proc/meminfo") or "").splitlines() if ":" in line)
+    if "MemTotal" not in fields:
+        return _installed_memory(), None
+    total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    for limit, used in memory_limits(root):
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free
+
+
+def pool_memory(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that one large pool can take; None for a host, which commits memory only on use."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch would give it back
+
+    return gpu_memory(device)[1] + unused
+
+
+def _installed_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf
+        return None
+
+
+# -- pages: large ones, and those that are given back ------------------------------------------------------
+
+
+LARGE = 2**21  # bytes
+MADV_HUGEPAGE = 14
+
+
+def large_pages(tensor: Tensor) -> Tensor:
+    """Ask the system for large pages for a tensor that was not written yet, and return it.
+
+    With large pages the address cache (TLB) of a CPU misses every 2 MB that are read, not every 4 KB; in a virtual
+    machine a miss costs two walks through tables.
+
+    The system may ignore this: only Linux is asked, for memory of a CPU, of which the whole large pages count.
+    """
+    first = -(-tensor.data_ptr() // LARGE) * LARGE
+    last = (tensor.data_ptr() + tensor.nbytes) // LARGE * LARGE
+    if sys.platform == "linux" and tensor.device.type == "cpu" and last > first:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise(first, last - first, MADV_HUGEPAGE)
+    return tensor
+
+
+PAGEMAP = "/proc/self/pagemap"  # a word for each page of this process; man 5 proc
+STATE = 61  # the lowest of three bits: the page is a file's or shared, it is swapped out, it is in memory
+UNMAPPED, OF_A_FILE = 0b000, 0b101
+MADV_DONTNEED = 4
+
+
+def release(tensor: Tensor) -> int:
+    """Give back the pages of a tensor that is mapped from a file, as from_pretrained maps weights.
+
+    The tensor keeps its numbers: the system maps the pages again when they are read, from its cache or from the file.
+    A tensor with a page that was written to, which is therefore the process's own, stays unchanged. Call it while
+    nobody writes to the tensor. Returns the number of bytes: 0 for other memory, and where no /proc says what is
+    mapped.
+    """
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return 0
+    # Pages at the edges are shared with the neighbours in the file.
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE)
+    pages = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE - first
+    mapped = _pages_of_a_file(first, pages) if pages > 0 else 0
+    if not mapped:
+        return 0
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    failed = madvise(first * mmap.PAGESIZE, pages * mmap.PAGESIZE, MADV_DONTNEED)
+    return 0 if failed else mapped * mmap.PAGESIZE
+
+
+def _pages_of_a_file(first: int, pages: int) -> int:
+    """Return how many of `pages` pages are in memory; 0 unless all of these belong to a file, or are shared."""
+    words = bytearray(8 * pages)
+    try:
+        with open(PAGEMAP, "rb", buffering=0) as pagemap:
+            pagemap.seek(8 * first)
+            if pagemap.readinto(words) != len(words):
+                return 0
+    except OSError:
+        return 0
+    states = torch.frombuffer(words, dtype=torch.int64) >> STATE & 0b111
+    mapped = states != UNMAPPED
+    return int(mapped.sum()) if bool((states[mapped] == OF_A_FILE).all()) else 0
+
+
+def trim() -> None:
+    """Give back the freed memory that malloc keeps in all threads' arenas; with glibc only."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+# -- a container's limits ----------------------------------------------------------------------------
+
+
+def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
+    """Return the cores that each control group around this process grants, where it limits them."""
+    for directory in control_groups("cpu", root):
+        quota, period = (content_of(directory / "cpu.max") or "max 0").split()  # version 2
+        if quota == "max":
+            quota = content_of(directory / "cpu.cfs_quota_us") or "-1"  # version 1
+            period = content_of(directory / "cpu.cfs_period_us") or "0"
+        if int(quota) > 0 and int(period) > 0:
+            yield int(quota) / int(period)
+
+
+def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
+    """Return (limit, used) in bytes of each control group around this process that has a limit."""
+    for directory in control_groups("memory", root):
+        for limit_file, used_file, cache_field in (
+            ("memory.max", "memory.current", "inactive_file"),  # version 2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+        ):
+            limit = content_of(directory / limit_file) or "max"
+            if limit != "max":
+                statistic = dict(line.split() for line in (content_of(directory / "memory.stat") or "").splitlines())
+                yield int(limit), int(content_of(directory / used_file) or 0) - int(statistic.get(cache_field, 0))
+
+
+def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
+    """Return the directories of this process's control groups for `controller`, each followed by its parents.
+
+    Format: /proc/self/cgroup holds "id:controllers:path" lines, with no controllers for version 2 (man 7 cgroups).
+    """
+    base = root / "sys/fs/cgroup"
+    for line in (content_of(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = base / controller if controllers else base
+        # Inside a container the path may be the host's and not exist; the mount itself then holds the limits.
+        directory = mount / path.lstrip("/")
+        yield from (parent for parent in (directory, *directory.parents) if parent.is_relative_to(mount))
+
+
+def content_of(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+# -- speed -------------------------------------------------------------------------------------------
+
+
+def read_bandwidth(hardware: Hardware) -> float:
+    """Return the bytes per second at which torch's current threads read memory that no cache holds; measured once."""
+    return _read_bandwidth(hardware.device, _buffer_bytes(hardware), torch.get_num_threads())
+
+
+def float_peak(hardware: Hardware, dtype: torch.dtype = torch.float32) -> float:
+    """Return operations (two per multiply-add) per second of torch's matmul in `dtype`; measured once per thread
+    count.
+    """
+    return _float_peak(hardware.device, dtype, torch.get_num_threads())
+
+
+def fp8_peak(hardware: Hardware) -> float | None:
+    """Return operations per second of torch's product of FP8 matrices, None where it has none; measured once."""
+    return _fp8_peak(hardware.device)
+
+
+@lru_cache
+def _fp8_peak(device: str) -> float | None:
+    def build(size: int) -> Callable[[], Tensor]:
+        matrix, one = torch.ones(size, size, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
+        return lambda: torch._scaled_mm(matrix, matrix.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    try:
+        return matmul_peak(build, device)
+    except (AttributeError, NotImplementedError, RuntimeError):  # this GPU or this build of torch lacks it
+        return None
+
+
+@lru_cache
+def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
+    # In large pages, as packed weights are; ones, because pages of zeros may be one page.
+    buffer = large_pages(torch.empty(nbytes // 4, dtype=torch.float32, device=device)).fill_(1)
+    return buffer.nbytes / least_seconds(buffer.sum, device)
+
+
+def _buffer_bytes(hardware: Hardware) -> int:
+    """Return eight times the size of the last cache, so that it holds little of the buffer from the pass before."""
+    wanted = 8 * (hardware.l3_bytes or hardware.l2_bytes or 16 * MIB)
+    if hardware.compute_capability:
+        wanted = 1024 * MIB
+    return min(max(wanted, 64 * MIB), 1024 * MIB, (hardware.free_memory or 256 * MIB) // 4)
+
+
+@lru_cache
+def _float_peak(device: str, dtype: torch.dtype, threads: int) -> float:
+    def build(size: int) -> Callable[[], Tensor]:
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        return lambda: matrix @ matrix
+
+    return matmul_peak(build, device)
+
+
+def matmul_peak(build: Callable[[int], Callable[[], Tensor]], device: str) -> float:
+    """Return operations per second of the square matmul that `build(size)` prepares, the better of two sizes."""
+    peak = 0.0
+    for size in (512, 1024) if device == "cpu" else (2048, 8192):
+        seconds = least_seconds(build(size), device)
+        peak = max(peak, 2 * size**3 / seconds)
+        if seconds > 0.03:  # a dtype that this machine emulates: the larger size would take a second
+            break
+    return peak
+
+
+def least_seconds(run: Callable[[], object], device: str) -> float:
+    """Return the least wall time of a call of `run`, after one to warm up: of two calls, or of up to 7 in 50 ms."""
+    seconds: list[float] = []
+    while len(seconds) < 3 or (len(seconds) < 8 and sum(seconds[1:]) < 0.05):
+        start = time.perf_counter()
+        run()
+        if device != "cpu":  # a GPU runs on after the call
+            torch.accelerator.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

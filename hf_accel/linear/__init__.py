@@ -1,12 +1,12 @@
 """Quantized linear layers: storage formats, rounding, and the backends that multiply."""
 
 from ..hardware.workers import Workers
-from .backend import Backend, LinearSpec
+from .backends.backend import Backend, LinearSpec
+from .backends.registry import BACKENDS, BackendChoice, choose
 from .experts import ExpertWeights, QuantExperts
 from .formats import Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from .layer import QuantLinear, QuantModule
 from .methods.rtn import quantize
-from .registry import BACKENDS, BackendChoice, choose
 
 __all__ = [
     "BACKENDS",

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ..config import Activations
 from ..errors import UnsupportedError
-from .backend import Backend, GroupedExperts, LinearSpec
+from .backends.backend import Backend, GroupedExperts, LinearSpec
+from .backends.reference import differentiable_linear
+from .backends.registry import BackendChoice
 from .formats import QuantizedWeight, state, zeros
 from .layer import QuantModule
-from .reference import differentiable_linear
-from .registry import BackendChoice
 
 # The parameters of transformers' fused experts, and the names of the modules that hold them quantized. These names are
 # others, because transformers cuts and renames what is called like the parameters while it saves and loads.
@@ -90,8 +90,7 @@ class ExpertWeights(QuantModule):
 
     def forward(self, x: Tensor, expert: int, bias: Tensor | None = None) -> Tensor:
         """x [rows, in] -> [rows, out] of one expert, in the dtype of the activations. bias: [out]."""
-        choice = self.choice or self.pack().choice
-        assert choice is not None
+        choice = self.choice or self.pack().chosen
         rows, packed = x.to(choice.spec.dtype).contiguous(), self._packed.parts[expert]
         if torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad)):
             out: Tensor = differentiable_linear(rows, bias, choice.backend, packed)
@@ -101,8 +100,7 @@ class ExpertWeights(QuantModule):
 
     def runs_together(self, x: Tensor) -> bool:
         """Return whether `together` may replace calls of this module with parts of x, which no hook must see."""
-        choice = self.choice or self.pack().choice
-        assert choice is not None
+        choice = self.choice or self.pack().chosen
         call, seen = self._packed.call, self._forward_pre_hooks or self._forward_hooks
         return call is not None and call.serves(x) and choice.spec.dtype is x.dtype and not seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
@@ -15,12 +16,12 @@ from ..config import Activations
 from ..errors import HfAccelWarning, UnsupportedError
 from ..kernels.cpu.library import native
 from ..tensors import product_dtype
-from .backend import LinearSpec
+from .backends.backend import LinearSpec
+from .backends.reference import differentiable_linear
+from .backends.registry import BackendChoice, choose
 from .formats import FLOAT8, Layout, QuantizedWeight, converts, from_state, kind_of, readable, state, zeros
 from .methods.rtn import quantize_like
-from .reference import differentiable_linear
-from .registry import BackendChoice, choose
-from .writable import Lender, WritableWeight, plain
+from .writable import WritableWeight, plain
 
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
 
@@ -35,7 +36,7 @@ class RankPart(NamedTuple):
         return f"rank_{self.rank}_of_{self.ranks}"
 
 
-class QuantModule(Lender, nn.Module):
+class QuantModule(nn.Module):
     """Holds a quantized weight [out, in] once: packed for a backend, or as buffers that a checkpoint is loaded into.
 
     state_dict, pickle and deepcopy carry the stored form either way. `.to(dtype)` converts the scales and never the
@@ -57,6 +58,17 @@ class QuantModule(Lender, nn.Module):
         self.part: RankPart | None = None  # which one this is, if other processes hold the others
         self.writes = 0  # times that another weight was put into it
         self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
+        self._lent: weakref.ref[WritableWeight] | None = None
+
+    @property
+    def held(self) -> WritableWeight | None:
+        """The float copy of the weight that was lent, if somebody still holds it."""
+        return None if self._lent is None else self._lent()
+
+    def settle(self) -> None:
+        """Take in what was written to the float copy without notice."""
+        if self._lent is not None and self.held is not None:
+            self.held.settle()
 
     @property
     def quantized(self) -> QuantizedWeight:
@@ -125,10 +137,11 @@ class QuantModule(Lender, nn.Module):
         if self.held is not None and (before.dtype, before.device) != (after.dtype, after.device):
             self.held.let_go()
         stored = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
-        self._buffers.update({name: readable(tensor) for name, tensor in stored.items()})  # else fn would convert FP8
+        kept = {name: t.dtype for name, t in stored.items() if t.dtype is FLOAT8 or name in self.kind.kept}
+        self._buffers.update({name: stored[name].view(torch.uint8) for name in kept})  # else fn would convert them
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name in (name for name, tensor in stored.items() if tensor.dtype is FLOAT8):
-            self._buffers[name] = self._buffers[name].view(FLOAT8)  # type: ignore[union-attr]
+        for name, dtype in kept.items():
+            self._buffers[name] = self._buffers[name].view(dtype)  # type: ignore[union-attr]
         return self.pack() if packed else self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -143,9 +156,8 @@ class QuantModule(Lender, nn.Module):
     ) -> None:  # fmt: skip
         packed = self.choice is not None
         self.unpack()
-        wrong = self._wrong_part(state_dict, prefix)
+        wrong = self._wrong_part(state_dict, prefix) or self._wrong_dtypes(state_dict, self._own_prefix(prefix))
         prefix = self._own_prefix(prefix)
-        wrong = wrong or self._wrong_dtypes(state_dict, prefix)
         error_msgs.extend(wrong)
         if not wrong:
             before = {name: tensor.clone() for name, tensor in self._buffers.items() if tensor is not None}
@@ -195,13 +207,14 @@ class QuantModule(Lender, nn.Module):
         buffers = {name: None if tensor is None else readable(tensor) for name, tensor in stored.items()}
         _keep_for_child(buffers)
         packed = self.choice is not None
+        bytewise = [name for name, tensor in stored.items() if tensor is not None and tensor.dtype is FLOAT8]
         gone = {"choice": None, "_input_order": None, "_lent": None}
-        return self.__dict__ | {"_buffers": buffers, "_packed": packed, **gone}
+        return self.__dict__ | {"_buffers": buffers, "_packed": packed, "_bytewise": bytewise, **gone}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         packed, buffers = attributes["_packed"], dict(attributes["_buffers"])
-        if attributes["kind"].format == "fp8":  # which torch can write as a pickle and not read
-            buffers["weight"] = buffers["weight"].view(FLOAT8)
+        for name in attributes.pop("_bytewise"):  # torch can write FP8 as a pickle and not read it
+            buffers[name] = buffers[name].view(FLOAT8)
         super().__setstate__(attributes | {"_packed": None, "_buffers": buffers})  # type: ignore[no-untyped-call]
         if packed:
             self.pack()
@@ -210,10 +223,7 @@ class QuantModule(Lender, nn.Module):
 class QuantLinear(QuantModule, nn.Linear):
     """Computes x @ W^T + bias with W in INT8, FP8 or INT4; x [..., in] -> [..., out] in x's dtype, or autocast's.
 
-    An nn.Linear, so that what looks for Linears (LoRA, hooks by type) finds it. The weight is held once:
-    packed for the backend, or, after `empty` and `unpack`, as buffers that a checkpoint can be loaded
-    into. state_dict, pickle and deepcopy carry the stored form either way. `.to(dtype)` converts the
-    scales and the bias and never the integers; the backend is chosen and packed for again.
+    An nn.Linear, so that what looks for Linears (LoRA, hooks by type) finds it.
     """
 
     bias: nn.Parameter | None  # type: ignore[assignment]
@@ -261,23 +271,18 @@ class QuantLinear(QuantModule, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.settle()
-        choice = self.choice or self.pack().choice
-        assert choice is not None
+        choice = self.choice or self.pack().chosen
         if self.fused_projections is not None and native(x):
             fused: Tensor | None = self.fused_projections.take(self, x)
             if fused is not None:
                 return fused
-        rows = x.reshape(-1, self.in_features)
-        if rows.dtype is not choice.spec.dtype:
-            rows = rows.to(choice.spec.dtype)
+        rows = x.reshape(-1, self.in_features).to(choice.spec.dtype)
         rows = rows.contiguous() if self._input_order is None else rows.index_select(1, self._input_order)
         if torch.is_grad_enabled() and (rows.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             out: Tensor = differentiable_linear(rows, self.added_bias, choice.backend, self._packed)
         else:
             out = choice.backend.run(rows, self._packed, self.added_bias)
-        out = out.view(*x.shape[:-1], self.out_features)
-        dtype = product_dtype(x)
-        return out if out.dtype is dtype else out.to(dtype)
+        return out.view(*x.shape[:-1], self.out_features).to(product_dtype(x))
 
     @property
     def added_bias(self) -> nn.Parameter | None:
@@ -296,7 +301,11 @@ class QuantLinear(QuantModule, nn.Linear):
 
         It is one tensor for as long as somebody holds it, with the numbers that were written to it unrounded.
         """
-        return self.lend()
+        held = self.held
+        if held is None or not held.is_weight_of(self):
+            held = WritableWeight.of(self)
+            self._lent = weakref.ref(held)  # torch.utils.swap_tensors refuses a tensor that has one
+        return held
 
     @torch.no_grad()
     def write(self, value: Tensor) -> None:

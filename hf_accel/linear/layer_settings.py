@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from ..config import WeightConfig
+from ..config import Activations, WeightConfig
 from ..errors import UnsupportedError
 from ..keywords import one_of
-from .backend import LinearSpec
+from .backends.backend import LinearSpec
 from .formats import KINDS, Format, Layout, check_group_size
-from .layer import QuantModule
 
 SETTINGS = ("bits", "format", "activations", "group_size", "symmetric", "minima", "scale_dtype", "ordered")
 SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def module_settings(layer: QuantModule | WeightConfig) -> dict[str, Any]:
+class Described(Protocol):
+    """A layer, its config, or what a reader says of it."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def activations(self) -> Activations: ...
+
+
+def module_settings(layer: Described) -> dict[str, Any]:
     """Return the settings of a layer in a checkpoint, or of a layer that will be made."""
     return {**layer.layout.settings, "activations": layer.activations}
 

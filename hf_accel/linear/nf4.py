@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..config import NF4_BLOCK, WeightConfig
 from ..errors import UnsupportedError
 from ..undo.state import LEVELS
-from .backend import Backend, LinearSpec
+from .backends.backend import Backend, LinearSpec
+from .backends.registry import BackendChoice
 from .formats import QuantizedWeight
-from .registry import BackendChoice
 
 FUSED_OUTPUTS = 32  # bitsandbytes' fused CPU kernel takes multiples of it
 WAY_OUT = "pip install bitsandbytes, or choose weights='int4'"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol, cast
 
@@ -187,30 +186,6 @@ class WritableWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-class Lender:
-    """Mixed into a quantized layer, which is `Writable`: lends its weight in floating point."""
-
-    _lent: weakref.ref[WritableWeight] | None = None
-
-    @property
-    def held(self) -> WritableWeight | None:
-        """The float copy that was lent, if somebody still holds it."""
-        return None if self._lent is None else self._lent()
-
-    def lend(self) -> WritableWeight:
-        """The one that somebody holds, if it still is the layer's weight, or a new one."""
-        held, layer = self.held, cast(Writable, self)
-        if held is None or not held.is_weight_of(layer):
-            held = WritableWeight.of(layer)
-            self._lent = weakref.ref(held)  # torch.utils.swap_tensors refuses a tensor that has one
-        return held
-
-    def settle(self) -> None:
-        """Take in what was written to the float copy without notice."""
-        if self._lent is not None and self.held is not None:
-            self.held.settle()
 
 
 class ReadOnlyStorage(torch.UntypedStorage):

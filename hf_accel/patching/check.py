@@ -20,7 +20,7 @@ from ..undo.state import MARKS, PART_OF, PatchState, find_state
 
 
 def transformers_model(given: Any) -> PreTrainedModel:
-    """The transformers model to work on, inside of a PEFT wrapper if need be; UnsupportedError if it is none."""
+    """Return the transformers model, also one inside of a PEFT wrapper. Raises UnsupportedError if there is none."""
     inner = without_adapters(given)
     if not isinstance(inner, PreTrainedModel):
         what = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}"
@@ -46,7 +46,7 @@ def _way_out(given: Any) -> str:
 
 
 def _within(given: Any) -> str | None:
-    """The name of the attribute of a wrapper, a pipeline or a Trainer that holds a transformers model, or None."""
+    """Return the attribute of a wrapper, a pipeline or a Trainer that holds a transformers model; None without one."""
     modules = given.named_modules() if isinstance(given, nn.Module) else ()
     found = next((name for name, module in modules if isinstance(module, PreTrainedModel)), None)
     return "model" if found is None and isinstance(getattr(given, "model", None), PreTrainedModel) else found
@@ -114,7 +114,7 @@ def _changes(name: str, old: Any, new: Any) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    """A config by its settings that are not the default, a draft model by its class."""
+    """Describe a config by its settings that are not the default, and a draft model by its class."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         default = type(value)()
         given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
@@ -124,7 +124,7 @@ def _short(value: Any) -> str:
 
 
 def check_model(model: object) -> PreTrainedModel:
-    """`transformers_model`, and refuse one whose parameters have no values here."""
+    """Return the `transformers_model`; refuse one whose parameters have no values here."""
     inner = transformers_model(model)
     on_meta = next((name for name, p in inner.named_parameters() if p.device.type == "meta"), None)
     if on_meta is None:

@@ -39,7 +39,7 @@ def label_nf4(todo: Plan, journal: Journal) -> None:
 
 
 def _patterns(names: Iterable[str], replaced: Collection[str]) -> list[str]:
-    """Names as they are, or as a pattern where transformers would take others that end or begin so for meant, too."""
+    """Return the names, each as a pattern if transformers would also take it for the end or beginning of others."""
     return [
         f"^{re.escape(name)}$" if any(o.endswith(name) or o.startswith(f"{name}.") for o in replaced) else name
         for name in names

@@ -23,6 +23,7 @@ from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release
 from ..linear import Workers
 from ..linear.hf import Pieces
+from ..models import layers_config
 from ..parallel.tensor import Part, let_go, part_of, put_back
 from ..tensors import local_tensor, plain_tensors
 from ..undo.journal import Journal
@@ -36,7 +37,7 @@ Stored = Path | Pieces
 
 
 def checkpoint_files(folder: str | None) -> dict[str, Path]:
-    """Tensor name -> safetensors file of a local checkpoint folder; empty where there is none."""
+    """Return tensor name -> safetensors file of a local checkpoint folder; empty where there is none."""
     if not folder:
         return {}
     root = Path(folder)
@@ -46,7 +47,7 @@ def checkpoint_files(folder: str | None) -> dict[str, Path]:
 
 
 def indexed(index: Path) -> dict[str, Path]:
-    """Tensor name -> file, as an index of shards has them. Raises HfAccelError for one that names files elsewhere."""
+    """Return tensor name -> file, as an index of shards has them. Raises HfAccelError if it names files elsewhere."""
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         for name, file in names.items():
@@ -64,7 +65,7 @@ def check_inside(file: object, said: str) -> None:
 
 
 def stored_tensors(files: Iterable[str | Path]) -> dict[str, Path]:
-    """Tensor name -> file, of the safetensors files among `files`."""
+    """Return tensor name -> file, of the safetensors files among `files`."""
     stored = {}
     for file in map(Path, files):
         if file.suffix == ".safetensors":
@@ -74,7 +75,7 @@ def stored_tensors(files: Iterable[str | Path]) -> dict[str, Path]:
 
 
 def read_tensor(stored: Stored, name: str, part: Part | None = None) -> Tensor:
-    """The tensor `name` of a file, or of pieces, whatever its name: [experts, ...]. part: None is the whole."""
+    """Read the tensor `name` of a file, or join one, [experts, ...], of pieces. part: None is the whole."""
     if isinstance(stored, Path):
         with safe_open(stored, framework="pt") as tensors:
             return tensors.get_tensor(name) if part is None else part.read(tensors.get_slice(name))
@@ -95,7 +96,7 @@ def files_of(stored: Stored) -> list[Path]:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """A tensor's dtype, shape and a 64-bit hash of its bytes, at the speed of memory.
+    """Return a tensor's dtype, shape and a 64-bit hash of its bytes, at the speed of memory.
 
     Sums of words times odd numbers drawn once, chained over chunks (Lemire and Kaser, Strongly universal string
     hashing is fast, 2014): one changed word always shows, more go unseen once in 2**64 times. Against accidents, not
@@ -114,7 +115,7 @@ def _multipliers() -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bytes as int64, the last word filled up with zeros: NaN equals NaN, and 0 differs from -0."""
+    """Return the bytes as int64, the last word filled up with zeros: NaN equals NaN, and 0 differs from -0."""
     size = tensor.dtype.itemsize
     flat = tensor.contiguous().flatten()
     if flat.nbytes % 8 or flat.storage_offset() * size % 8:
@@ -137,7 +138,7 @@ class Source:
 
     @classmethod
     def of(cls, tensor: Tensor, stored: Stored, name: str) -> Source:
-        """A file holds `tensor` under `name`; where there are pieces of it, name is what the model calls it."""
+        """Describe a `tensor` that a file holds under `name`, or in pieces; `name` then is the one in the model."""
         return cls(stored, name, tensor.dtype, fingerprint(local_tensor(tensor)), part_of(tensor))
 
     def read(self) -> Tensor:
@@ -213,7 +214,7 @@ class Originals:
             self.lost.clear()
 
     def _read_back(self) -> None:
-        """All or nothing."""
+        """Read all dropped weights back, or none if one cannot be read."""
         read: list[tuple[nn.Parameter, Tensor]] = []
         with Workers[tuple[nn.Parameter, Tensor]]() as workers:
             for parameter, source in self.dropped:
@@ -245,14 +246,14 @@ def readable(name: str, parameter: Tensor, files: Mapping[str, Stored]) -> bool:
 
 
 def parameter_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, each storage counted once."""
+    """Count the bytes of tensors, each storage once."""
     parts = (part for tensor in tensors for part in plain_tensors(tensor))
     unique = {t.untyped_storage().data_ptr() if t.numel() else id(t): t.nbytes for t in parts}
     return sum(unique.values())
 
 
 def remaining_ties(ties: Mapping[str, str], quantized: Collection[str]) -> dict[str, str]:
-    """`ties` (parameter -> the one that it is) without the weights of the modules `quantized`.
+    """Return `ties` (parameter -> the one that it is) without the weights of the modules `quantized`.
 
     Where a quantized weight was what others are tied to, the first of these takes its place.
     """
@@ -274,7 +275,7 @@ def remaining_ties(ties: Mapping[str, str], quantized: Collection[str]) -> dict[
 def broken_ties(
     model: PreTrainedModel, quantized: Collection[str]
 ) -> Iterator[tuple[PreTrainedModel, str, dict[str, str]]]:
-    """(submodel, attribute, value) to be set, once the modules `quantized` of `model` are replaced.
+    """Yield (submodel, attribute, value) to be set once the modules `quantized` of `model` are replaced.
 
     transformers keeps the ties twice: those of the whole, used while it loads, and each class's own, read again by
     tie_weights(). The latter are shadowed in the instance.
@@ -298,4 +299,4 @@ def break_ties(model: PreTrainedModel, quantized: Collection[str], journal: Jour
         if submodel is model and not model.all_tied_weights_keys:
             # what others, such as PEFT, look up
             model.config.tie_word_embeddings = False
-            model.config.get_text_config(decoder=True).tie_word_embeddings = False
+            layers_config(model.config).tie_word_embeddings = False

@@ -27,7 +27,7 @@ from ..tensors import is_sharded
 from ..undo.journal import Journal
 from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
-from .weight_sites import ExpertsSite, LinearSite
+from .survey import ExpertsSite, LinearSite
 
 LAYERS = nn.Linear | QuantExperts  # what is put in
 PROGRESS_SECONDS = 1.0  # seconds without a progress bar
@@ -183,7 +183,7 @@ def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> No
 
 
 def _part(packed: Packed, bias: nn.Parameter | None, todo: Plan) -> QuantLinear:
-    """The layer of a weight of which this rank has packed its part."""
+    """Make the layer of a weight of which this rank has packed its part."""
     assert todo.split is not None
     ranks = todo.split.ranks
     layer = CLASSES[todo.split.role(packed.name) or ""].from_packed(packed.weight, bias, choice=packed.choice)

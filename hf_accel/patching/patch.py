@@ -36,10 +36,9 @@ from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantLinear, QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..linear.layer_settings import module_settings
-from ..models import unwrapped
+from ..models import layers_config, unwrapped
 from ..tensors import torchs_defaults
-from ..undo.instance import mixed_class
-from ..undo.journal import Journal
+from ..undo.journal import Journal, mixed_class
 from ..undo.state import (
     BACKEND_ATTRIBUTE,
     FUSED,
@@ -51,25 +50,18 @@ from ..undo.state import (
     find_state,
     state_of,
 )
-from .calibration import calibrate, planned
+from .calibration import Calibrated, calibrate
 from .check import is_patched_with, transformers_model
 from .nf4_model import label_nf4
 from .originals import Originals, break_ties
 from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
+from .planning import planned
 from .survey import attention_modules, common_group_size
 from .twin import twin
 from .unpatch import unpatch
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@takes_patch_keywords
-def plan(model: nn.Module, **keywords: Unpack[PatchKeywords]) -> Plan:
-    """Return the plan of `patch(model, **keywords)`, with its reasons, without changing anything."""
-    settings = PatchConfig.build(**keywords)
-    with torchs_defaults():
-        return planned(model, settings)
 
 
 @checked_keywords(**MEANT_BY_PATCH)
@@ -118,7 +110,7 @@ def patch(
 @takes_patch_keywords
 @contextmanager
 def patched(model: Model, **keywords: Unpack[PatchKeywords]) -> Iterator[Model]:
-    """`with patched(model, ...):` patches for the length of a block, also if the block raises.
+    """Patch for the length of a block, `with patched(model, ...):`, also if the block raises.
 
     What the block has unpatched itself, or unpatched and patched again, stays as it left it. A model that was patched
     before, with the same keywords, stays patched.
@@ -145,14 +137,14 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 
 def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """An unpatched model over the same Parameters; the model given does not notice. Raises as `unpatch` does."""
+    """Make an unpatched model over the same Parameters; the given one stays as it is. Raises as `unpatch` does."""
     copied: Any = twin(model)
     stock: PreTrainedModel = unpatch(copied) if is_patched(copied) else copied
     return stock
 
 
 def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
-    """A patched model over the same Parameters, with its linears in `weights`; the model given does not notice."""
+    """Make a patched model over the same Parameters, with its linears in `weights`; the given one stays as it is."""
     draft: Any = stock_twin(model)
     wanted: Any = WeightConfig(4, group_size=common_group_size(draft)) if weights == "int4" else weights
     made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
@@ -160,7 +152,7 @@ def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
 
 
 def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """A patched model over the same numbers that attends as without us; the model given does not notice."""
+    """Make a patched model over the same numbers with stock's attention; the given one stays as it is."""
     state = state_of(model)
     attending = twin(model)
     before = {id(write.owner): write.old for write in state.journal.writes if write.key == "config"}
@@ -181,7 +173,7 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
     """
     if todo.model.device.type == "cpu":
         cpu_kernels.warn_of_refusal()
-    calibrated = calibrate(todo)  # which only reads
+    calibrated = calibrate(todo) if todo.calibrated else Calibrated({}, {})  # which only reads
     packed = {**calibrated.packed, **(loaded or {})}
     todo = replace(todo, config=todo.config.without_data())
     journal, originals = Journal(), Originals()
@@ -253,7 +245,7 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
     for module in attention_modules(todo.model):
         journal.attribute(module, STOCK_ATTRIBUTE, stock_implementation(todo.model, module))
     set_our_attention(todo.model, todo.model.set_attn_implementation)  # writes into our own copies of the configs
-    chosen = todo.model.config.get_text_config(decoder=True)._attn_implementation
+    chosen = layers_config(todo.model.config)._attn_implementation
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
     for module in attention_modules(todo.model):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
@@ -22,18 +24,24 @@ from ..fused.projections import UNLIMITED, native_rows
 from ..generation.hf import model_refusal
 from ..hardware import detect, read_bandwidth
 from ..kernels.cpu.library import FLOATS
-from ..linear import ExpertWeights, LinearSpec, QuantModule, Workers
+from ..linear import ExpertWeights, LinearSpec, QuantLinear, QuantModule, Workers
 from ..linear import choose as choose_linear
+from ..linear.backends.cpu import Cpu
+from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
-from ..linear.measured_tiles import Measuring
 from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from ..parallel.context import context_parallel
-from ..parallel.tensor import check_split
+from ..parallel.tensor import TensorParallel, check_split
+from ..recognition.unchanged import has_own_forward
+from .calibration.bit_budget import eight_bit_names
+from .calibration.folds import find_folds
+from .calibration.windows import check_takes_ids
 from .check import check_model
-from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .plan import CALLED_TOGETHER, AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan, Server, servers_of
+from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan, explain
 from .survey import (
+    ExpertsSite,
+    LinearSite,
     attention_modules,
     attention_sites,
     cache_refusal,
@@ -43,7 +51,7 @@ from .survey import (
     sites_for,
     split_of,
 )
-from .weight_sites import ExpertsSite, LinearSite
+from .twin import twin
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
 NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
@@ -56,7 +64,7 @@ def make_plan(
     find_originals: FindOriginals | None = None,
     eight_bits: Collection[str] = (),
 ) -> Plan:
-    """The Plan for a model; raises UnsupportedError where an explicit request cannot be met.
+    """Return the Plan for a model. Raises UnsupportedError where an explicit request cannot be met.
 
     find_originals: says which file holds each weight that will be replaced, or None unless all can be read back;
         without it the checkpoint that the model came from is compared. eight_bits: names of Linears that average_bits
@@ -187,7 +195,8 @@ def plan_linears(
 
     row_invariant: whether backends that are row-invariant come before the others.
     """
-    measuring = None if row_invariant else Measuring()
+    on_cpu = (device_type or model.device.type) == "cpu"  # where no backend has tiles
+    measuring = None if row_invariant or on_cpu else Measuring()
     if measuring is not None:
         for module in model.modules():
             if isinstance(module, QuantModule):  # of a quantized checkpoint
@@ -257,7 +266,7 @@ def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> Lin
 
 
 def _whole_experts(experts: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
-    """Weights of experts are quantized together, or all of them stay."""
+    """Let all weights of the same experts stay if one of them stays."""
     kept = {p.site.module: p.reason for p in experts if p.choice is None}
     for planned in experts:
         stays = kept.get(planned.site.module)
@@ -265,7 +274,7 @@ def _whole_experts(experts: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
 
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
-    """Weight bytes that one decode step reads: all but the input embedding, unless it is the head as well."""
+    """Count the weight bytes that a decode step reads: all but the input embedding, unless it is the head too."""
     try:
         embedding: Any = model.get_input_embeddings()
     except NotImplementedError:  # a model of several inputs, or of images alone
@@ -357,3 +366,53 @@ def _plan_fused(
         if all(servers.get(model.get_submodule(name)) in CALLED_TOGETHER for name in site.layers)
     ]  # fmt: skip
     return FusedPlan((*sites, *layers), tuple(floats), tuple(projections), (*dropped, *by_module), float_rows)
+
+
+class Server(Enum):
+    """Who multiplies by the weight of a linear layer when the model is patched."""
+
+    KERNELS = auto()  # the native library, alone or as a step of a whole layer
+    BACKEND = auto()  # another backend of ours
+    RANKS = auto()  # several processes, for which no call can wait in its middle
+    FOREIGN = auto()  # bitsandbytes, or a forward that was put on the module
+    TORCH = auto()
+
+
+CALLED_TOGETHER = (Server.KERNELS, Server.BACKEND)
+
+
+def servers_of(
+    model: nn.Module, planned: Mapping[nn.Module, LinearPlan], floats: Container[nn.Module],
+    split: TensorParallel | None,
+) -> dict[nn.Module, Server]:  # fmt: skip
+    """Return the Server of each linear layer. planned: the replaced ones. floats: those with a native forward."""
+
+    def server(name: str, module: nn.Module) -> Server:
+        plan = planned.get(module)
+        if has_own_forward(module) if plan is None else plan.config.is_nf4:
+            return Server.FOREIGN
+        if split is not None and split.joins(name):
+            return Server.RANKS
+        choice = plan.choice if plan is not None else module.choice if isinstance(module, QuantLinear) else None
+        if choice is None:
+            return Server.KERNELS if module in floats else Server.TORCH
+        return Server.KERNELS if isinstance(choice.backend, Cpu) else Server.BACKEND
+
+    named = model.named_modules()
+    return {each: server(name, each) for name, each in named if each in planned or isinstance(each, nn.Linear)}
+
+
+# -- what only a run of the model can tell -----------------------------------------------------------------
+
+
+def planned(model: object, config: PatchConfig, *, find_originals: FindOriginals | None = None) -> Plan:
+    """Return the `make_plan` of a model; for average_bits and AWQ a copy of the model is run on a few tokens."""
+    todo = make_plan(model, config, find_originals=find_originals)
+    if config.weights is not None and config.weights.average_bits is not None:
+        todo = make_plan(model, config, find_originals=find_originals, eight_bits=eight_bit_names(todo))
+    names = [p.site.name for p in todo.quantized if p.config.method == "awq"]
+    if not names:
+        return todo
+    check_takes_ids(todo.model)
+    todo = replace(todo, folds=tuple(find_folds(twin(todo.model), names)))
+    return replace(todo, lines=tuple(explain(todo)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -19,17 +19,101 @@ from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig
 from ..errors import UnsupportedError
 from ..linear.experts import WEIGHT_MODULES
-from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
-from ..models import head_dim, num_kv_heads, spans_processes
+from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, with_outputs_first
+from ..models import head_dim, layers_config, num_kv_heads, spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import attention_code, code_of, source_of
-from ..tensors import is_plain_tensor, is_sharded
+from ..tensors import is_plain_tensor, is_sharded, local_tensor
 from .check import check_skip, named
-from .weight_sites import ExpertsSite, LinearSite
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """A module that multiplies by a weight matrix.
+
+    is_tied: the weight is the input embedding's too. skip: one clause why the module stays, or None.
+    """
+
+    name: str
+    module: nn.Module
+    is_head: bool
+    is_tied: bool
+    skip: str | None
+
+    @property
+    def tensor_name(self) -> str:
+        """The name of the weight in the model."""
+        return f"{self.name}.weight"
+
+    @property
+    def count(self) -> int:
+        """Weights in the parameter: one for each expert."""
+        return 1
+
+    def matrices(self, tensor: Tensor) -> list[Tensor]:
+        """Return the parameter, or another tensor of its shape, as weights [out, in]."""
+        return [tensor.t() if isinstance(self.module, Conv1D) else tensor]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.module._parameters["weight"]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter's numbers, or, of a model that is split over ranks, those that this rank holds."""
+        return local_tensor(self.parameter)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], whatever the module's own layout."""
+        return self.tensor.t() if isinstance(self.module, Conv1D) else self.tensor
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return self.module._parameters.get("bias")
+
+
+@dataclass(frozen=True)
+class ExpertsSite(LinearSite):
+    """A parameter of fused experts. name: of the module that will hold it. module: the experts. key: the parameter."""
+
+    key: str = ""
+
+    @property
+    def experts_name(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def tensor_name(self) -> str:
+        return f"{self.experts_name}.{self.key}"
+
+    @property
+    def count(self) -> int:
+        return int(self.parameter.shape[0])
+
+    def matrices(self, tensor: Tensor) -> list[Tensor]:
+        return list(with_outputs_first(self.module, tensor))
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.module._parameters[self.key]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def weight(self) -> Tensor:
+        """[experts, out, in]"""
+        return with_outputs_first(self.module, self.tensor)
+
+    @property
+    def bias(self) -> None:
+        """Biases of experts stay where they are."""
 
 
 def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[ExpertsSite]:
-    """The weights of all fused experts, each with the reason to leave it alone, if any, which is one for a module."""
+    """Find the weights of all fused experts, each with the reason to leave the experts alone, if any."""
     other, is_lost = other_quantizer(model), lost_on_saving(model)
     for name, module in model.named_modules():
         if not holds_experts(module):
@@ -66,7 +150,7 @@ def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Linear
 
 
 def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
-    """`linear_sites` for a config; raises UnsupportedError for names in skip= and for groups that do not fit."""
+    """Return all sites for a config. Raises UnsupportedError for names in skip= and for groups that do not fit."""
     check_skip(model, config.skip)
     sites = list(linear_sites(model, config.skip))
     experts = list(experts_sites(model, config.skip))
@@ -91,7 +175,7 @@ def _check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
 
 
 def common_group_size(model: PreTrainedModel) -> GroupSize:
-    """The largest group of inputs that divides those of every Linear; the smallest known if none does."""
+    """Return the largest group of inputs that divides those of every Linear; the smallest known if none does."""
     widths = [site.weight.shape[1] for site in linear_sites(model, ()) if not site.is_head and site.skip is None]
     fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
     return max(fitting, default=min(GROUP_SIZES))
@@ -103,7 +187,7 @@ def split_of(model: PreTrainedModel) -> TensorParallel | None:
 
 
 def other_quantizer(model: PreTrainedModel) -> str | None:
-    """Who has quantized the model's weights, if not hf_accel: transformers' name of the method, or their class."""
+    """Return who else has quantized the weights: transformers' name of the method, or the weights' class."""
     quantizer = getattr(model, "hf_quantizer", None)
     method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
     if quantizer is not None and method != METHOD:
@@ -183,18 +267,18 @@ def model_attention_refusal(model: PreTrainedModel) -> str | None:
         implementation = stock_implementation(model, module)
         if implementation not in STOCK_ATTENTION:
             return f"its attention was set to {implementation!r}, which may do what ours does not"
-    if _has_window(model.config.get_text_config(decoder=True)) and not _masks_windows(model):
+    if _has_window(layers_config(model.config)) and not _masks_windows(model):
         return f"{name} has a window in its config that its masks leave out"
     return _function_refusal(model)
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that call an attention function of transformers' interface, except in parts that keep theirs."""
+    """List the modules that call an attention function of transformers' interface, without parts that keep theirs."""
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
 def _function_refusal(model: PreTrainedModel) -> str | None:
-    """A clause if a function that attends in the model does not compute what ours does.
+    """Return a clause if a function that attends in the model does not compute what ours does.
 
     A module's own function is tried on random input. The sdpa of older transformers leaves a softcap out; newer ones
     do not let a model that has one choose sdpa.
@@ -216,9 +300,9 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     refusal = model_attention_refusal(model)
     if refusal is not None:
         return refusal
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+    if getattr(layers_config(model.config), "kv_lora_rank", None):
         return f"{name} caches compressed keys and makes K from them on the way to its attention"
-    if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
+    if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
         unpaged = code_of(module).unpaged
@@ -274,8 +358,8 @@ class AttentionSite:
 
 
 def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
-    """The decoder's self-attention modules, with what their attention op is asked for."""
-    config = model.config.get_text_config(decoder=True)
+    """List the decoder's self-attention modules, with what each needs of a backend."""
+    config = layers_config(model.config)
     try:
         windows = layer_windows(config)
     except UnsupportedError:
@@ -294,7 +378,7 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
 
 
 def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> AttentionSpec:
-    """The spec with the heads that one rank has."""
+    """Return the spec with the heads that one rank has."""
     divisor = split.heads_divisor(name)
     if spec.num_kv_heads % divisor:
         raise UnsupportedError(
@@ -305,7 +389,7 @@ def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> Attention
 
 
 def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:
-    config = model.config.get_text_config(decoder=True)
+    config = layers_config(model.config)
     num_heads, size = config.num_attention_heads, getattr(module, "head_dim", None) or head_dim(config)
     groups = getattr(module, "num_key_value_groups", None)  # layers may differ
     return AttentionSpec(

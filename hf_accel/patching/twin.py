@@ -1,4 +1,4 @@
-"""A second model over the same numbers: to draft with, or to compare with."""
+"""A second model over the same numbers, to draft with or to compare with, and the quantized layers that they share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
-from ..linear import ExpertWeights, QuantLinear, QuantModule
+from ..linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
 from ..linear.hf import is_split
+from ..linear.nf4 import is_nf4
 from ..recognition.unchanged import ALL_HOOKS
 from ..undo.state import find_state
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A deep copy with Parameters of its own over the same storage, and quantized layers over the same packed weights.
+    """Make a deep copy with Parameters of its own over the same storage, and quantized layers over the same weights.
 
     Converting or patching the one leaves the other as it is; writing into a tensor in place changes both.
     Raises UnsupportedError for a model that is split over ranks: its modules call each other by closures.
@@ -36,8 +37,13 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo)
 
 
+def quantized_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers that take the place of float ones, ours and bitsandbytes', by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts) or is_nf4(m)}
+
+
 def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules of the model, and those that a patch has put aside."""
+    """Yield the modules of the model, and those that a patch has put aside."""
     yield from model.modules()
     state = find_state(model)
     for write in () if state is None else state.journal.writes:
@@ -52,7 +58,7 @@ def _alias(parameter: Tensor) -> Tensor:
 
 
 def _sibling(layer: QuantModule, memo: dict[int, Any]) -> QuantModule:
-    """A second layer over the same packed weight, to which neither ever writes."""
+    """Make a second layer over the same packed weight, to which neither ever writes."""
     assert layer.choice is not None
     sibling: QuantModule
     if isinstance(layer, ExpertWeights):

@@ -104,7 +104,7 @@ def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
 
 
 def resized_head(model: PreTrainedModel, journal: Journal) -> Write | None:
-    """The write of a quantized head in whose place resize_token_embeddings() has put one of other rows."""
+    """Return the write of a quantized head that resize_token_embeddings() has replaced by one of other rows."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or isinstance(head, QuantLinear):
         return None

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..undo.instance import original_class
+from ..undo.journal import original_class
 from ..undo.state import FUSED
 from .code import ROTATION, with_rotation
 from .trial import GatedNames, gated_names

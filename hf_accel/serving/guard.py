@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
+import socket
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError
-from .connection import CONNECTION, Connection
-from .hosts import Hosts
+from .http_server import CONNECTION, KEEP_ALIVE_SECONDS, Connection
 from .page import FILES
 from .service import Service, exchange
 
 # They need no key: they are for what starts and stops the server, and the page has a field for the key.
 OPEN_PATHS = ("/health", "/ready", *FILES)
 BODY_SECONDS = 30.0  # how long a client may take to send a body
-# How long a connection is kept for the next request. Clients keep theirs for less (httpx and OpenAI's client 5 s,
-# nginx and .NET 60, Go 90), so that it is they who close it: one that the server closes may carry a request already.
-KEEP_ALIVE_SECONDS = 120
 MOST_HEADERS = 100
 CLOSE = {"Connection": "close"}
 REQUEST_ID = "x-request-id"
 LONGEST_ID = 128  # characters
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+ANY = "*"
 
 
 class ClientGone(Exception):
@@ -202,3 +203,57 @@ def _replayed(body: bytes) -> Receive:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+# -- hosts --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The Hosts that requests may name.
+
+    A browser lets a web page read what its own host answers, and the owner of evil.example can let that name point at
+    127.0.0.1 (DNS rebinding). A request then comes from this machine, but its Host header still says evil.example.
+
+    names: in lower case, without ports. addresses: whether any IP address is taken too, as no DNS points it elsewhere.
+    """
+
+    names: frozenset[str]
+    addresses: bool = False
+
+    @classmethod
+    def of(cls, host: str, allowed: Iterable[str] = ()) -> Hosts:
+        """Make the Hosts of a server that listens on `host`, with those that the user allows; "*" allows all."""
+        names = {*LOOPBACK, host_name(host), *map(host_name, allowed)}
+        is_wildcard = _is_address(host) and ipaddress.ip_address(host).is_unspecified
+        if is_wildcard:
+            names.add(socket.gethostname().lower())
+        return cls(frozenset(names), is_wildcard)
+
+    def refuses(self, header: bytes) -> str | None:
+        """Return why a request with this Host header is not answered, or None."""
+        name = host_name(header.decode("latin-1"))
+        if ANY in self.names or name in self.names or (self.addresses and _is_address(name)):
+            return None
+        known = ", ".join(sorted(self.names))
+        return (
+            f"without an API key this server answers requests to {known}, not to {name[:100]!r}; start it with "
+            "--allow-host NAME, or with --api-key"
+        )
+
+
+def host_name(host: str) -> str:
+    """Return a Host header, or a host, without its port: 'LocalHost:8000' is 'localhost', '[::1]:8000' is '::1'."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name = host.partition(":")[0] if host.count(":") == 1 else host
+    return name.removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

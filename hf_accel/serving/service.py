@@ -16,11 +16,12 @@ from ..errors import HfAccelError, OutOfBlocksError, UnsupportedError
 from ..generation.engine.stream import Request, Sample
 from ..generation.hf import Engine
 from ..generation.hf.request_config import stop_token_ids
+from ..models import layers_config
 from .api_errors import ApiError, unavailable
 from .bodies import Common
+from .hf.templates import Templates
 from .limits import Admission, Limits
 from .metrics import Metrics
-from .templates import Templates
 from .token_text import ScoredToken, TokenText
 
 Found = TypeVar("Found")
@@ -108,7 +109,7 @@ class Service:
     @property
     def context(self) -> int | None:
         """The tokens of the longest text for the model; None if its config does not say."""
-        found = getattr(self.engine.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        found = getattr(layers_config(self.engine.model.config), "max_position_embeddings", None)
         return None if found is None else int(found)
 
     def unready(self) -> str | None:

@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..patching.plan import Printed
+from ..patching.printed import Printed
 
 COLUMNS = 100
 LARGEST_LOSS = 700.0  # nats whose exponential is a number

@@ -58,7 +58,7 @@ def measure_cost(
 
 
 def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
-    """Log-probabilities [chunk, V], float32, of the token after each of ids [1, T] but the last."""
+    """Yield log-probabilities [chunk, V], float32, of the token after each of ids [1, T] but the last."""
     ids = ids[:, :-1].to(model.device)
     if getattr(model, "_is_stateful", False):  # recurrent: not in parts
         yield model(input_ids=ids).logits[0].float().log_softmax(-1)
@@ -71,8 +71,8 @@ def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
 
 
 def differences(actual: Tensor, expected: Tensor, targets: Tensor) -> Tensor:
-    """[T, 4], float64, of T tokens: the model's loss, the reference's, KL(reference || model), and whether both find
-    the same token likeliest.
+    """Return, of T tokens, [T, 4] in float64: the model's loss, the reference's, KL(reference || model), and whether
+    both find the same token likeliest.
 
     actual, expected: log-probabilities [T, V] of the model and of the reference. targets: the tokens [T] that came.
     """

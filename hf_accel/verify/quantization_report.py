@@ -19,7 +19,8 @@ from ..models import evaluating, layer_lists
 from ..patching.calibration.windows import windows_of
 from ..patching.check import transformers_model
 from ..patching.patch import stock_twin
-from ..patching.plan import Printed
+from ..patching.printed import Line, Printed, table
+from .cost import differences
 
 WORST = 5  # layers that are printed
 
@@ -81,15 +82,13 @@ class QuantizationReport(Printed):
             f"KL from the float model: {self.kl:.5f} ± {self.kl_error:.5f} nats a token; "
             f"same likeliest token: {self.same_top:.1%}",
         ]
-        rows = [
-            (layer.name, f"{layer.bits:.2f}", f"{layer.error:.4f}", f"{layer.added:+.4f}")
+        worst = [
+            Line(layer.name, f"{layer.bits:.2f}", f"{layer.error:.4f}", f"{layer.added:+.4f}")
             for layer in self.worst[:WORST]
         ]
-        if rows:
-            table = [("layers that add most", "bits", "error after", "added"), *rows]
-            widths = [max(len(row[column]) for row in table) for column in range(4)]
-            lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        return "\n".join(line.rstrip() for line in lines)
+        if worst:
+            lines += table([Line("layers that add most", "bits", "error after", "added"), *worst])
+        return "\n".join(lines)
 
 
 @torch.no_grad()
@@ -112,8 +111,8 @@ def quantization_report(model: Any, ids: Any, *, reference: Any = None) -> Quant
     if windows.shape[1] < 2:
         raise UnsupportedError("a window of one token predicts nothing; give windows of two tokens or more")
     with evaluating(inner, other):
-        measured = [_compare(inner, other, window) for window in windows.split(1)]
-    losses, expected, divergences, same = (torch.cat([m[i] for m in measured]) for i in range(4))
+        measured, errors = zip(*(_compare(inner, other, window) for window in windows.split(1)), strict=True)
+    losses, expected, divergences, same = torch.cat(measured).unbind(1)
     change, change_error = _mean(losses - expected)
     kl, kl_error = _mean(divergences)
     size = sum(_bytes(layer) for layer in layers.values())
@@ -130,25 +129,19 @@ def quantization_report(model: Any, ids: Any, *, reference: Any = None) -> Quant
         kl=kl,
         kl_error=kl_error,
         same_top=float(same.mean()),
-        layers=tuple(_layers(inner, layers, torch.stack([m[4] for m in measured]).mean(0))),
+        layers=tuple(_layers(inner, layers, torch.stack(errors).mean(0))),
     )
 
 
-def _compare(model: PreTrainedModel, reference: PreTrainedModel, ids: Tensor) -> tuple[Tensor, ...]:
-    """Compare both models on ids [1, n]: their losses [n - 1], divergences, agreement of the likeliest token, and
-    errors of hidden states; in float64.
-    """
+def _compare(model: PreTrainedModel, reference: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare both models on ids [1, n]: their `differences`, and the errors of hidden states after each layer."""
     outputs = [m(input_ids=ids.to(m.device), use_cache=False, output_hidden_states=True) for m in (model, reference)]
-    targets = ids[0, 1:, None]
     actual, expected = (output.logits[0, :-1].float().cpu().log_softmax(-1) for output in outputs)
-    losses = [-logits.gather(-1, targets).flatten().double() for logits in (actual, expected)]
-    divergences = (expected.exp() * (expected - actual)).sum(-1).double()
-    same = (actual.argmax(-1) == expected.argmax(-1)).double()
     states = zip(*(output.hidden_states for output in outputs), strict=True)
     errors = [
         float((a.double().cpu() - b.double().cpu()).norm() / b.double().norm().clamp(min=1e-30)) for a, b in states
     ]
-    return losses[0], losses[1], divergences, same, torch.tensor(errors)
+    return differences(actual, expected, ids[0, 1:]), torch.tensor(errors)
 
 
 def _bytes(layer: Any) -> int:

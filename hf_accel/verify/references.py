@@ -8,12 +8,13 @@ from transformers import PreTrainedModel
 
 from ..attention.hf import ATTENTION_NAME
 from ..config import CacheConfig
-from ..linear import QuantExperts, QuantLinear, QuantModule
+from ..linear import QuantModule
 from ..linear.nf4 import is_nf4
+from ..models import layers_config
 from ..patching.check import check_model
 from ..patching.patch import is_patched, patch
 from ..patching.survey import attention_sites
-from ..patching.twin import twin
+from ..patching.twin import quantized_layers, twin
 from ..undo.state import state_of
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
@@ -27,7 +28,7 @@ def kv_config(model: PreTrainedModel) -> CacheConfig | None:
 
 def is_quantized(model: PreTrainedModel) -> bool:
     """Return whether weights, or keys and values, are."""
-    return kv_config(model) is not None or any(isinstance(m, QuantModule) or is_nf4(m) for m in model.modules())
+    return kv_config(model) is not None or bool(quantized_layers(model))
 
 
 def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
@@ -37,12 +38,8 @@ def quantized_reference(model: PreTrainedModel) -> PreTrainedModel:
     """
     reference = twin(model)
     inner = check_model(reference)
-    layers: dict[str, nn.Module] = {
-        name: layer
-        for name, layer in inner.named_modules()
-        if isinstance(layer, QuantLinear | QuantExperts) or is_nf4(layer)
-    }
-    attention = inner.config.get_text_config(decoder=True)._attn_implementation
+    layers = quantized_layers(inner)
+    attention = layers_config(inner.config)._attn_implementation
     cache = kv_config(model)
     state_of(inner).journal.undo()  # puts the float Linears back, whose weights may be gone
     for name, layer in layers.items():

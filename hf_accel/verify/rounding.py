@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from ..cache.quantized import rotate
 from ..hardware import detect
 from ..linear import QuantModule
-from ..linear.reference import Reference
+from ..linear.backends.reference import Reference
 from .passes import last_logits, new_cache
 from .references import WIDER, widened
 

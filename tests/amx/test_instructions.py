@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_accel.hardware.processor import ISA_LEVELS, instruction_sets
+from hf_accel.hardware.device import ISA_LEVELS, instruction_sets
 from hf_accel.kernels.cpu.build import BuildError, find_compiler
 
 HERE = Path(__file__).parent

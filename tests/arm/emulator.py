@@ -22,9 +22,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.hardware import processor
+from hf_accel.hardware import device
 from hf_accel.kernels.cpu import library
-from hf_accel.kernels.cpu.structs import Linear, Matrix
+from hf_accel.kernels.cpu.library import Linear, Matrix
 
 SETTINGS = "HF_ACCEL_EMULATED"  # for each level, best first, the command that runs the driver for it: a dict in JSON
 NATIVE = "avx2"  # the level of this machine that has the same lanes, and so the same bits
@@ -211,10 +211,10 @@ class Emulated:
 def install(commands: dict[str, list[str]]) -> Emulated:
     """Let hf_accel find the emulated CPU, which has the best of the levels, and its kernels."""
     emulated = Emulated(library._library(), commands)
-    features = dict.fromkeys(processor.ISA_LEVELS[emulated.level], True)
+    features = dict.fromkeys(device.ISA_LEVELS[emulated.level], True)
     torch.cpu.get_capabilities = lambda: features  # type: ignore[assignment]
     platform.machine = lambda: "aarch64"
-    processor.instruction_sets.cache_clear()
+    device.instruction_sets.cache_clear()
     library._library = lambda: emulated  # type: ignore[assignment, return-value]
     library._selected.append(emulated.level)
     return emulated

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_accel_cli.app import app
+from hf_accel.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "stdlib-tiny"
@@ -42,7 +42,7 @@ def start(*words: object, **settings: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     # A process that a shell started in the background ignores Ctrl-C, and so would those that it starts.
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from hf_accel_cli.app import app; "
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from hf_accel.cli.app import app; "
     )
     return subprocess.Popen(
         [sys.executable, "-c", code + "app()", *map(str, words)],

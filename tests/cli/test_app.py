@@ -17,7 +17,7 @@ COMMANDS = ("plan", "estimate", "quantize", "generate", "verify", "bench", "serv
 
 def test_help_needs_no_torch() -> None:
     """Importing it takes seconds, which --help and a shell's completion must not."""
-    code = "import sys, hf_accel_cli.app; print(sorted({'torch', 'transformers', 'hf_accel'} & set(sys.modules)))"
+    code = "import sys, hf_accel.cli.app; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -79,5 +79,5 @@ def test_shell_completion(line: str, found: list[str]) -> None:
 
 
 def test_a_server_that_is_not_installed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_accel_cli.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_accel.cli.serve.find_spec", lambda name: None)
     assert 'pip install "hf_accel[serve]"' in one_line(run("serve", "x"))

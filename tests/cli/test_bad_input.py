@@ -134,7 +134,7 @@ def test_nothing_is_left_of_what_was_not_finished(
 
 def test_no_room_is_found_out_before_the_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
-    monkeypatch.setattr("hf_accel_cli.quantize.load_patched", None)
+    monkeypatch.setattr("hf_accel.cli.quantize.load_patched", None)
     assert "make room" in one_line(run("quantize", TINY, "out"))
 
 

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hf_accel
+from hf_accel.cli import topics
+from hf_accel.cli.generate import sampling_of
+from hf_accel.cli.measurement import WrongResultError
 from hf_accel.kernels import cpu as kernels
-from hf_accel_cli import topics
-from hf_accel_cli.generate import sampling_of
-from hf_accel_cli.measuring.served import WrongResultError
 
 from .conftest import TINY, Run, start
 
@@ -291,7 +291,7 @@ def test_bench_compares_before_it_measures(run: Run) -> None:
 def test_bench_says_that_the_machine_is_busy(
     run: Run, monkeypatch: pytest.MonkeyPatch, cores: float | None, said: bool
 ) -> None:
-    monkeypatch.setattr("hf_accel_cli.measuring.quiet.busy_cores", lambda seconds: cores)
+    monkeypatch.setattr("hf_accel.cli.measurement.busy_cores", lambda seconds: cores)
     result = run("bench", "memory", TINY, "--context", 8)
     assert ("other processes took 1.5 cores" in result.stdout) == said
 

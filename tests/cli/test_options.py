@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from hf_accel.cli.options import PATCH_OPTIONS, Asked, PatchOption, texts_in_file
+from hf_accel.cli.output import BadInputError, as_options
 from hf_accel.config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
-from hf_accel_cli.failures import BadInputError, as_options
-from hf_accel_cli.options import Asked, texts_in_file
-from hf_accel_cli.patch_options import PATCH_OPTIONS, PatchOption
 
 CONFIGS: dict[str, Any] = {"weights": WeightConfig, "cache": CacheConfig, "speculative": SpeculativeConfig}
 LEFT_OUT = {  # fields without an option, and why
@@ -113,9 +112,16 @@ def test_texts_that_are_none(tmp_path: Path, name: str, content: bytes | None, m
         ("deterministic=True cannot be met; leave it out", "--deterministic cannot be met; leave it out"),
         ("leave attention= out, or pass attention=None", "leave --attention out, or pass --attention none"),
         ("patch with keep_original=True or False", "patch with --keep-original yes or False"),
-        ("choose weights={'bits': 4}", "choose weights={'bits': 4}"),
+        ("choose weights={'bits': 4}", "choose --bits 4"),
+        ("or weights={'group_size': 64, 'skip': ['a', 'b']}", "or --group-size 64 --skip a --skip b"),
+        ("weights={'symmetric': False, 'head': None}", "--no-symmetric --head none"),
+        ("choose cache={'dtype': 'int8'}", "choose --cache-dtype int8"),
+        ("weights={'calibration': tensor([1])}: no", "weights={'calibration': tensor([1])}: no"),
         ("average_bits=9 must be", "--average-bits 9 must be"),
+        ("with format='nf4', bits=8 is not known", "with format='nf4', --bits 8 is not known"),
+        ("temperature=2 is for other commands", "temperature=2 is for other commands"),
     ],
 )  # fmt: skip
 def test_messages_in_the_words_of_the_command_line(said: str, shown: str) -> None:
-    assert as_options(said) == shown
+    options = [*(option.name for option in PATCH_OPTIONS), "kv_dtype", "bandwidth", "compute", "format"]
+    assert as_options(said, options) == shown

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from transformers.utils import logging
 
+from hf_accel.cli import output as module
+from hf_accel.cli.output import Bar, Output, json_value
 from hf_accel.errors import HfAccelWarning
-from hf_accel_cli import output as module
-from hf_accel_cli.output import Bar, Output, json_value
 
 
 def test_what_libraries_print_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:

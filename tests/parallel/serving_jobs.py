@@ -13,8 +13,7 @@ from torch import distributed
 
 from hf_accel.errors import HfAccelError
 from hf_accel.parallel.relay import Relay
-from hf_accel.serving.hf.served_model import load_service
-from hf_accel.serving.ranks import follow
+from hf_accel.serving.hf.served_model import follow, load_service
 
 from ..serving.running import EXACT, SHIPPED, serving, until
 from .tensor_jobs import message_of, used_blocks

@@ -20,7 +20,7 @@ from transformers import (
 
 import hf_accel
 from hf_accel.cache.hf.room import token_bytes
-from hf_accel.generation.hf.capturable import model_refusal_of_graphs
+from hf_accel.generation.hf.graphed_runner import model_refusal_of_graphs
 from hf_accel.generation.hf.session import heads_of_rank
 from hf_accel.generation.speculation.drafters.ngram import NgramDrafter
 from hf_accel.linear import QuantLinear

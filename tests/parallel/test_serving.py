@@ -11,7 +11,7 @@ import openai
 import psutil
 import pytest
 
-from hf_accel.serving.ranks import join_ranks
+from hf_accel.serving.hf.served_model import join_ranks
 
 from ..serving.processes import Process
 from ..serving.running import SHIPPED, Running, serving, until

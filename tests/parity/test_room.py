@@ -14,7 +14,7 @@ from hf_accel.cache.hf import room
 from hf_accel.cache.hf.room import fixed_settings, pass_bytes, share_settings, token_bytes
 from hf_accel.distill.drafts import decoding
 from hf_accel.generation.hf.session import Session
-from hf_accel.hardware.memory import pool_memory
+from hf_accel.hardware.device import pool_memory
 
 from .families import FAMILIES, build
 from .speculating import answers, by_engine, by_generate_batch, near, requests

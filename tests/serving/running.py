@@ -14,12 +14,11 @@ import torch
 
 import hf_accel
 from hf_accel.kernels import cpu as kernels
+from hf_accel.serving.guard import Hosts
 from hf_accel.serving.hf.application import make_app
-from hf_accel.serving.hf.served_model import load_service
-from hf_accel.serving.hosts import Hosts
+from hf_accel.serving.hf.served_model import leading, load_service
 from hf_accel.serving.http_server import DrainingServer, bound_socket, make_server
 from hf_accel.serving.limits import Limits
-from hf_accel.serving.ranks import leading
 from hf_accel.serving.service import Service
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "stdlib-tiny"

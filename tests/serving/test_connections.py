@@ -17,10 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from hf_accel.serving import connection
-from hf_accel.serving.connection import HEAD_BYTES
-from hf_accel.serving.guard import KEEP_ALIVE_SECONDS, Guard
-from hf_accel.serving.http_server import bound_socket, make_server
+from hf_accel.serving import http_server
+from hf_accel.serving.guard import Guard
+from hf_accel.serving.http_server import HEAD_BYTES, KEEP_ALIVE_SECONDS, bound_socket, make_server
 from hf_accel.serving.limits import Admission, Limits
 
 from .running import until
@@ -139,7 +138,7 @@ def test_a_head_that_is_long_is_taken(served: Served) -> None:
 
 
 def test_a_head_that_does_not_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.05)
     with served.connect() as silent, served.connect(GET[:-5]) as slow, served.connect(GET) as kept:
         assert answer(silent) == b""
         assert status(answer(slow)) == 408

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from hf_accel.serving.hosts import Hosts
+from hf_accel.serving.guard import Hosts
 
 ALWAYS = [
     "localhost",

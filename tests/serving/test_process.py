@@ -13,7 +13,7 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from hf_accel_cli.app import app
+from hf_accel.cli.app import app
 
 from .processes import Process, command, process
 from .running import SHIPPED, serving, until
@@ -156,7 +156,7 @@ def test_a_port_in_use() -> None:
 
 
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_accel_cli.serve.find_spec", lambda name: None if name == "fastapi" else object())
+    monkeypatch.setattr("hf_accel.cli.serve.find_spec", lambda name: None if name == "fastapi" else object())
     expected = 'hf-accel: fastapi is not installed, which serve needs: pip install "hf_accel[serve]"\n'
     assert refusal(SHIPPED) == expected
 

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_accel.serving import templates as module
 from hf_accel.serving.api_errors import ApiError
-from hf_accel.serving.templates import TemplateError, Templates
+from hf_accel.serving.hf import templates as module
+from hf_accel.serving.hf.templates import TemplateError, Templates
 
 from .running import WAIT, serving
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from hf_accel.serving.api_errors import ApiError
-from hf_accel.serving.hf.chat import MessageParser
+from hf_accel.serving.hf.completions import MessageParser
 from hf_accel.serving.hf.responses import Answer, events_of
 from hf_accel.serving.service import Event
 

@@ -4,3 +4,5 @@ from .forward import attention_forward, attention_is_ours, register
 from .stock import ATTENTION_NAME
 
 __all__ = ["ATTENTION_NAME", "attention_forward", "attention_is_ours", "register"]
+
+register()  # who has imported this needs no door to it any more: see checkpoints/registration.py

@@ -13,10 +13,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
-from ...models import is_within
+from ...models import is_within, layers_config
 from ...recognition.code import attention_code, code_of
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
-from ...undo.instance import original_class
+from ...undo.journal import original_class
 from ...undo.state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
 
@@ -158,7 +158,7 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
     Such a part has a config of its own, in which transformers looks up the attention and the masks of that part
     alone. It cannot be one that the decoder is in.
     """
-    decoder = {id(model.config), id(model.config.get_text_config(decoder=True))}
+    decoder = {id(model.config), id(layers_config(model.config))}
     parts: dict[str, str] = {}
     for part, name, refusal in attention_refusals(model):
         if not any(id(getattr(module, "config", None)) in decoder for module in part.modules()):

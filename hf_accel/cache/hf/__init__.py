@@ -1,7 +1,6 @@
 """Paged KV caches as transformers' Cache: PagedCache for padded batches, RaggedCache for ragged passes."""
 
-from .handle import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache
-from .layers import NOT_PAGED, layer_windows, page_groups
+from .layers import NOT_PAGED, PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, layer_windows, page_groups
 from .paged import PagedCache
 from .room import fixed_settings, share_settings
 

@@ -1,13 +1,23 @@
-"""The layers of a cache, and their sliding windows, from a model's config."""
+"""The layers of a paged cache: their sliding windows, from a model's config, and how a pass stores and reads K and V.
+
+A cache shows its pages to the attention function as a PagedKV, an attribute on K. RaggedCache is the cache of a ragged
+pass. PagedCache, in paged.py, is the cache of transformers' own loops.
+"""
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...config import CacheConfig
-from ...errors import UnsupportedError
-from ..group import PageGroup, SharedContext
+from ...errors import NotRaggedError, UnsupportedError
+from ...tensors import product_dtype
+from ..group import GroupStep, KVStorage, PageGroup, SharedContext, Step
 from ..quantized import QUANTIZED
 
 NOT_PAGED = "use transformers' own cache"
@@ -87,3 +97,172 @@ def check_windows(own: list[int | None], config: PreTrainedConfig) -> None:
 def _described(windows: list[int | None]) -> str:
     phrases = dict.fromkeys("without a window" if w is None else f"with a window of {w}" for w in windows)
     return f"{len(windows)} layers {' and '.join(phrases)}"
+
+
+PAGED_HANDLE = "_hf_accel_paged"  # the name of the attribute of K that holds its PagedKV
+
+
+class CacheOverPages(Cache):
+    """A Cache whose layers store K and V in pages.
+
+    unread: the layer that was updated last, until its attention reads the pages; then None.
+    known_pass: what is known of the pass that is under way (fused.hf.layer_calls.KnownPass); None if nothing is.
+    """
+
+    unread: LayerOverPages | None = None
+    known_pass: Any = None
+
+    def check_read(self) -> None:
+        """Raise UnsupportedError if the attention of the last layer did not read its pages."""
+        if self.unread is not None:
+            layer, self.unread = self.unread, None
+            raise UnsupportedError(bypassed(layer.layer_idx))
+
+
+class LayerOverPages(CacheLayerMixin):
+    """One layer of a CacheOverPages."""
+
+    is_initialized = False
+
+    def __init__(self, cache: CacheOverPages, layer_idx: int, group: PageGroup, group_index: int) -> None:
+        # super().__init__() is not called: it would set `keys` and `values`, which are in the pages.
+        self.attach(cache)
+        self.layer_idx, self.group, self.group_index = layer_idx, group, group_index
+
+    def attach(self, cache: CacheOverPages) -> None:
+        # The reference is weak to avoid a cycle, which would keep the pages after generate() until the garbage
+        # collector runs.
+        self.cache: Any = weakref.proxy(cache)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def store(self, step: Step, keys: Tensor, values: Tensor) -> PagedKV:
+        """Write K and V [B, Hkv, Q, D] of a pass to the pages; returns the handle for the attention function."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        group_step = step.groups[self.group_index]
+        new_keys, new_values = step.tokens(keys), step.tokens(values)
+        storage = self.group.storage(self.layer_idx, new_keys, new_values)
+        if group_step.written is not None:
+            new_keys, new_values = new_keys[group_step.written], new_values[group_step.written]
+        storage.write(new_keys, new_values, group_step.slots)
+        return PagedKV(self, storage, step, group_step, step.contiguous[self.group_index], values)
+
+    def prepared_step(self) -> Step | None:
+        """The Step of the pass that has reached this layer; None if only `update` can make it.
+
+        Raises UnsupportedError if the attention of the last layer did not read its pages.
+        """
+        self.cache.check_read()
+        step: Step | None = self.cache.step
+        return step
+
+    def pass_done(self, step: Step) -> None:
+        """Note that K and V of a pass were written without `update`."""
+
+    def columns(self) -> tuple[Tensor, Tensor] | None:
+        """Return K and V of all columns, [B, Hkv, T, D], or None if the tokens of a pass are of many sequences."""
+        return None
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+@dataclass
+class PagedKV:
+    """A layer's pages as an attention function reads them during one forward pass."""
+
+    layer: LayerOverPages
+    storage: KVStorage
+    step: Step
+    group_step: GroupStep
+    contiguous: bool
+    values: Tensor  # the values that `update` returned
+
+    @property
+    def window(self) -> int | None:
+        """The number of last tokens that the cache keeps; None if it keeps all."""
+        return self.layer.group.window
+
+    def attach(self, keys: Tensor) -> Tensor:
+        """Return a view of K that has this handle as an attribute."""
+        keys = keys.view_as(keys)
+        setattr(keys, PAGED_HANDLE, self)
+        self.layer.cache.unread = self.layer
+        return keys
+
+    def check_values(self, values: Tensor) -> None:
+        """Note that attention reads the pages. Raises UnsupportedError if `values` did not come from the cache."""
+        self.layer.cache.unread = None
+        if values is not self.values:
+            raise UnsupportedError(bypassed(self.layer.layer_idx, "V"))
+
+    def columns(self, why: str) -> tuple[Tensor, Tensor]:
+        """Return K and V of all columns, [B, Hkv, T, D], with zeros in the padding.
+
+        Raises NotRaggedError if the tokens are of many sequences. why: the reason, for the message.
+        """
+        columns = self.layer.columns()
+        if columns is None:
+            raise NotRaggedError(
+                f"layer {self.layer.layer_idx} cannot attend over several sequences at once: {why}; use "
+                "model.generate(), which goes to transformers' own loop for it"
+            )
+        return columns
+
+    def check_window(self, window: int | None) -> None:
+        """Raise UnsupportedError if attention may see tokens that the cache dropped. window: the mask's window."""
+        kept = self.window
+        if kept is not None and (window is None or window > kept):
+            raise UnsupportedError(
+                f"layer {self.layer.layer_idx} attends within {window or 'no'} window, and its cache keeps the last "
+                f"{kept} tokens; patch this model with cache=None"
+            )
+
+
+def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V in the dtype of attention. Under autocast, K has a wider dtype than V after its rotation."""
+    dtype = product_dtype(keys)
+    return (keys, values) if keys.dtype is dtype is values.dtype else (keys.to(dtype), values.to(dtype))
+
+
+def bypassed(layer_idx: int, what: str = "K") -> str:
+    return (
+        f"the attention of layer {layer_idx} did not read the paged cache (the model changes {what} on the "
+        "way to its attention function); patch this model with cache=None"
+    )
+
+
+# -- one pass over the tokens of many sequences, end to end in one row ---------------------------------
+
+
+class RaggedLayer(LayerOverPages):
+    """One layer of a RaggedCache.
+
+    It tells the model that it is empty, so that the model makes no mask. The Step says what each token attends to.
+    """
+
+    is_sliding = False
+    is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store K and V [1, Hkv, N, D] of the pass's tokens, and return them; K carries a PagedKV."""
+        self.cache.check_read()
+        keys, values = as_attended(key_states, value_states)
+        return self.store(self.cache.step, keys, values).attach(keys), values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+class RaggedCache(CacheOverPages):
+    """The past_key_values of a ragged pass. step: says which slots the pass writes and reads."""
+
+    step: Step
+
+    def __init__(self, groups: list[PageGroup], group_of_layer: list[int]) -> None:
+        super().__init__(layers=[RaggedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)])

@@ -17,8 +17,16 @@ from ...keywords import check_keywords
 from ..group import PageGroup, SharedContext, Step
 from ..padded import PaddedBatch
 from ..pages import CachedSequence, Pages
-from .handle import CacheOverPages, LayerOverPages, as_attended
-from .layers import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups
+from .layers import (
+    FIRST_TOKENS,
+    REMADE,
+    CacheOverPages,
+    LayerOverPages,
+    as_attended,
+    check_windows,
+    layer_windows,
+    page_groups,
+)
 
 
 class PagedLayer(LayerOverPages):
@@ -118,12 +126,11 @@ class PagedCache(CacheOverPages):
         context: SharedContext | None = None,
         **keywords: Any,
     ) -> None:
-        if cache_config is not None and keywords:
-            raise UnsupportedError("give PagedCache a CacheConfig or its keywords, not both")
-        fields = [field.name for field in dataclasses.fields(CacheConfig)]
-        check_keywords(
-            "PagedCache", keywords, [*fields, "cache_config", "capacity", "context"], {"max_cache_len": "max_tokens="}
-        )
+        if keywords:
+            if cache_config is not None:
+                raise UnsupportedError("give PagedCache a CacheConfig or its keywords, not both")
+            known = [*(field.name for field in dataclasses.fields(CacheConfig)), "cache_config", "capacity", "context"]
+            check_keywords("PagedCache", keywords, known, {"max_cache_len": "max_tokens="})
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
         groups, group_of_layer = page_groups(config, settings, capacity=capacity, context=context)
         self._bind(settings, PaddedBatch(Pages(groups)), group_of_layer)

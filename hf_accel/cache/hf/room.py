@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ...config import CacheConfig
 from ...errors import OutOfBlocksError
-from ...hardware.memory import pool_memory
-from ...models import head_dim, num_kv_heads
+from ...hardware.device import pool_memory
+from ...models import head_dim, layers_config, num_kv_heads
 from ..quantized import QUANTIZED, head_bytes
 
 SPARE_SHARE = 0.05  # of the free memory, for what is not counted: fragments, and libraries
@@ -78,7 +78,7 @@ def token_bytes(model: PreTrainedModel, settings: CacheConfig, own_heads: Mappin
 
     own_heads: the heads of K and V that this process has in each layer, where it is not all of them.
     """
-    config: Any = model.config.get_text_config(decoder=True)
+    config: Any = layers_config(model.config)
     quantized = QUANTIZED.get(settings.dtype)
     total = 0
     for index, layer in enumerate(config.per_layer_config):
@@ -92,7 +92,7 @@ def token_bytes(model: PreTrainedModel, settings: CacheConfig, own_heads: Mappin
 
 def pass_bytes(model: PreTrainedModel, rows: int) -> int:
     """About the most memory that a pass of so many rows takes at a time: an MLP, and the processing of logits."""
-    config: Any = model.config.get_text_config(decoder=True)
+    config: Any = layers_config(model.config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widest = inner if isinstance(inner, int) else max(inner)
     size = model.dtype.itemsize

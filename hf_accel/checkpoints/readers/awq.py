@@ -67,6 +67,6 @@ class Awq(ForeignReader):
 
 
 def _levels(words: Tensor) -> Tensor:
-    """int32 [rows, out / 8] -> int8 [rows, out], level - 8."""
+    """Unpack int32 [rows, out / 8] -> int8 [rows, out], level - 8."""
     nibbles = unpack_words(words).view(len(words), -1, PER_WORD)
     return nibbles[..., PLACES].flatten(1)

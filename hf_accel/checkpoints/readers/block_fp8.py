@@ -45,7 +45,7 @@ class BlockFp8(ForeignReader):
 
 
 def checked_block(method: str, block: Any) -> tuple[int, int]:
-    """The outputs and inputs that share a scale. Raises UnsupportedError for what is no such pair."""
+    """Return the outputs and inputs that share a scale. Raises UnsupportedError for what is no such pair."""
     if not isinstance(block, Sequence) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         raise refuse(method, f"has blocks of {block!r}, of which [outputs, inputs], as [128, 128], are read")
     return block[0], block[1]
@@ -63,5 +63,5 @@ def described(stored: Parts, suffix: str, block: tuple[int, int], shape: tuple[i
 
 
 def by_output(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """Scales of blocks -> [out, groups]."""
+    """Repeat the scales of blocks for their outputs -> [out, groups]."""
     return scale.repeat_interleave(block[0], dim=0)[: shape[0]].contiguous()

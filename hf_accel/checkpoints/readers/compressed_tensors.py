@@ -1,7 +1,8 @@
-"""compressed-tensors checkpoints, as llm-compressor writes them, with integer or FP8 weights.
+"""compressed-tensors checkpoints, as llm-compressor writes them, with integer, FP8 or NVFP4 weights.
 
-Source of the layouts: the compressed-tensors package, `pack-quantized`, `int-quantized` and `float-quantized`. They
-are our own (linear/formats), except for 8 bits in words, 4 bits in bytes, and scales of a whole tensor or of blocks.
+Source of the layouts: the compressed-tensors package, `pack-quantized`, `int-quantized`, `float-quantized` and
+`nvfp4-pack-quantized`. They are our own (linear/formats), except for 8 bits in words, 4 bits in bytes, and scales of a
+whole tensor or of blocks.
 
 A static scale of FP8 activations (`input_scale`) is checked and left out: activations are rounded with scales of their
 own rows here, or not at all, which is nearer to the float model and never saturates.
@@ -9,6 +10,7 @@ own rows here, or not at all, which is nearer to the float model and never satur
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +22,7 @@ from torch import Tensor
 from ...config import Activations
 from ...errors import HfAccelError
 from ...linear import Int4Weight, Int8Weight, QuantizedWeight
-from ...linear.formats import FLOAT8, Layout, kind_of, pack_zero_points, unpack_words
+from ...linear.formats import FLOAT8, NVFP4, Layout, kind_of, pack_zero_points, unpack_words
 from .block_fp8 import by_output, checked_block, described
 from .gptq import FLOAT_DTYPES, in_pieces
 from .reader import (
@@ -37,7 +39,11 @@ from .reader import (
 )
 
 NAME = "compressed-tensors"
-FORMATS = {"int": ("pack-quantized", "int-quantized"), "float": ("float-quantized",)}  # by the type of the weights
+FORMATS: dict[tuple[object, object], tuple[str, ...]] = {  # by the type and the bits of the weights
+    ("int", 4): ("pack-quantized", "int-quantized"), ("int", 8): ("pack-quantized", "int-quantized"),
+    ("float", 8): ("float-quantized",), ("float", 4): ("nvfp4-pack-quantized",),
+}  # fmt: skip
+WHOLE = "weight_global_scale"  # of NVFP4
 
 
 class Group(NamedTuple):
@@ -56,11 +62,11 @@ class Group(NamedTuple):
 
 
 class CompressedTensors(ForeignReader):
-    """Integers of 4 and 8 bits, packed in words or not, and FP8, with activations of 8 bits or without."""
+    """Integers of 4 and 8 bits, packed in words or not, and FP8, with activations of 8 bits or without; NVFP4A16."""
 
     method = NAME
     suffixes: ClassVar[tuple[str, ...]] = (
-        "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
+        "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale", WHOLE,
     )  # fmt: skip
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -93,6 +99,8 @@ class CompressedTensors(ForeignReader):
         name = stored.name
         outputs, inputs = shape
         scheme = self._scheme(name)
+        if scheme.layout.is_float4:
+            return _described_nvfp4(stored, shape)
         bits, in_bytes = scheme.layout.bits, "weight" in stored or scheme.layout.format == "fp8"
         if scheme.static and "input_scale" not in stored:
             raise contradiction("input_activations with dynamic=false", f"there is no '{name}.input_scale'")
@@ -155,6 +163,8 @@ class CompressedTensors(ForeignReader):
         return replace(weight, weight_zero_point=zeros)
 
     def own_tensors(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
+        if WHOLE in parts:
+            return dict(parts)
         if "weight_packed" in parts or name in self._in_bytes:
             return None
         scale, block = parts["weight_scale"], self._block
@@ -191,10 +201,15 @@ def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
     """Raises UnsupportedError for what is not read."""
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or None
     form, kind, bits = group.get("format") or config.get("format"), weights.get("type"), weights.get("num_bits")
-    if form not in FORMATS.get(str(kind), ()) or bits not in ((4, 8) if kind == "int" else (8,)):
+    if form not in FORMATS.get((kind, bits), ()):
         what = f"format={form!r} with weights of {bits} bits and type {kind!r}"
-        known = "integers of 4 and 8 bits in pack-quantized and int-quantized, and floats of 8 in float-quantized"
+        known = (
+            "integers of 4 and 8 bits in pack-quantized and int-quantized, and floats of 8 in float-quantized and "
+            "of 4 in nvfp4-pack-quantized"
+        )
         raise refuse(NAME, f"has {what}, of which {known} are read")
+    if (kind, bits) == ("float", 4):
+        return _checked_nvfp4(group, weights)
     strategies = ("group", "channel", "tensor") if kind == "int" else ("channel", "tensor", "block")
     if weights.get("strategy") not in strategies:
         names = " and ".join(", ".join(strategies).rsplit(", ", 1))
@@ -216,6 +231,30 @@ def _checked(config: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
         strategy=weights["strategy"], static=static,
         block=checked_block(NAME, weights.get("block_structure")) if weights["strategy"] == "block" else None,
     )  # fmt: skip
+
+
+def _checked_nvfp4(group: Mapping[str, Any], weights: Mapping[str, Any]) -> Group:
+    """Check a group whose weights are floats of 4 bits. Raises UnsupportedError for what is not read."""
+    for setting, known in (("strategy", "tensor_group"), ("group_size", NVFP4.group_size), ("symmetric", True)):
+        if weights.get(setting, True) != known:
+            raise refuse(NAME, f"has {setting}={weights.get(setting)!r} in {FORMATS['float', 4][0]}, not {known!r}")
+    for rounded in ("input_activations", "output_activations"):
+        if group.get(rounded):
+            bits = group[rounded].get("num_bits")
+            raise refuse(NAME, f"has {rounded} of {bits} bits with NVFP4 weights, which are read without (NVFP4A16)")
+    return Group(list(group.get("targets", ())), NVFP4, "auto", "tensor_group", static=False, block=None)
+
+
+def _described_nvfp4(stored: Parts, shape: tuple[int, int]) -> Description:
+    size = NVFP4.group_size or 0
+    if shape[1] % size:
+        raise refuse(NAME, f"has {stored.name!r} with {shape[1]} inputs, which are no whole groups of {size}")
+    stored.expect("weight_packed", (torch.uint8,), (shape[0], shape[1] // 2))
+    stored.expect("weight_scale", (FLOAT8,), (shape[0], shape[1] // size))
+    whole = float(stored.expect(WHOLE, (torch.float32,), (1,)).read())
+    if not 0 < whole < math.inf:
+        raise HfAccelError(f"'{stored.name}.{WHOLE}' is {whole} in the checkpoint, by which scales cannot be divided")
+    return Description(NVFP4)
 
 
 def _expect_scales(stored: Parts, scheme: Group, shape: tuple[int, int]) -> tuple[Found, int]:

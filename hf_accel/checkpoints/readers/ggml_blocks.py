@@ -31,22 +31,22 @@ class BlockType:
     decode: Callable[[Tensor], QuantizedWeight]
 
     def weight(self, blocks: Tensor) -> QuantizedWeight:
-        """The weight of rows of blocks, uint8 [out, in / inputs * bytes]."""
+        """Return the weight of rows of blocks, uint8 [out, in / inputs * bytes]."""
         return self.decode(blocks.view(len(blocks), -1, self.bytes))
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
-    """The half-precision number that begins at a byte of each block: float16 [out, blocks]."""
+    """Return the half-precision number that begins at a byte of each block: float16 [out, blocks]."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """uint8 [..., n] -> [..., 2 n]: all low halves, then all high halves."""
+    """Unpack uint8 [..., n] -> [..., 2 n]: all low halves, then all high halves."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
 def _signed(levels: Tensor, middle: int) -> Tensor:
-    """uint8 [out, ...] -> int8 [out, in], level - middle."""
+    """Center uint8 [out, ...] -> int8 [out, in], level - middle."""
     return levels.flatten(1).view(torch.int8).sub(middle)
 
 
@@ -68,7 +68,7 @@ def _q4_1(blocks: Tensor) -> Int4Weight:
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """uint8 [..., n] -> [..., 8 n] of 0 and 1, the lowest bit first."""
+    """Unpack uint8 [..., n] -> [..., 8 n] of 0 and 1, the lowest bit first."""
     place = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-1) >> place & 1).flatten(-2)
 
@@ -84,7 +84,7 @@ def _q5_1(blocks: Tensor) -> Int8Weight:
 
 
 def _q2_k(blocks: Tensor) -> Int4Weight:
-    """Scales and minima of 4 bits for 16 inputs; in a byte, 4 levels that lie 32 inputs apart."""
+    """Decode scales and minima of 4 bits for 16 inputs, and bytes of 4 levels that lie 32 inputs apart."""
     scales, packed = blocks[..., :16], blocks[..., 16:80].unflatten(-1, (2, 1, 32))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).unsqueeze(-1)
     scale, minimum = _times(scales & 15, _halves(blocks, 80)), _times(scales >> 4, _halves(blocks, 82))
@@ -92,7 +92,7 @@ def _q2_k(blocks: Tensor) -> Int4Weight:
 
 
 def _q3_k(blocks: Tensor) -> Int4Weight:
-    """Levels as in Q2_K, with a third bit each, and scales of 6 bits for 16 inputs."""
+    """Decode levels as in Q2_K, with a third bit each, and scales of 6 bits for 16 inputs."""
     high, packed, scales = blocks[..., :32], blocks[..., 32:96].unflatten(-1, (2, 1, 32)), blocks[..., 96:108]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).unsqueeze(-1)
     third = high.unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8, device=blocks.device).unsqueeze(-1) & 1
@@ -104,7 +104,7 @@ def _q3_k(blocks: Tensor) -> Int4Weight:
 
 
 def _k_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and minima of Q4_K and Q5_K, 6 bits for each of 8 pieces."""
+    """Decode the scales and minima of Q4_K and Q5_K, 6 bits for each of 8 pieces."""
     packed = blocks[..., 4:16]
     first, second, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=-1)
@@ -138,7 +138,7 @@ def _q6_k(blocks: Tensor) -> Int8Weight:
 
 
 def _times(integers: Tensor, factor: Tensor) -> Tensor:
-    """Integers [out, blocks, pieces] times the number of each block: exact, float32 [out, groups]."""
+    """Multiply integers [out, blocks, pieces] by the number of each block: exact, float32 [out, groups]."""
     return (integers.float() * factor.float().unsqueeze(-1)).flatten(1)
 
 

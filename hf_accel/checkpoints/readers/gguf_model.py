@@ -36,7 +36,7 @@ SCALED = ("linear", "llama3")  # rotary embeddings whose frequencies are divided
 
 
 def gguf_refusal(config: PreTrainedConfig) -> str | None:
-    """None, or why a model of this config is not written as GGUF, as one clause."""
+    """Return why a model of this config is not written as GGUF, as one clause, or None."""
     settings: Any = config
     if config.model_type not in ARCHITECTURES:
         return f"only {', '.join(ARCHITECTURES)} models are written as GGUF here, this is {config.model_type!r}"
@@ -67,7 +67,7 @@ def check_gguf(model: PreTrainedModel) -> Architecture:
 
 
 def write_settings(writer: Any, config: Any) -> None:
-    """The hyperparameters of a model."""
+    """Write the hyperparameters of a model."""
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -94,7 +94,7 @@ def frequency_factors(config: Any) -> Tensor | None:
 
 
 def rotated_rows(name: str, config: Any) -> Tensor | None:
-    """The order of the outputs of q_proj and k_proj where llama.cpp rotates neighbours, int64 [out]; else None.
+    """Return the order of the outputs of q_proj and k_proj where llama.cpp rotates neighbours, int64 [out]; else None.
 
     transformers rotates outputs half a head apart: the first of each pair are in a head's first half.
     """

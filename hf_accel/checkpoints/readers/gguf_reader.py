@@ -66,7 +66,7 @@ class Gguf(ForeignReader):
         return torch.float32 if self.is_quantized or not halves else PLAIN[halves[0]]
 
     def config(self) -> PreTrainedConfig:
-        """The model's config, from the file's metadata. Raises UnsupportedError for settings that are not known."""
+        """Make the model's config of the file's metadata. Raises UnsupportedError for settings that are not known."""
         file = self.file
         if file.architecture not in ARCHITECTURES:
             raise refuse(
@@ -169,7 +169,7 @@ class GgufTensor:
         return tuple(int(size) for size in reversed(self.raw.shape))
 
     def blocks(self, order: Tensor | None) -> Found:
-        """The blocks of a weight, uint8 [out, bytes of a row], its outputs in `order`."""
+        """Return the blocks of a weight, uint8 [out, bytes of a row], its outputs in `order`."""
         if self.type_name not in TYPES:
             known = ", ".join((*PLAIN, *TYPES))
             raise refuse("GGUF", f"holds {self.name!r} as {self.type_name}, of which {known} are read")
@@ -271,7 +271,7 @@ def _check_settings(file: GgufFile, config: PreTrainedConfig) -> None:
 
 
 def _scaling(factors: Tensor, theta: float) -> dict[str, Any]:
-    """The rope_parameters for which llama.cpp wrote these divisors of the frequencies, [head size / 2].
+    """Find the rope_parameters for which llama.cpp wrote these divisors of the frequencies, [head size / 2].
 
     Source: Llama 3.1, of which the files hold no settings. Raises UnsupportedError for other divisors.
     """
@@ -292,7 +292,7 @@ def _scaling(factors: Tensor, theta: float) -> dict[str, Any]:
 
 
 def _row_order(processor: Any, tensor: GgufTensor, name: str) -> Tensor | None:
-    """The outputs of the file in the order of the model; None: they are in that order.
+    """Return the outputs of the file in the order of the model; None if they are in that order.
 
     Raises UnsupportedError if transformers changes more of the weight than the order of its outputs.
     """

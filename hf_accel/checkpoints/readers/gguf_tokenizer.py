@@ -55,7 +55,7 @@ def write_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size:
 
 
 def _tokens(stored: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """All ids in order: their tokens and what kind they are."""
+    """Return the tokens of all ids in order, and what kind they are."""
     added = {entry["id"]: entry for entry in stored["added_tokens"]}
     by_id = {number: token for token, number in stored["model"]["vocab"].items()}
     by_id |= {number: entry["content"] for number, entry in added.items()}
@@ -80,7 +80,7 @@ def _tokens(stored: dict[str, Any], vocab_size: int) -> tuple[list[str], list[in
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """llama.cpp merges the pair whose token has the highest score: the earlier its merge, the higher."""
+    """Score tokens so that llama.cpp, which merges the pair of the highest score, merges in the tokenizer's order."""
     rank: dict[str, int] = {}
     for number, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", ""), number)
@@ -88,7 +88,7 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _check_llama(stored: dict[str, Any]) -> None:
-    """Llama 2 puts a space before a text and writes spaces as U+2581."""
+    """Raise UnsupportedError unless, as in Llama 2, a space comes before a text and spaces are written as U+2581."""
     normalizer = stored["normalizer"] or {}
     steps = normalizer.get("normalizers", [normalizer])
     kinds = [step.get("type") for step in steps]

@@ -96,7 +96,7 @@ class Gptq(ForeignReader):
         return replace(weight, weight_zero_point=pack_zero_points(in_pieces(zeros - 8, pieces).to(torch.int8)))
 
     def _zeros(self, name: str, words: Tensor) -> Tensor:
-        """int32 [groups, out * bits / 32] -> int16 [groups, out]; of 4 bits from 0 to 15."""
+        """Unpack int32 [groups, out * bits / 32] -> int16 [groups, out]; of 4 bits from 0 to 15."""
         if self.bits == 8:
             return words.contiguous().view(torch.uint8).short() + self.less
         stored = _levels(words)
@@ -114,12 +114,12 @@ class Gptq(ForeignReader):
 
 
 def _levels(words: Tensor) -> Tensor:
-    """int32 [groups, out / 8] -> int16 [groups, out], as they are stored."""
+    """Unpack int32 [groups, out / 8] -> int16 [groups, out], as they are stored."""
     return (unpack_words(words.contiguous()) + 8).short()
 
 
 def _writers(config: Mapping[str, Any]) -> set[str]:
-    """The programs that config.json names: "gptqmodel" of "gptqmodel:5.0.0"."""
+    """Return the programs that config.json names: "gptqmodel" of "gptqmodel:5.0.0"."""
     meta = config.get("meta")
     named = meta.get("quantizer") if isinstance(meta, Mapping) else None
     names = named if isinstance(named, list) else [named]
@@ -127,5 +127,5 @@ def _writers(config: Mapping[str, Any]) -> set[str]:
 
 
 def in_pieces(values: Tensor, pieces: int) -> Tensor:
-    """[out, groups] for groups cut into so many pieces."""
+    """Repeat [out, groups] for groups that are cut into so many pieces."""
     return values if pieces == 1 else values.repeat_interleave(pieces, dim=1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import HfAccelError
 from ...linear import QuantizedWeight
-from ...linear.formats import MXFP4, Float4Weight
+from ...linear.formats import MXFP4, Mxfp4Weight
 from .reader import Description, ForeignReader, Parts
 
 GROUP = 32  # inputs
@@ -45,4 +45,4 @@ class Mxfp4(ForeignReader):
 
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         outputs, inputs = shape  # of all experts
-        return Float4Weight(stored[BLOCKS].reshape(outputs, inputs // 2), stored[SCALES].reshape(outputs, -1))
+        return Mxfp4Weight(stored[BLOCKS].reshape(outputs, inputs // 2), stored[SCALES].reshape(outputs, -1))

@@ -57,7 +57,7 @@ class Own(Reader):
 
 
 def _numbers(stored: Parts, suffix: str) -> Tensor | None:
-    """A tensor of a layer, where it is there and has numbers."""
+    """Return a tensor of a layer if it is there and has numbers."""
     found = stored.tensors[suffix].read() if suffix in stored else None
     return None if found is None or found.device.type == "meta" else found
 

@@ -20,6 +20,7 @@ from ...errors import HfAccelError, UnsupportedError
 from ...linear import QuantizedWeight
 from ...linear.experts import WEIGHT_MODULES
 from ...linear.formats import Layout
+from ...linear.layer_settings import module_settings
 from ...patching.originals import read_tensor
 
 MOST_GROUP = 128  # inputs: a larger group is cut, so that activations have scales of their own for as many inputs
@@ -51,7 +52,7 @@ class Parts:
         return suffix in self.tensors
 
     def expect(self, suffix: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> Found:
-        """The tensor of this suffix. Raises HfAccelError unless it is there, of one of the dtypes and of the shape."""
+        """Return the tensor of this suffix. Raises HfAccelError unless it is there and fits."""
         if suffix not in self.tensors:
             raise HfAccelError(f"the checkpoint has no '{self.name}.{suffix}', without which the layer cannot be read")
         found = self.tensors[suffix]
@@ -64,7 +65,7 @@ class Parts:
         return found
 
     def order(self, suffix: str, in_features: int, group: int) -> Tensor | None:
-        """The order that `order_of` finds; None also if there is no tensor of this suffix."""
+        """Return the order that `order_of` finds; None also if there is no tensor of this suffix."""
         if suffix not in self.tensors:
             return None
         index = self.expect(suffix, (torch.int32, torch.int64), (in_features,)).read()
@@ -77,11 +78,6 @@ class Description:
 
     layout: Layout
     activations: Activations = "auto"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of a layer of ours, as in config.json."""
-        return {**self.layout.settings, "activations": self.activations}
 
 
 class Reader(ABC):
@@ -108,7 +104,7 @@ class Reader(ABC):
         """
 
     def place(self, stored_as: str) -> tuple[str, str]:
-        """The name of the weight that a tensor would be a part of, and the suffix that says which part."""
+        """Return the name of the weight that a tensor would be a part of, and the suffix that says which part."""
         module, _, suffix = stored_as.rpartition(".")
         return f"{module}.weight", suffix
 
@@ -141,14 +137,14 @@ class ForeignReader(Reader):
         return headers_of([Path(file) for file in files])
 
     def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
-        return self.describe(stored, shape).settings
+        return module_settings(self.describe(stored, shape))
 
     def patterns(self) -> dict[str, str]:
-        """Regular expressions of the ends of names that are collected, each with its suffix; after `describe`."""
+        """Return regular expressions of the ends of collected names, each with its suffix; after `describe`."""
         return {rf"\.{suffix}$": suffix for suffix in self.suffixes}
 
     def collected(self) -> dict[str, dict[str, str]]:
-        """`patterns` of each kind of weight, by what stands for them in the name of the module that will hold it."""
+        """Return the `patterns` of each kind of weight, by the part of a module's name that stands for the kind."""
         if not self.of_experts:
             return {"": self.patterns()}
         return {
@@ -157,7 +153,7 @@ class ForeignReader(Reader):
         }
 
     def own_tensors(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
-        """Our tensors for parts of a layer [out, in] whose integers are loaded under their own name; else None."""
+        """Return our tensors for a layer [out, in] whose integers are loaded under their own name; else None."""
         return None
 
     @abstractmethod
@@ -170,7 +166,7 @@ class ForeignReader(Reader):
 
     @abstractmethod
     def convert(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        """The weight [out, in] that the tensors of a Linear stand for, exactly, in the layout that `describe` gave."""
+        """Return the weight [out, in] that the tensors of a Linear stand for, exactly, in the layout of `describe`."""
 
 
 # -- files ---------------------------------------------------------------------------------------------
@@ -182,7 +178,7 @@ def are_safe(files: Sequence[str]) -> bool:
 
 
 def headers_of(files: Sequence[Path], *, way_out: str = "") -> Iterator[tuple[str, Found]]:
-    """The tensors of files, by the names that they have there. way_out: what else to do where one cannot be read."""
+    """Yield the tensors of files, by their names there. way_out: what else to do where one cannot be read."""
     for file in files:
         try:
             yield from _safe_headers(file) if file.suffix == ".safetensors" else _pickled(file)
@@ -212,7 +208,7 @@ def _pickled(file: Path) -> Iterator[tuple[str, Found]]:
 
 
 def group_of(name: str, in_features: int, groups: int, *, stated: Any = None) -> int:
-    """Inputs of a group. stated: group_size in config.json, -1 for all inputs; None: it says nothing of it."""
+    """Return the inputs of a group. stated: group_size in config.json, -1 for all inputs; None if it is not there."""
     if groups < 1 or in_features % groups:
         raise HfAccelError(
             f"'{name}' has {groups} groups in the checkpoint, which do not divide its {in_features} inputs"
@@ -225,17 +221,17 @@ def group_of(name: str, in_features: int, groups: int, *, stated: Any = None) ->
 
 
 def contradiction(said: str, there: str) -> HfAccelError:
-    """An error for tensors that are not what quantization_config in config.json says."""
+    """Make an error for tensors that are not what quantization_config in config.json says."""
     return HfAccelError(f"config.json says {said}, but in the checkpoint {there}; copy both again, or save them again")
 
 
 def cut_group(group: int) -> int:
-    """The group size that the layer gets here: a large group is cut into pieces of the same scale."""
+    """Return the group size that the layer gets here: a large group is cut into pieces of the same scale."""
     return MOST_GROUP if group > MOST_GROUP and group % MOST_GROUP == 0 else group
 
 
 def order_of(name: str, index: Tensor, in_features: int, group: int) -> Tensor | None:
-    """The order that makes the inputs of each group lie together, int32 [in]; None if they do.
+    """Return the order that makes the inputs of each group lie together, int32 [in]; None if they do.
 
     index: the group of each input, integers [in]. Raises HfAccelError unless each group has `group` inputs.
     """
@@ -254,7 +250,7 @@ PASSED_OVER = "transformers would load it as if that were not there; "
 
 
 def refuse(method: str, what: str, *, way_out: str = STOCK) -> UnsupportedError:
-    """An error for a checkpoint that only other programs can read."""
+    """Make an error for a checkpoint that only other programs can read."""
     return UnsupportedError(
         f"this {method} checkpoint {what}; {way_out}load the float checkpoint that it was made from"
     )

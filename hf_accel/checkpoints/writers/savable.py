@@ -1,7 +1,10 @@
-"""The reasons that keep a model from being written for other programs, and the report of one that was written."""
+"""Checks of a model before it is written, and of the place; the report of what was written."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +12,26 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import UnsupportedError
+from ...errors import HfAccelError, UnsupportedError
+from ...hardware.atomic import check_replaceable
 from ...linear.formats import FLOAT8
 from ...linear.hf import is_split
 from ...models import unwrapped
-from ...patching.check import check_model
-from ...patching.plan import Line, Printed, Row, row_of, table
+from ...patching.check import check_model, first_names
+from ...patching.originals import files_of
+from ...patching.printed import Line, Printed, Row, row_of, table
 from ...patching.survey import other_quantizer
+from ...undo.state import state_of
+
+# What a checkpoint's model consists of: these files of an older checkpoint go, all others are brought over.
+MODEL_FILES = re.compile(
+    r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)|(pytorch_)?model\.(safetensors|bin)\.index\.json"
+    r"|(generation_)?config\.json"
+)
 
 
 def savable(model: nn.Module) -> PreTrainedModel:
-    """The transformers model to write. Raises UnsupportedError for one with adapters, or quantized by others."""
+    """Return the transformers model to write. Raises UnsupportedError for adapters and for others' quantization."""
     inner = check_model(unwrapped(model))
     other = other_quantizer(inner)
     if other is not None:
@@ -66,3 +78,64 @@ class Saved(Printed):
 
     def _table_rows(self) -> Iterable[Row]:
         return [(f"hf_accel saved: {self.path}",), *map(row_of, self._all_lines)]
+
+
+# -- the place -----------------------------------------------------------------------------------------
+
+
+def check_folder(folder: Path, model: PreTrainedModel) -> None:
+    """Raise UnsupportedError for a folder whose replacement would lose what a user needs, or mislead who loads it."""
+    check_replaceable(folder)
+    if not folder.is_dir():
+        return
+    if (folder / "adapter_config.json").exists():
+        raise UnsupportedError(f"{folder} holds an adapter, which from_pretrained would load; name another folder")
+    others = [path.name for path in folder.glob("*.safetensors") if not MODEL_FILES.fullmatch(path.name)]
+    if others:
+        raise UnsupportedError(
+            f"{folder} holds {first_names(sorted(others))}, which engines would take for a part of the model; move it "
+            "away, or name another folder"
+        )
+    place = folder.resolve()
+    read_back = {file for _, source in state_of(model).originals.dropped for file in files_of(source.stored)}
+    if any(place in file.resolve().parents for file in read_back):
+        raise UnsupportedError(
+            f"{folder} holds the float weights that unpatch() reads back; name another folder, or patch with "
+            "keep_original=True or False"
+        )
+
+
+def check_room(path: Path, size: int) -> None:
+    """Raise HfAccelError if the disk has not `size` bytes for what will be at `path`."""
+    above = next(parent for parent in path.resolve().parents if parent.exists())
+    free = shutil.disk_usage(above).free
+    if size > free:
+        raise HfAccelError(
+            f"{path} takes {size / 1e6:,.1f} MB, and {above} has {free / 1e6:,.1f} MB left; make room, or name a "
+            "place on another disk"
+        )
+
+
+def bring_over(old: Path, new: Path) -> None:
+    """Bring over the files of `old` that are no part of a model and that `new` has not."""
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        inside = Path(folder).relative_to(old)
+        is_top = inside == Path()
+        return [
+            name
+            for name in names
+            if (is_top and MODEL_FILES.fullmatch(name))
+            or ((new / inside / name).exists() and not (new / inside / name).is_dir())
+        ]
+
+    if old.is_dir():
+        shutil.copytree(old, new, symlinks=True, ignore=left_out, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file a second name, or copy it where the file system has no such names."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)

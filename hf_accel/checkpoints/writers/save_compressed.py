@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
@@ -27,13 +27,14 @@ from ...keywords import one_of
 from ...linear import QuantExperts, QuantLinear, quantize
 from ...linear.activations import EightBits
 from ...linear.formats import Format, state
+from ...models import layers_config
 from ...patching.check import first_names
-from ...patching.plan import Line
+from ...patching.printed import Line
 from ...patching.twin import twin
 from ...undo.state import state_of
 from ..readers.compressed_config import PACKED, Scheme, compressed_config, units
-from .savable import Saved, refuse_infinite, savable
-from .target import bring_over, check_folder, check_room
+from ..readers.reader import headers_of
+from .savable import Saved, bring_over, check_folder, check_room, refuse_infinite, savable
 
 # What vLLM does not read of a weight that another program quantized.
 UNREAD = {"input_order": "its inputs in an order of their own (act-order)", "weight_minimum": "minima for zero points"}
@@ -123,7 +124,7 @@ class Content:
 
 
 def _content(model: PreTrainedModel, activations: Activations) -> Content:
-    """model: a copy, whose layers are left unpacked."""
+    """Return the content to be written. model: a copy, whose layers are left unpacked."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     head = model.get_output_embeddings()
     head_name = next((name for name, layer in layers.items() if layer is head), None)
@@ -205,7 +206,7 @@ def _check_units(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:
 
 
 def pack_bytes(integers: Tensor) -> Tensor:
-    """int8 [out, in] -> int32 [out, ceil(in / 4)], q + 128, the first of four in the lowest bits."""
+    """Pack int8 [out, in] -> int32 [out, ceil(in / 4)], q + 128, the first of four in the lowest bits."""
     padded = F.pad(integers, (0, -integers.shape[1] % 4), value=-128)
     return (padded.view(torch.uint8) ^ 128).view(torch.int32)
 
@@ -271,10 +272,11 @@ def _write(copy: Any, content: Content, folder: Path, max_shard_size: int | str)
     copy.hf_quantizer = CompressedWriter(dict(content.tensors))
     del copy.config.quantization_config
     if content.tied:
-        for config in (copy.config, copy.config.get_text_config(decoder=True)):
+        for config in (copy.config, layers_config(copy.config)):
             config.tie_word_embeddings = True
     copy.save_pretrained(folder, max_shard_size=max_shard_size)
-    names, shapes = _stored_names(copy, list(content.schemes)), _shapes(folder)
+    names = _stored_names(copy, list(content.schemes))
+    shapes = {name: found.shape or () for name, found in headers_of(sorted(folder.glob("*.safetensors")))}
     lost = [name for name in content.schemes if f"{names.get(name)}.weight_scale" not in shapes]
     if lost:
         raise HfAccelError(f"transformers stores {lost[0]!r} under a name that is not known; use save_pretrained")
@@ -290,25 +292,16 @@ def _write(copy: Any, content: Content, folder: Path, max_shard_size: int | str)
 
 
 def _stored_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
-    """Each module's name in a checkpoint, where transformers renames on saving."""
+    """Return each module's name in a checkpoint; transformers renames on saving."""
     numbered = {f"{name}.weight_scale": torch.tensor(number) for number, name in enumerate(names)}
     reverted = revert_weight_conversion(model, numbered)
     return {names[int(number)]: name.removesuffix(".weight_scale") for name, number in reverted.items()}
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape and dtype of each tensor in the safetensors files of a folder."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
-
-
 def _dense(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], quantized: Mapping[str, Scheme]
 ) -> list[str]:
-    """The names of what is multiplied by and not quantized, as the checkpoint has them and as the model has them."""
+    """List the weights that are multiplied by but not quantized, by their names in the checkpoint and in the model."""
     modules = dict(model.named_modules())
     tables = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
     embeddings = {*tables, *_stored_names(model, tables).values()}

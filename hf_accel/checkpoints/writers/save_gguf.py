@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...errors import UnsupportedError
 from ...hardware.atomic import replaced_file
 from ...linear import QuantLinear
-from ...patching.plan import Line
+from ...linear.formats import ByteWeight, LowBitWeight, QuantizedWeight
+from ...patching.printed import Line
 from ..readers.ggml_blocks import TYPES
 from ..readers.gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
 from ..readers.gguf_tokenizer import write_no_tokenizer, write_tokenizer
-from .ggml_packing import blocks, ggml_type_of, rounding_of_scales
-from .savable import Saved, refuse_infinite, savable
-from .target import check_room
+from .savable import Saved, check_room, refuse_infinite, savable
 
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+BLOCK = 32
 FILE_TYPES = {
     "F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16",
     "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0", "Q4_1": "MOSTLY_Q4_1",
@@ -60,7 +59,7 @@ def write_gguf(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> Saved:
-    """`save_gguf`, with matrices that are not quantized in `dtype`."""
+    """Do as `save_gguf`, with matrices that are not quantized in `dtype`."""
     inner = savable(model)
     architecture = check_gguf(inner)
     if path.is_dir():
@@ -102,7 +101,7 @@ class Entry:
 
 
 def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
-    """Parameters that are tied come once; a quantized head is one more."""
+    """Yield the tensors to write. Parameters that are tied come once; a quantized head is one more."""
     if dtype not in FLOAT_TYPES:
         raise UnsupportedError(f"a model in {dtype} cannot be written as GGUF; convert it with model.float() first")
     for name, module in model.named_modules():
@@ -123,12 +122,7 @@ def _quantized(name: str, layer: QuantLinear, config: Any, dtype: torch.dtype) -
     if kind is None:
         return _dense(name, lambda: layer.quantized.dequantize(dtype), weight.shape, dtype=dtype, rows=rows)
     size = weight.shape[0] * weight.shape[1] // TYPES[kind].inputs * TYPES[kind].bytes
-    make = partial(_blocks_of, layer, rows)
-    return Entry(name, weight.shape, kind, size, make, rounding_of_scales(weight))
-
-
-def _blocks_of(layer: QuantLinear, rows: Tensor | None) -> Tensor:
-    return blocks(layer.quantized, rows)
+    return Entry(name, weight.shape, kind, size, lambda: blocks(layer.quantized, rows), rounding_of_scales(weight))
 
 
 def _dense(
@@ -145,11 +139,75 @@ def _dense(
     return Entry(name, shape, FLOAT_TYPES[kind], size, make)
 
 
+# -- blocks of 32 inputs, as readers/ggml_blocks.py reads them; source: ggml-common.h ---------------------------------
+
+
+def ggml_type_of(weight: QuantizedWeight) -> str | None:
+    """Return the name of the blocks that hold a weight [out, in]; None if there are none for its shape and scales."""
+    if (
+        weight.format != "int"
+        or weight.shape[1] % BLOCK
+        or weight.group_size % BLOCK
+        or weight.input_order is not None
+    ):
+        return None
+    if weight.weight_scale.abs().max() > torch.finfo(torch.float16).max:
+        return None
+    if weight.bits == 8:
+        return "Q8_0" if weight.symmetric else None
+    return "Q4_0" if weight.symmetric else "Q4_1"
+
+
+def blocks(weight: QuantizedWeight, rows: Tensor | None = None) -> Tensor:
+    """Pack a weight -> uint8 [out, in / 32 * bytes of a block]. rows: the order of the outputs, int64 [out]."""
+    order = slice(None) if rows is None else rows
+    integers, scale = weight.integers()[order], weight.weight_scale[order]
+    out_features, in_features = integers.shape
+    repeats = in_features // BLOCK // scale.shape[1]
+    values = integers.reshape(-1, BLOCK)
+    factor = scale.repeat_interleave(repeats, dim=1).reshape(-1, 1)
+    if isinstance(weight, ByteWeight):
+        parts = [_half(factor), values.view(torch.uint8)]
+    else:
+        # Q4_0 takes 8 off; what is added in Q4_1 is the smaller, and the more exact in float16, the lower its levels.
+        nibbles = (values + (8 if weight.symmetric else 1 << weight.bits - 1)).view(torch.uint8)
+        packed = nibbles[:, : BLOCK // 2] | nibbles[:, BLOCK // 2 :] << 4
+        parts = [_half(factor), packed]
+        if isinstance(weight, LowBitWeight) and not weight.symmetric:
+            parts.insert(1, _half(_shift(weight)[order].repeat_interleave(repeats, dim=1).reshape(-1, 1)))
+    return torch.cat(parts, dim=1).reshape(out_features, -1)
+
+
+def _shift(weight: LowBitWeight) -> Tensor:
+    """Return what is added to (q + 2^(bits - 1)) * scale, [out, groups]."""
+    if weight.weight_minimum is not None:
+        return -weight.weight_minimum
+    zero_point = weight.zero_points()
+    assert zero_point is not None
+    return (zero_point.float() + (1 << weight.bits - 1)) * -weight.weight_scale.float()
+
+
+def _half(column: Tensor) -> Tensor:
+    """Return [n, 1] in float16 as bytes [n, 2]."""
+    return column.to(torch.float16).contiguous().view(torch.uint8)
+
+
+def rounding_of_scales(weight: QuantizedWeight) -> float:
+    """Return the largest change of a scale, or of an offset, by float16, as a share of it."""
+    added = [_shift(weight)] if isinstance(weight, LowBitWeight) and not weight.symmetric else []
+    return max(_rounding(numbers.double()) for numbers in (weight.weight_scale, *added))
+
+
+def _rounding(numbers: Tensor) -> float:
+    change = (numbers.to(torch.float16).double() - numbers).abs()
+    return float((change / numbers.abs().clamp(min=torch.finfo(torch.float64).tiny)).max())
+
+
 # -- the file ------------------------------------------------------------------------------------------
 
 
 def _write(writer: Any, gguf: Any, model: PreTrainedModel, entries: list[Entry]) -> None:
-    """The settings, and where each tensor will be."""
+    """Write the settings, and where each tensor will be."""
     writer.add_type("model")
     writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[_main_kind(entries)]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -167,7 +225,7 @@ def _write(writer: Any, gguf: Any, model: PreTrainedModel, entries: list[Entry])
 
 
 def _write_tensors(writer: Any, gguf: Any, entries: list[Entry]) -> None:
-    """One after the other, so that no more than one is in memory twice."""
+    """Write the tensors one after the other, so that no more than one is in memory twice."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -176,7 +234,7 @@ def _write_tensors(writer: Any, gguf: Any, entries: list[Entry]) -> None:
 
 
 def _main_kind(entries: list[Entry]) -> str:
-    """The kind of most bytes among the matrices."""
+    """Return the kind of most bytes among the matrices."""
     counted: Counter[str] = Counter()
     for entry in entries:
         if len(entry.shape) > 1:

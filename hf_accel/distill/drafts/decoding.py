@@ -18,7 +18,7 @@ from ...generation.hf.request_config import stop_token_ids
 from ...generation.hf.session import Session
 from ...generation.sampling.processors import Temperature
 from ...generation.sampling.sampling import Sampling
-from ...generation.sampling.stopping import StopRules
+from ...generation.sequence import StopRules
 from ...generation.speculation.controller import Controller
 from ...patching.patch import is_patched, make_draft
 
@@ -92,7 +92,8 @@ class Decoder:
         return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
 
     def _cache(self, lengths: Sequence[int], at_once: int | None) -> CacheConfig:
-        """On a GPU, pages for the longest sequences that can be under way together: a training needs the other memory.
+        """Leave a GPU's memory to the training, except for pages of the longest sequences that can be under way
+        together.
 
         lengths: the tokens of each sequence at its end.
         """

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -107,28 +106,24 @@ def distill_draft(
             target, num_layers=num_layers, layers=layers, strategy=strategy, dataset=train,
             share_embeddings=share_embeddings,
         ).eval()  # fmt: skip
-
-        def measured() -> AcceptanceReport | None:
-            if measure is False:
-                return None
-            options: dict[str, Any] = {"temperature": temperature, "prompt_tokens": prompt_tokens, "seed": seed}
-            options |= {"progress_bar": progress_bar, **({} if measure is True else measure)}
-            return measure_acceptance(target, draft, held_out, **options)
-
-        before = measured()
+        options: dict[str, Any] = {"temperature": temperature, "prompt_tokens": prompt_tokens, "seed": seed}
+        options |= {"progress_bar": progress_bar, **(measure if isinstance(measure, Mapping) else {})}
+        before = None if measure is False else measure_acceptance(target, draft, held_out, **options)
         decoder = Decoder(patched, temperature=temperature, seed=seed)
-        rewriting = Rewriting(share, prompt_tokens, max_length, seed, progress_bar)
-        examples = _examples(decoder, train, rewriting)
+        chosen = set(random.Random(seed).sample(range(len(train)), round(share * len(train))))
+        examples = _examples(
+            decoder, train, chosen, prompt_tokens=prompt_tokens, max_length=max_length, progress_bar=progress_bar
+        )
         unseen = [{"input_ids": row, "labels": row} for row in held_out]  # for an eval_strategy of args
         _train(draft, target, objective, (examples, unseen), args=arguments)
-        after = measured()
+        after = None if measure is False else measure_acceptance(target, draft, held_out, **options)
     return DraftResult(draft, before, after)
 
 
 def _arguments(
     args: TrainingArguments | None, given: Mapping[str, float | None], target: Any, **fixed: Any
 ) -> TrainingArguments:
-    """given: max_steps, batch_size and learning_rate. fixed: what else is passed to TrainingArguments."""
+    """The arguments of the training. given: max_steps, batch_size and learning_rate. fixed: what else is passed on."""
     named = {name: value for name, value in given.items() if value is not None}
     if args is not None and named:
         raise UnsupportedError(f"args= says how to train, and so do {', '.join(named)}; leave one of them out")
@@ -160,7 +155,7 @@ def _arguments(
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """torch's, numpy's and Python's generators are after the block as they were before."""
+    """Leave torch's, numpy's and Python's generators after the block as they were before."""
     numpy: Any = sys.modules["numpy"]  # transformers has imported it
     python, arrays = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng():
@@ -190,30 +185,24 @@ def _rows(
     return parts[:-held], parts[-held:]
 
 
-@dataclass(frozen=True)
-class Rewriting:
-    """The continuation of a dataset's rows by the target: a share of them, after their first prompt_tokens tokens (at
-    most half a row), up to max_length tokens in all.
-    """
-
-    share: float
-    prompt_tokens: int
-    max_length: int
-    seed: int = 0
-    progress_bar: bool = False
-
-
-def _examples(decoder: Decoder, rows: list[list[int]], rewriting: Rewriting) -> list[dict[str, list[int]]]:
-    """Rows as input_ids and labels. Of those that the target continues, the prompt is not learnt."""
-    chosen = set(random.Random(rewriting.seed).sample(range(len(rows)), round(rewriting.share * len(rows))))
+def _examples(
+    decoder: Decoder,
+    rows: list[list[int]],
+    chosen: set[int],
+    *,
+    prompt_tokens: int,
+    max_length: int,
+    progress_bar: bool = False,
+) -> list[dict[str, list[int]]]:
+    """Rows as input_ids and labels. The target continues the beginnings of the `chosen` ones (prompt_tokens tokens, at
+    most half a row) up to max_length tokens, and of these the prompt is not learnt."""
     examples = [{"input_ids": row, "labels": row} for i, row in enumerate(rows) if i not in chosen]
-    prompts = [prompt_of(rows[i], rewriting.prompt_tokens) for i in sorted(chosen)]
-    with logging.tqdm(
-        total=len(prompts), desc="The target writes", unit=" rows", disable=not rewriting.progress_bar
-    ) as bar:
+    prompts = [prompt_of(rows[i], prompt_tokens) for i in sorted(chosen)]
+    bar = logging.tqdm(total=len(prompts), desc="The target writes", unit=" rows", disable=not progress_bar)
+    with bar:
         for start in range(0, len(prompts), AT_ONCE):
             some = prompts[start : start + AT_ONCE]
-            made = decoder.run(some, [max(1, rewriting.max_length - len(prompt)) for prompt in some])
+            made = decoder.run(some, [max(1, max_length - len(prompt)) for prompt in some])
             examples += [continued(prompt, new) for prompt, new in zip(some, made, strict=True)]
             bar.update(len(some))
     return examples
@@ -230,7 +219,7 @@ def _pupil(draft: Any) -> Any:
 def _train(
     draft: Any, target: Any, objective: Objective, examples: tuple[Any, Any], *, args: TrainingArguments
 ) -> None:
-    """The draft takes over the result in its own dtypes."""
+    """Train a copy of the draft, which takes over the result in its own dtypes."""
     pupil = _pupil(draft)
     teach = DistillationCallback(target, alpha=objective.alpha, temperature=objective.temperature, loss=objective.loss)
     trainer = Trainer(

@@ -6,25 +6,28 @@ import random
 from collections import abc
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import sqrt
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...errors import UnsupportedError
-from ...generation.hf.vocabulary import vocabulary_refusal, vocabulary_size
+from ...generation.hf.vocabulary import vocabulary_refusal
 from ...generation.sequence import Sequence
 from ...generation.speculation.acceptance import Tally
 from ...generation.speculation.controller import Controller
 from ...generation.speculation.costs import isotonic
 from ...keywords import checked_keywords, positive_int
-from ...models import evaluating
+from ...models import evaluating, vocabulary_size
 from ...patching.patch import is_patched
 from ...undo.state import state_of
+from ..losses.objective import agreement
 from .decoding import Decoder, as_patched
-from .report import AcceptanceReport, Agreement
+from .report import AcceptanceReport
 from .token_rows import prompt_of, token_rows, windows
 
 # So many tokens of a text are read by both models in one pass.
@@ -80,7 +83,7 @@ def measure_acceptance(
     bar = logging.tqdm(total=total, desc="Measuring the draft", unit=" tokens", disable=not progress_bar)
     with bar, evaluating(target, draft):
         read = _read(target, draft, rows, temperature, most=max_tokens, bar=bar)
-        bar.update(total - max_tokens - read.positions)  # tokens of windows that are too short
+        bar.update(total - max_tokens - read["text_positions"])  # tokens of windows that are too short
         patched = as_patched(target)
         limit = _limit(patched, max_draft, batch_size)
         watch = Watch(limit, batch_size, seed)
@@ -108,18 +111,32 @@ def _limit(patched: Any, max_draft: int, batch_size: int) -> int:
 
 
 @torch.no_grad()
-def _read(target: Any, draft: Any, rows: list[list[int]], temperature: float, *, most: int, bar: Any) -> Agreement:
-    read = Agreement()
-    known = vocabulary_size(draft)
+def _read(
+    target: Any, draft: Any, rows: list[list[int]], temperature: float, *, most: int, bar: Any
+) -> dict[str, Any]:
+    """The numbers of a report about the dataset's text, of which at most `most` tokens are read."""
+    found, left, known = [], most, vocabulary_size(draft)
     for window in windows(rows, WINDOW):
-        ids = torch.tensor([window[: most - read.positions]], device=target.device)
+        ids = torch.tensor([window[:left]], device=target.device)
         theirs = torch.where(ids < known, ids, 0).to(draft.device)
         draft_logits = draft(input_ids=theirs).logits[0].to(target.device)
-        read.add(target(input_ids=ids).logits[0], draft_logits, temperature)
+        found.append(agreement(target(input_ids=ids).logits[0], draft_logits, temperature))
         bar.update(ids.shape[1])
-        if read.positions >= most:
+        left -= ids.shape[1]
+        if left <= 0:
             break
-    return read
+    return averaged(found)
+
+
+def averaged(found: abc.Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Average what `agreement` gives over all positions. The error is as if positions were independent."""
+    chances, same = (torch.cat(parts).double() for parts in zip(*found, strict=True))
+    return {
+        "text_acceptance": chances.mean().item(),
+        "text_error": chances.std(correction=0).item() / sqrt(max(1, len(chances) - 1)),
+        "text_same_top": same.mean().item(),
+        "text_positions": len(chances),
+    }
 
 
 # -- decoding ------------------------------------------------------------------------------------------
@@ -183,7 +200,8 @@ class Watch(Controller):
 def _decode(
     decoder: Decoder, prompts: list[list[int]], watch: Watch, bar: Any, *, max_new_tokens: int, most: int
 ) -> tuple[int, int]:
-    """Prompts that were begun and tokens they got: `most`, for which the prompts come again if there are too few."""
+    """Return how many prompts were begun and how many tokens they got: `most`, for which the prompts come again if
+    there are too few."""
     begun = tokens = 0
 
     def progress(brought: int) -> bool:
@@ -200,7 +218,7 @@ def _decode(
 
 
 def _report(
-    read: Agreement, watch: Watch, made: tuple[int, int], *, temperature: float, setting: str
+    read: dict[str, Any], watch: Watch, made: tuple[int, int], *, temperature: float, setting: str
 ) -> AcceptanceReport:
     seconds = _by_length(watch.verify_seconds)
     if seconds is None or not watch.draft_seconds:
@@ -213,10 +231,7 @@ def _report(
     return AcceptanceReport(
         temperature=temperature,
         batch_size=watch.batch_size,
-        text_acceptance=read.acceptance,
-        text_error=read.error,
-        text_same_top=read.same_top,
-        text_positions=read.positions,
+        **read,
         acceptances=tuple(watch.tally.acceptances([None] * watch.max_draft, WEIGHT)),
         verified=tuple(map(int, [*watch.tally.verified, *[0] * watch.max_draft][: watch.max_draft])),
         prompts=made[0],
@@ -229,7 +244,8 @@ def _report(
 
 
 def _by_length(times: list[list[float]]) -> list[float] | None:
-    """Medians; a length that was never timed is on the line between its neighbours. None if an end was not timed."""
+    """Return medians; a length that was never timed is on the line between its neighbours. None if an end was not
+    timed."""
     known = [(length, median(some)) for length, some in enumerate(times) if some]
     if not known or known[0][0] != 0 or known[-1][0] != len(times) - 1:
         return None

@@ -4,45 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import inf, sqrt
+from math import inf
 from typing import Any
 
-from torch import Tensor
-
 from ...generation.speculation.acceptance import gains
-from ...patching.plan import Printed
-from ..losses.closed_forms import agreement
+from ...patching.printed import Printed
 
 # The least speed-up that timing can tell from none.
 WORTHWHILE = 1.05
-
-
-class Agreement:
-    """Means of `agreement` over positions, in double precision."""
-
-    def __init__(self) -> None:
-        self.positions = 0
-        self._sum = self._squares = self._same = 0.0
-
-    def add(self, target_logits: Tensor, draft_logits: Tensor, temperature: float) -> None:
-        chances, same = agreement(target_logits, draft_logits, temperature)
-        self.positions += len(chances)
-        self._sum += float(chances.double().sum())
-        self._squares += float(chances.double().square().sum())
-        self._same += float(same.sum())
-
-    @property
-    def acceptance(self) -> float:
-        return self._sum / self.positions
-
-    @property
-    def same_top(self) -> float:
-        return self._same / self.positions
-
-    @property
-    def error(self) -> float:
-        """Standard error of `acceptance`, as if positions were independent."""
-        return sqrt(max(0.0, self._squares / self.positions - self.acceptance**2) / max(1, self.positions - 1))
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +54,7 @@ class AcceptanceReport(Printed):
         return expected_tokens(self.acceptances[:num_draft])
 
     def speed_up(self, num_draft: int) -> float:
-        """Predicted, over no draft."""
+        """The predicted speed-up over no draft."""
         return self.expected_tokens(num_draft) / (num_draft * self.draft_cost + self.verify_costs[num_draft])
 
     def break_even(self, num_draft: int) -> float:
@@ -118,7 +87,7 @@ class AcceptanceReport(Printed):
         return f"{start}: at best {factor:.2f}x, with num_draft={best}; {reason}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; break_even is None where no acceptance pays."""
+        """Return what JSON can hold; break_even is None where no acceptance pays."""
         counts = range(1, self.max_draft + 1)
         by_count = [
             {

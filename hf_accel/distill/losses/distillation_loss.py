@@ -9,12 +9,10 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...keywords import checked_keywords
-from .differentiated import differentiated
-from .fused_loss import hidden_sums
 from .logit_rows import DenseRows, HeadRows, Rows
 from .objective import Objective, Sums, mean
 from .positions import check_targets, find_positions, shared_size
-from .row_losses import LossTask, logit_sums
+from .row_losses import LossTask, differentiated, hidden_sums, logit_sums
 
 
 @checked_keywords()

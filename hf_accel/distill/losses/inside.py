@@ -20,7 +20,8 @@ Pair = tuple[Tensor, Tensor]
 
 
 def uniform_layer_map(student_layers: int, teacher_layers: int) -> dict[int, int]:
-    """Student layer m learns from teacher layer round(m * L_t / L_s); both count from 1, so last learns from last."""
+    """Let student layer m learn from teacher layer round(m * L_t / L_s); both count from 1, so last learns from
+    last."""
     share = teacher_layers / student_layers
     return {layer: max(1, round(layer * share)) for layer in range(1, student_layers + 1)}
 
@@ -71,12 +72,12 @@ def relation_loss(
 
 
 def _split(vectors: Tensor, heads: int) -> Tensor:
-    """[B, T, W] to float32 [B, heads, T, W / heads]."""
+    """Reshape [B, T, W] to float32 [B, heads, T, W / heads]."""
     return vectors.float().reshape(*vectors.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _visible(documents: Tensor, queries: slice, keys: slice, causal: bool) -> Tensor:
-    """bool [B, 1, queries, keys]."""
+    """The keys that each query sees, bool [B, 1, queries, keys]."""
     own, others = documents[:, queries, None], documents[:, None, keys]
     mask = (own == others) & (others != NOWHERE)
     if causal:

@@ -65,7 +65,8 @@ def learnt(labels: Tensor, shift: bool, ignore_index: int = IGNORED) -> tuple[Te
 def find_positions(
     shape: Size, labels: Tensor | None, objective: Objective, *, shift: bool, ignore_index: int
 ) -> Positions:
-    """shape: of the student's positions, [B, T] or [B]. shift: a position's label is the next one's."""
+    """Find the positions that count among those of `shape`, [B, T] or [B]. shift: a position's label is the next
+    one's."""
     if labels is None:
         if objective.alpha:
             raise UnsupportedError(f"labels=None, but alpha={objective.alpha} gives them a share: pass alpha=0")
@@ -82,7 +83,7 @@ def find_positions(
 
 
 def check_targets(targets: Tensor, size: int) -> None:
-    """Raises if a label is none of the first `size` classes."""
+    """Raise if a label is none of the first `size` classes."""
     wrong = targets[(targets < 0) | (targets >= size)]
     if len(wrong):
         raise UnsupportedError(

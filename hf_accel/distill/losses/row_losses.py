@@ -1,19 +1,23 @@
-"""Losses of rows of logits and their gradient, a few rows at a time: no more than TILE_BYTES of each intermediate."""
+"""Losses of rows of logits and their gradient, a few rows at a time: no more than TILE_BYTES of each intermediate.
+
+The rows are given, or made of hidden states a few at a time and never again: the head multiplies, the losses and their
+gradient are computed, and the gradient multiplies back, all in forward. These are the products of plain training and
+no more (the way of Liger, 2410.10989), with one float32 sum for the head's gradient.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .closed_forms import FLOOR, value_and_gradient
-from .differentiated import Gradients
-from .head import Head, wide, widen
-from .logit_rows import DenseRows, HeadRows, Rows, TopRows
-from .objective import Objective, Sums
+from ...errors import UnsupportedError
+from .logit_rows import DenseRows, Head, HeadRows, Rows, TopRows, wide, widen
+from .objective import FLOOR, Objective, Sums, value_and_gradient
 
 # The most bytes of one intermediate on each thread of a CPU, so that it stays in the thread's cache.
 TILE_BYTES = 1 << 20
@@ -21,6 +25,8 @@ TILE_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 25
 # The most bytes of either on other devices, where a few large kernels are faster.
 OTHER_DEVICE_BYTES = 1 << 28
+# The most bytes of a product that is made before it is added to the head's gradient.
+PRODUCT_BYTES = 1 << 24
 
 
 def slices(rows: int, row_bytes: int, budget: int) -> Iterator[slice]:
@@ -89,7 +95,7 @@ class RowLosses:
         self._done = 0
 
     def add(self, logits: Tensor, task: LossTask, gradient: Tensor | None) -> None:
-        """logits: [M, >= size]. task: of some of these rows. gradient: a buffer like logits, perhaps logits itself,
+        """Add some rows: logits [M, >= size] and their task. gradient: a buffer like logits, perhaps logits itself,
         for alpha * dCE + (1 - alpha) * T^2 * dD; nothing is written to rows that the task leaves out."""
         for part in slices(task.count, 4 * self.size, chunk_bytes(logits.device)):
             answers = None if task.teacher is None else task.teacher[part]
@@ -113,7 +119,7 @@ class RowLosses:
     def _tile(
         self, z: Tensor, targets: Tensor | None, teacher: DenseRows | TopRows | None, wanted: bool
     ) -> Tensor | None:
-        """Returns the gradient in the rows z [n, size], which may be overwritten; None if it is not wanted."""
+        """Return the gradient in the rows z [n, size], which may be overwritten; None if it is not wanted."""
         if self.head is not None:
             self.head.finish_(z)
         gradient = self._divergence(z, teacher, wanted) if teacher is not None else None
@@ -166,3 +172,96 @@ class RowLosses:
         if wanted:
             y.sub_(rest).exp_().mul_(slope[:, -1:]).scatter_(-1, ids, slope[:, :-1])
         return value, y[:, : self.size]
+
+
+Gradients = list[Tensor | None]
+
+
+def differentiated(compute: Callable[[tuple[bool, ...]], tuple[Sums, Gradients]], *inputs: Tensor | None) -> Sums:
+    """Return the result of `compute`, with a total that is differentiable in `inputs`.
+
+    compute: gets one bool for each input, whether its gradient is needed, and returns the sums and the gradient of the
+        total in each input, None where it is not needed.
+    """
+    return Sums(*_Differentiated.apply(compute, *inputs))  # type: ignore[no-untyped-call]
+
+
+class _Differentiated(torch.autograd.Function):
+    """Keeps the gradients instead of anything that they could be computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        sums, gradients = compute(ctx.needs_input_grad[1:])
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(sums.ce, sums.kd)
+        return tuple(sums)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(None if saved is None else _scaled(saved, grad) for saved in ctx.saved_tensors)
+
+
+def _scaled(saved: Tensor, factor: Tensor) -> Tensor:
+    """saved * factor, in place if no later backward pass can need `saved` again.
+
+    Autograd takes `saved` for a constant and would leave it out of a second derivative, so that is refused.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError("create_graph=True: these losses can be differentiated once, not twice")
+    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return saved * factor if kept is None or kept() else saved.mul_(factor)
+
+
+def hidden_sums(hidden: Tensor, head: Head, task: LossTask, needed: tuple[bool, ...]) -> tuple[Sums, Gradients]:
+    """The sums of a task over hidden [M, H], and their gradients where they are needed: in hidden, in the head's
+    weight, which is dense, and in its bias."""
+    ready = head.prepared(task.size)
+    gradients = _HeadGradients(hidden, head, ready, needed)
+    losses = RowLosses(task, hidden, None if head.is_plain else head)
+    assert isinstance(ready.weight, Tensor)
+    dtype = ready.weight.dtype
+    for part in slices(task.count, task.size * dtype.itemsize, chunk_bytes(hidden.device)):
+        where = task.where(part)
+        states = hidden[where].to(dtype)
+        logits = ready.products(states)
+        # Nobody needs the logits any more, so their gradient may take their place.
+        losses.add(logits, task.part(part), logits if any(needed) else None)
+        gradients.add(where, states, logits)
+    return losses.sums(), gradients.finished()
+
+
+class _HeadGradients:
+    """Gradients in hidden, weight and bias, None where they are not needed. Chunks of rows are added up, those in
+    weight and bias in float32 at least."""
+
+    def __init__(self, hidden: Tensor, head: Head, ready: Head, needed: tuple[bool, ...]) -> None:
+        """Begin with gradients of zero. ready: the head, prepared for the classes that count."""
+        assert isinstance(head.weight, Tensor) and isinstance(ready.weight, Tensor)
+        self._factor, self._trained = ready.weight, (head.weight, head.bias)
+        self.hidden = torch.zeros_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(head.weight, dtype=wide(head.weight)) if needed[1] else None
+        self.bias = torch.zeros_like(head.bias, dtype=wide(head.bias)) if head.bias is not None and needed[2] else None
+
+    def add(self, where: slice | Tensor, states: Tensor, gradient: Tensor) -> None:
+        """Add the gradient in the logits that the head made of `states`, which are the rows `where` of hidden."""
+        if self.hidden is not None:
+            self.hidden[where] = torch.mm(gradient, self._factor).to(self.hidden.dtype)
+        if self.weight is not None:
+            _add_product(self.weight[: gradient.shape[1]], gradient, states)
+        if self.bias is not None:
+            self.bias[: gradient.shape[1]] += gradient.sum(0, dtype=self.bias.dtype)
+
+    def finished(self) -> Gradients:
+        """The gradients, each in the dtype of the tensor that it belongs to."""
+        pairs = zip((self.weight, self.bias), self._trained, strict=True)
+        return [self.hidden, *(g if g is None or p is None else g.to(p.dtype) for g, p in pairs)]
+
+
+def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
+    """total += gradient.T @ states. In half precision the product is a tensor of its own, so it is made for a few
+    rows of the total at a time."""
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.T, states)
+        return
+    for part in slices(len(total), total.shape[1] * gradient.dtype.itemsize, PRODUCT_BYTES):
+        total[part] += torch.mm(gradient[:, part].T, states)

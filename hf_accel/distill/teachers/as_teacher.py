@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME
 from ...errors import UnsupportedError
 from ...models import unwrapped
 from .cache_files import INDEX, PARTIAL
-from .identity import AUTO_CLASSES, auto_class_of
+from .labels import auto_class_of
 from .live import BaseTeacher, ModelTeacher
 from .teacher import Teacher
 from .teacher_cache import TeacherCache
@@ -25,7 +25,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on a hub
 
 
 def as_teacher(teacher: Any) -> Teacher:
-    """A model, "base" for the student without its adapters, a Teacher, or the folder of a TeacherCache."""
+    """The Teacher for a model, for "base" (the student without its adapters), or for the folder of a TeacherCache."""
     if isinstance(teacher, Teacher):
         return teacher
     if isinstance(teacher, str) and teacher == "base":
@@ -65,7 +65,7 @@ def load_teacher(
     device: torch.device,
     keywords: dict[str, Any] | str | None = None,
 ) -> Teacher:
-    """A name or path is loaded for the student's task, with `keywords` for from_pretrained. "base" is a LoRA student
+    """Load a name or path for the student's task, with `keywords` for from_pretrained. "base" is a LoRA student
     without its adapters. A model is moved to `device`, unless it was placed or quantized by others."""
     is_name = names_model(given)
     if keywords and not is_name:
@@ -81,12 +81,12 @@ def load_teacher(
 
 
 def _load(name: str, student: Any, keywords: dict[str, Any]) -> PreTrainedModel:
-    kind = auto_class_of(student)
-    if kind is None:
+    loader = auto_class_of(student)
+    if loader is None:
         known = type(unwrapped(student)).__name__
         raise UnsupportedError(f"teacher_model={name!r}: load it yourself; no class is known for {known}")
     try:
-        model: PreTrainedModel = getattr(transformers, AUTO_CLASSES[kind]).from_pretrained(name, **keywords)
+        model: PreTrainedModel = getattr(transformers, loader).from_pretrained(name, **keywords)
     except OSError as error:
         raise UnsupportedError(
             f"teacher_model={name!r} is no folder of a model or of a TeacherCache, and no model of this name can be "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import suppress
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,103 +17,21 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ...errors import HfAccelError, UnsupportedError
+from ...hardware.atomic import locked
 from ...models import unwrapped
 from ..losses.logit_rows import DenseRows
 from ..losses.positions import IGNORED
-from .cache_files import INDEX, LOCK, PARTIAL, SHARD, CacheSettings, Index, Shard, StoredRow, write_shard
-from .identity import task_of
+from .cache_files import INDEX, LOCK, PARTIAL, Answers, CacheSettings, Index, Shard, write_shard
+from .labels import task_of
 from .live import output_at
 from .teacher import PACKING
 from .texts import READ, Text, batch_texts
-from .top_logits import TopLogits, top_logits
+from .top_logits import top_logits
 
+SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
 SEED = 0
 # This many batches are sorted by length together.
 SORTED_BATCHES = 64
-
-
-@dataclass(frozen=True)
-class Question:
-    """A text and the positions to answer for, int32 [n]."""
-
-    text: Text
-    positions: Tensor
-
-    @property
-    def name(self) -> tuple[bytes, int]:
-        return self.text.key, zlib.crc32(self.positions.numpy().data)
-
-
-class CacheWriter:
-    """Adds shards to a folder; `finish` makes them a cache."""
-
-    def __init__(self, folder: Path, index: Index, shard_bytes: int) -> None:
-        self._folder, self._index, self._shard_bytes = folder, index, shard_bytes
-        self._waiting: list[StoredRow] = []
-        self._bytes = 0
-        numbers = [int(found[1]) for file in folder.iterdir() if (found := SHARD.fullmatch(file.name))]
-        self._number = max(numbers, default=-1) + 1
-
-    def add(self, row: StoredRow) -> None:
-        self._waiting.append(row)
-        self._bytes += sum(t.nbytes for t in (row.positions, *row.answers.tensors()))
-        if self._bytes >= self._shard_bytes:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._waiting:
-            return
-        file = self._folder / f"shard-{self._number:05d}.safetensors"
-        self._index.shards.append(write_shard(file, self._waiting, self._index.settings))
-        self._number, self._waiting, self._bytes = self._number + 1, [], 0
-        self._index.write(self._folder / PARTIAL)
-
-    def finish(self) -> None:
-        self.flush()
-        self._index.write(self._folder / INDEX)
-        (self._folder / PARTIAL).unlink(missing_ok=True)
-        listed = {entry.file for entry in self._index.shards}
-        for file in self._folder.iterdir():
-            if SHARD.fullmatch(file.name) and file.name not in listed:
-                file.unlink()
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """The settings with which a cache is made; see TeacherCache.build."""
-
-    batch_size: int
-    collator: Callable[[list[Any]], Mapping[str, Any]] | None
-    shard_bytes: int
-    overwrite: bool
-    progress: bool
-
-
-def write_cache(teacher: Any, dataset: Any, folder: Path, settings: CacheSettings, *, options: BuildOptions) -> None:
-    """Ask the teacher for every row of the dataset that the folder does not have yet. See TeacherCache.build."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
-        index = _start(folder, settings, options.overwrite)
-        writer = CacheWriter(folder, index, options.shard_bytes)
-        seen = Seen(index, folder)
-        size = options.batch_size
-        # A build that goes on draws other ids than the one that was interrupted.
-        generator = torch.Generator(teacher.device).manual_seed(SEED + len(index.shards))
-        total = len(dataset) if hasattr(dataset, "__len__") else None
-        bar = logging.tqdm(total=total, desc="Asking the teacher", unit=" rows", disable=not options.progress)
-        with bar:
-            for window in _windows(dataset, size * SORTED_BATCHES):
-                new, shown = seen.new(_questions(window, teacher, settings, options.collator)), 0
-                for done, batch in enumerate(_batches(new, size), 1):
-                    for row in _ask(teacher, batch, settings, generator):
-                        writer.add(row)
-                    reached = round(min(1.0, done * size / len(new)) * len(window))
-                    bar.update(reached - shown)
-                    shown = reached
-                bar.update(len(window) - shown)
-        if not seen.any:
-            raise UnsupportedError("the dataset has no row to learn from; nothing was written")
-        writer.finish()
 
 
 def survey(teacher: Any, vocab_size: int | None) -> tuple[str, int]:
@@ -128,170 +46,196 @@ def survey(teacher: Any, vocab_size: int | None) -> tuple[str, int]:
     if task == "sequence" and getattr(config, "problem_type", None) not in (None, "single_label_classification"):
         raise UnsupportedError(f"problem_type={config.problem_type!r}: only one label of several can be distilled")
     ids = torch.zeros(1, 2, dtype=torch.int64)
-    select = torch.ones(1, dtype=torch.bool) if task == "sequence" else torch.ones_like(ids, dtype=torch.bool)
-    classes: int = logits_of(teacher, {"input_ids": ids}, select).shape[-1]
+    classes = _logits(teacher, {"input_ids": ids}, ids[:, 0] == 0 if task == "sequence" else ids == 0).shape[-1]
     if vocab_size is not None and not 0 < vocab_size <= classes:
         raise UnsupportedError(f"vocab_size={vocab_size}: the teacher has {classes} ids")
     return task, vocab_size or classes
 
 
-def _start(folder: Path, settings: CacheSettings, overwrite: bool) -> Index:
-    """The index to go on from: of a build that was interrupted, of the complete cache, or an empty one."""
-    if overwrite:
-        (folder / PARTIAL).unlink(missing_ok=True)
-        return Index(settings)
-    for name in (PARTIAL, INDEX):
-        if not (folder / name).exists():
-            continue
-        found = Index.read(folder / name)
-        if different := found.settings.differences(settings):
-            what = "a teacher's cache" if name == INDEX else "an interrupted build"
-            raise UnsupportedError(
-                f"{folder} holds {what} of something else ({different}); pass overwrite=True, or another path"
-            )
-        return found
-    return Index(settings)
+class CacheBuilder:
+    """Asks a teacher for every text of a dataset that a folder does not have yet. See TeacherCache.build.
 
+    Each text is stored once. One that comes again with other labels is stored again, with all its positions, and then
+    that answer counts.
+    """
 
-class Seen:
-    """The texts that are stored, each once. A text that comes again with other labels is stored again, with all its
-    positions, and then that answer counts."""
+    def __init__(
+        self,
+        teacher: Any,
+        folder: Path,
+        settings: CacheSettings,
+        *,
+        batch_size: int,
+        collator: Callable[[list[Any]], Mapping[str, Any]] | None,
+        shard_bytes: int,
+    ) -> None:
+        self.teacher, self.folder, self.settings = teacher, folder, settings
+        self.batch_size, self.collator, self.shard_bytes = batch_size, collator, shard_bytes
+        self._accepted = inspect.signature(unwrapped(teacher).forward).parameters
+        self._waiting: list[tuple[bytes, Answers]] = []
+        self._bytes = 0
+        # The positions that are stored of each text, by their checksum.
+        self._known: dict[bytes, int] = {}
 
-    def __init__(self, index: Index, folder: Path) -> None:
-        """Shards that are missing or damaged are taken off the index, so that their texts are asked for again."""
-        self._task = index.settings.task
-        self._positions: dict[bytes, int] = {}
-        intact = []
-        for entry in index.shards:
-            with suppress(HfAccelError):
-                shard = Shard(folder, entry, index.settings)
-                intact.append(entry)
-                for number, key in enumerate(shard.keys()):
-                    self._positions[key] = zlib.crc32(shard.positions(number).numpy().data)
-        index.shards = intact
+    def run(self, dataset: Any, *, overwrite: bool, progress: bool) -> None:
+        if isinstance(dataset, Mapping):
+            raise UnsupportedError(f"the dataset is a mapping of {', '.join(map(str, dataset))}; give one of them")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # The processes of a training find what the first of them has built.
+        with locked(self.folder / LOCK):
+            self._begin(overwrite)
+            self._ask_for(dataset, progress)
+            if not self._known:
+                raise UnsupportedError("the dataset has no row to learn from; nothing was written")
+            self._finish()
 
-    @property
-    def any(self) -> bool:
-        return bool(self._positions)
+    def _begin(self, overwrite: bool) -> None:
+        """Go on from an interrupted build, from the complete cache, or from nothing.
 
-    def new(self, questions: Iterable[Question]) -> list[Question]:
-        """Returns the questions to ask. A later question about the same text replaces the one before."""
-        found: dict[bytes, Question] = {}
-        for question in questions:
-            key, positions = question.name
-            known = self._positions.get(key)
-            if known == positions:
-                continue
-            if known is not None:
-                question = Question(question.text, every_position(question.text, self._task))
-                if known == question.name[1]:
-                    continue
-            self._positions[key] = question.name[1]
-            found[key] = question
+        Shards that are missing or damaged are left out, so that their texts are asked for again.
+        """
+        if overwrite:
+            (self.folder / PARTIAL).unlink(missing_ok=True)
+        name = next((name for name in (PARTIAL, INDEX) if not overwrite and (self.folder / name).exists()), None)
+        self._index, names = Index(self.settings, []), [file.name for file in self.folder.iterdir()]
+        if name is not None:
+            found = Index.read(self.folder / name)
+            names += found.shards
+            if different := found.settings.differences(self.settings):
+                what = "a teacher's cache" if name == INDEX else "an interrupted build"
+                raise UnsupportedError(
+                    f"{self.folder} holds {what} of something else ({different}); pass overwrite=True, or another path"
+                )
+            for file in found.shards:
+                with suppress(HfAccelError):
+                    shard = Shard(self.folder / file, self.settings)
+                    self._known |= {key: _sum(shard.positions(at)) for at, key in enumerate(shard.keys)}
+                    self._index.shards.append(file)
+        numbers = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
+        self._number = max(numbers, default=-1) + 1
+        # A build that goes on draws other ids than the one that was interrupted.
+        self._generator = torch.Generator(self.teacher.device).manual_seed(SEED + len(self._index.shards))
+
+    def _ask_for(self, dataset: Any, progress: bool) -> None:
+        total = len(dataset) if hasattr(dataset, "__len__") else None
+        # iter() over numbers need not know the end of a dataset that has only these two.
+        by_number = total is not None and hasattr(dataset, "__getitem__")
+        items = (dataset[i] for i in range(len(dataset))) if by_number else iter(dataset)
+        bar = logging.tqdm(total=total, desc="Asking the teacher", unit=" rows", disable=not progress)
+        with bar:
+            while window := list(islice(items, self.batch_size * SORTED_BATCHES)):
+                # Texts of similar length together, the longest first: what does not fit in memory fails at once.
+                new, left = sorted(self._new(window), key=len, reverse=True), len(window)
+                for at in range(0, len(new), self.batch_size):
+                    self._ask(new[at : at + self.batch_size])
+                    shown = min(left, self.batch_size)
+                    bar.update(shown)
+                    left -= shown
+                bar.update(left)
+
+    # -- what to ask -----------------------------------------------------------------------------------
+
+    def _new(self, items: Iterable[Any]) -> list[Text]:
+        """The texts to ask for. One that comes later replaces the same before it."""
+        found: dict[bytes, Text] = {}
+        for text in (text for item in items for text in self._texts(item)):
+            known = self._known.get(text.key)
+            if known not in (None, _sum(text.positions)):
+                text = self._everywhere(text)
+            if known != _sum(text.positions):
+                self._known[text.key] = _sum(text.positions)
+                found[text.key] = text
         return list(found.values())
 
-
-def every_position(text: Text, task: str) -> Tensor:
-    """The positions at which a model of this task predicts, int32: a causal one predicts nothing at the last."""
-    return torch.arange({"causal": len(text) - 1, "token": len(text), "sequence": 1}[task], dtype=torch.int32)
-
-
-def _windows(dataset: Any, size: int) -> Iterator[list[Any]]:
-    if isinstance(dataset, Mapping):
-        raise UnsupportedError(f"the dataset is a mapping of {', '.join(map(str, dataset))}; give one of them")
-    # iter() over numbers need not know the end of a dataset that has only these two.
-    by_number = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    items = (dataset[i] for i in range(len(dataset))) if by_number else iter(dataset)
-    while window := list(islice(items, size)):
-        yield window
-
-
-def _questions(
-    items: list[Any], teacher: Any, settings: CacheSettings, collator: Callable[[list[Any]], Mapping[str, Any]] | None
-) -> Iterator[Question]:
-    accepted = inspect.signature(unwrapped(teacher).forward).parameters
-    for item in items:
-        inputs = _as_batch(collator([item]) if collator is not None else item, accepted)
-        labels = inputs.get("labels")
+    def _texts(self, item: Any) -> Iterator[Text]:
+        """The texts of a row of the dataset, each with the positions that are to be answered for."""
+        inputs = self._inputs(self.collator([item]) if self.collator is not None else item)
+        labels, task = inputs.get("labels"), self.settings.task
         for text in batch_texts(inputs):
-            positions = every_position(text, settings.task)
-            if settings.positions == "labels" and labels is not None and settings.task != "sequence":
-                if labels.shape != inputs["input_ids"].shape:
-                    raise UnsupportedError(f"labels of shape {tuple(labels.shape)} for {text}: one is needed for each")
-                has_label = labels[text.row, text.start : text.stop] != IGNORED
-                positions = positions[has_label[1:] if settings.task == "causal" else has_label]
-            if len(positions):
-                yield Question(text, positions)
+            if self.settings.positions == "all" or labels is None or task == "sequence":
+                text = self._everywhere(text)
+            elif labels.shape != inputs["input_ids"].shape:
+                raise UnsupportedError(f"labels of shape {tuple(labels.shape)} for {text}: one is needed for each")
+            else:
+                has_label = labels[text.row, text.start : text.start + len(text)] != IGNORED
+                text = text.at(has_label[1:] if task == "causal" else has_label)
+            if len(text.positions):
+                yield text
+
+    def _everywhere(self, text: Text) -> Text:
+        """A causal model predicts nothing at the last position, a classifier one class of all."""
+        return text.at(torch.ones({"causal": len(text) - 1, "token": len(text), "sequence": 1}[self.settings.task]))
+
+    def _inputs(self, item: Any) -> dict[str, Tensor]:
+        """The columns of a dataset's item that a model reads, as tensors [1, T]."""
+        given = dict(item) if isinstance(item, Mapping) else {"input_ids": item}
+        if "input_ids" not in given:
+            raise UnsupportedError(
+                f"a row of the dataset has {', '.join(map(str, given)) or 'nothing'}, and no input_ids; tokenize it "
+                "first, or pass the collator that does"
+            )
+        read = {*self._accepted, *READ, *PACKING, "labels"}
+        try:
+            tensors = {k: torch.as_tensor(v) for k, v in given.items() if v is not None and k in read}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedError(f"a row of the dataset is not made of ids: {error}; tokenize it first") from error
+        return {name: tensor[None] if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}
+
+    # -- the answers -----------------------------------------------------------------------------------
+
+    def _ask(self, texts: list[Text]) -> None:
+        inputs, select = _padded(texts, getattr(self.teacher.config, "pad_token_id", None) or 0)
+        if self.settings.task == "sequence":
+            select = select[:, 0]
+        logits = _logits(self.teacher, inputs, select)[:, : self.settings.vocab_size]
+        found = vars(top_logits(logits, self.settings, self._generator).with_each(Tensor.cpu))
+        answers = Answers(**found, positions=torch.cat([text.positions for text in texts]))
+        ends = accumulate((len(text.positions) for text in texts), initial=0)
+        for text, (start, stop) in zip(texts, pairwise(ends), strict=True):
+            self._waiting.append((text.key, answers[start:stop]))
+            self._bytes += self._waiting[-1][1].nbytes
+            if self._bytes >= self.shard_bytes:
+                self._flush()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        file = self.folder / f"shard-{self._number:05d}.safetensors"
+        keys, rows = zip(*self._waiting, strict=True)
+        write_shard(file, self.settings, keys, rows)
+        self._number, self._waiting, self._bytes = self._number + 1, [], 0
+        self._index.shards.append(file.name)
+        self._index.write(self.folder / PARTIAL)
+
+    def _finish(self) -> None:
+        self._flush()
+        self._index.write(self.folder / INDEX)
+        (self.folder / PARTIAL).unlink(missing_ok=True)
+        listed = set(self._index.shards)
+        for file in self.folder.iterdir():
+            if SHARD.fullmatch(file.name) and file.name not in listed:
+                file.unlink()
 
 
-def _as_batch(item: Any, accepted: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The columns of a dataset's item that a model reads, as tensors [1, T]."""
-    given = dict(item) if isinstance(item, Mapping) else {"input_ids": item}
-    if "input_ids" not in given:
-        raise UnsupportedError(
-            f"a row of the dataset has {', '.join(map(str, given)) or 'nothing'}, and no input_ids; tokenize it "
-            "first, or pass the collator that does"
-        )
-    kept = {k: v for k, v in given.items() if v is not None and (k in accepted or k in (*READ, *PACKING, "labels"))}
-    try:
-        tensors = {name: torch.as_tensor(value) for name, value in kept.items()}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UnsupportedError(f"a row of the dataset is not made of ids: {error}; tokenize it first") from error
-    return {name: tensor[None] if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}
+def _sum(positions: Tensor) -> int:
+    return zlib.crc32(positions.numpy().data)
 
 
-def _batches(questions: list[Question], size: int) -> Iterator[list[Question]]:
-    """Texts of similar length together, the longest first, so that what does not fit in memory fails at once."""
-    ordered = sorted(questions, key=lambda question: len(question.text), reverse=True)
-    for at in range(0, len(ordered), size):
-        yield ordered[at : at + size]
-
-
-def _ask(
-    teacher: Any, batch: list[Question], settings: CacheSettings, generator: torch.Generator
-) -> Iterator[StoredRow]:
-    inputs, select = _padded(batch, getattr(teacher.config, "pad_token_id", None) or 0)
-    if settings.task == "sequence":
-        select = select[:, 0]
-    logits = logits_of(teacher, inputs, select.to(teacher.device))
-    found = top_logits(logits[:, : settings.vocab_size], settings.choice, generator)
-    counts = [len(question.positions) for question in batch]
-    stored = (found.ids.to(settings.id_dtype), *found.tensors()[1:])
-    parts = [tensor.cpu().split(counts) for tensor in stored]
-    for question, *answers in zip(batch, *parts, strict=True):
-        yield StoredRow(question.text.key, question.positions, TopLogits(*(part.clone() for part in answers)))
-
-
-def logits_of(teacher: Any, inputs: Mapping[str, Tensor], select: Tensor) -> Tensor:
-    rows = output_at(teacher, inputs, select)
+def _logits(teacher: Any, inputs: Mapping[str, Tensor], select: Tensor) -> Tensor:
+    rows = output_at(teacher, inputs, select.to(teacher.device))
     assert isinstance(rows, DenseRows)
     return rows.logits
 
 
-def _padded(batch: list[Question], pad: int) -> tuple[dict[str, Tensor], Tensor]:
+def _padded(texts: list[Text], pad: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return the teacher's inputs, padded to the right, and the positions [B, T] to answer for."""
-    texts = [question.text for question in batch]
     ids = pad_sequence([text.ids for text in texts], batch_first=True, padding_value=pad)
     inputs = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
     if any(text.types is not None for text in texts):
         types = [torch.zeros_like(text.ids) if text.types is None else text.types for text in texts]
         inputs["token_type_ids"] = pad_sequence(types, batch_first=True)
     select = torch.zeros_like(ids, dtype=torch.bool)
-    for row, question in enumerate(batch):
-        inputs["attention_mask"][row, : len(question.text)] = 1
-        select[row, question.positions.long()] = True
+    for row, text in enumerate(texts):
+        inputs["attention_mask"][row, : len(text)] = 1
+        select[row, text.positions.long()] = True
     return inputs, select
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process writes; others on this machine wait, and find its rows. A lock dies with its process."""
-    try:
-        import fcntl
-    except ImportError:
-        # Windows has no such lock.
-        yield
-        return
-    with (folder / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -1,17 +1,16 @@
 """A teacher's answers on disk: safetensors shards, and an index that is written last.
 
-Every file is written under another name, brought to the disk and renamed. `partial.json` lists the shards of a build
-that goes on; as its last act it becomes `index.json`. What an index does not list does not exist.
+`partial.json` lists the shards of a build that goes on; as its last act it becomes `index.json`. What an index does
+not list does not exist. Every file is replaced as a whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
 import zlib
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +22,41 @@ from torch import Tensor
 from ...errors import HfAccelError, UnsupportedError
 from ...hardware.atomic import replaced_file
 from ...keywords import one_of
-from .identity import hash_json
+from ...models import unwrapped
+from ...undo.state import find_state
 from .texts import DIGEST_BYTES
 from .top_logits import KeptLogits, TopLogits
 
-FORMAT = 1
+FORMAT = 2  # 1 had more about each shard in its index, and is read too
 INDEX, PARTIAL, LOCK = "index.json", "partial.json", "build.lock"
-SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
-ANSWERS = tuple(part.name for part in fields(TopLogits))
-TABLE = ("keys", "starts", "checks")
-STORED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-SMALL_VOCABULARY = 2**16
+COLUMNS = ("positions", "ids", "logits", "log_sums", "thresholds")
+# So many numbers of each of a teacher's tensors tell it from others.
+SAMPLES = 4096
+# These entries of a config are described elsewhere, or change none of a teacher's answers.
+VOLATILE = {"transformers_version", "use_cache", "dtype", "torch_dtype", "quantization_config"}
 
 
-@dataclass(frozen=True)
-class CacheSettings:
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings(KeptLogits):
     """The settings that identify a cache. Two builds with the same settings may share a folder.
 
-    task: "causal" (position i predicts token i + 1), "token" (itself) or "sequence" (one answer a text).
-    positions: "all", or "labels" for those with a label. top_k: of the ids of each position the last `samples` are
-    drawn from the rest, at the highest of the temperatures. tokenizer: a hash of its vocabulary.
+    teacher: see `describe`. tokenizer: a hash of its vocabulary. task: see `task_of`. positions: "all", or "labels"
+    for those with a label.
     """
 
     teacher: dict[str, Any]
     tokenizer: str | None
     task: str
     positions: str
-    vocab_size: int
-    top_k: int
-    samples: int
-    temperatures: list[float]
-    dtype: str
 
     def __post_init__(self) -> None:
-        if not self.temperatures or not all(0 < t < math.inf for t in self.temperatures):
-            raise UnsupportedError(f"temperatures={self.temperatures}: one or more finite numbers above 0")
+        super().__post_init__()
         one_of("positions", self.positions, ("labels", "all"))
-        one_of("dtype", self.dtype, tuple(STORED_DTYPES))
-        if not 0 <= self.samples < self.top_k or (self.samples and self.top_k == self.vocab_size):
-            raise UnsupportedError(
-                f"samples={self.samples}: at least one of the top_k={self.top_k} ids is the best one, and nothing can "
-                "be drawn where top_k is all ids"
-            )
 
     @property
-    def choice(self) -> KeptLogits:
-        return KeptLogits(self.top_k - self.samples, self.samples, self.temperatures, STORED_DTYPES[self.dtype])
-
-    @property
-    def id_dtype(self) -> torch.dtype:
-        return torch.uint16 if self.vocab_size <= SMALL_VOCABULARY else torch.int32
+    def hash(self) -> str:
+        """The same for two builds that may share a folder."""
+        return hash_json(self._flat())
 
     def differences(self, other: CacheSettings) -> str:
         """A description of what differs from `other`; the teacher's name does not count."""
@@ -85,127 +69,99 @@ class CacheSettings:
         return {**teacher, **flat}
 
 
-@dataclass(frozen=True)
-class ShardEntry:
-    """bytes: of the file. table: a hash of the shard's table of rows."""
-
-    file: str
-    bytes: int
-    rows: int
-    positions: int
-    table: str
-
-
 @dataclass
 class Index:
-    """The index of a cache: its settings and its shards."""
+    """The settings of a cache, and the names of its shards."""
 
     settings: CacheSettings
-    shards: list[ShardEntry] = field(default_factory=list)
+    shards: list[str]
 
     @classmethod
     def read(cls, file: Path) -> Index:
-        """Raises HfAccelError, with the file's name, for what is not an intact index of this format."""
+        """Raise HfAccelError, with the file's name, for what is not an intact index of this format."""
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             version = content["format"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise HfAccelError(f"{file} is not the index of a teacher's cache ({error!r}); build it again") from error
-        if version != FORMAT:
+        if version not in (1, FORMAT):
             raise HfAccelError(
-                f"{file} has format {version!r}, and this hf_accel reads {FORMAT}; build the cache again"
+                f"{file} has format {version!r}, and this hf_accel reads 1 to {FORMAT}; build the cache again"
             )
         if content.pop("check", None) != hash_json(content):
             raise HfAccelError(f"{file} was changed after it was written; build the cache again")
-        return cls(CacheSettings(**content["settings"]), [ShardEntry(**entry) for entry in content["shards"]])
+        shards = [shard["file"] for shard in content["shards"]] if version == 1 else content["shards"]
+        return cls(CacheSettings(**content["settings"]), shards)
 
     def write(self, file: Path) -> None:
-        content = {"format": FORMAT, "settings": asdict(self.settings), "shards": [asdict(s) for s in self.shards]}
-        text = json.dumps({**content, "check": hash_json(content)}, indent=1)
-        with replaced_file(file, errors=(SafetensorError,)) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        content = {"format": FORMAT, **asdict(self)}
+        with replaced_file(file) as temporary:
+            temporary.write_text(json.dumps({**content, "check": hash_json(content)}, indent=1), encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class StoredRow:
-    """One text: its positions, int32 [n], ascending, and the teacher's answers there."""
+class Answers(TopLogits):
+    """A teacher's answers at `positions` of a text, int32 [N], ascending."""
 
-    key: bytes
     positions: Tensor
-    answers: TopLogits
+
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(self, name).nbytes for name in COLUMNS)
+
+    def checksum(self, key: bytes) -> int:
+        """CRC-32 of all that is stored of a text."""
+        total = zlib.crc32(key)
+        for name in COLUMNS:
+            total = zlib.crc32(getattr(self, name).contiguous().flatten().view(torch.uint8).numpy().data, total)
+        return total
 
 
-def write_shard(file: Path, rows: list[StoredRow], settings: CacheSettings) -> ShardEntry:
-    """rows: at least one; tensors on the CPU."""
-    counts = torch.tensor([0, *(len(row.positions) for row in rows)])
-    keys = bytearray(b"".join(row.key for row in rows))
+def write_shard(file: Path, settings: CacheSettings, keys: Sequence[bytes], rows: Sequence[Answers]) -> None:
+    """Write the answers for one or more texts, with tensors on the CPU."""
     tensors = {
-        "positions": torch.cat([row.positions for row in rows]),
-        **dict(zip(ANSWERS, map(torch.cat, zip(*(row.answers.tensors() for row in rows), strict=True)), strict=True)),
-        "keys": torch.frombuffer(keys, dtype=torch.uint8).view(-1, DIGEST_BYTES),
-        "starts": counts.cumsum(0),
-        "checks": torch.tensor([row_checksum(row) for row in rows]),
+        **vars(Answers.joined(rows)),
+        "keys": torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, DIGEST_BYTES),
+        "starts": torch.tensor([0, *map(len, rows)]).cumsum(0),
+        "checks": torch.tensor([row.checksum(key) for key, row in zip(keys, rows, strict=True)]),
     }
     with replaced_file(file, errors=(SafetensorError,)) as temporary:
-        save_file(tensors, temporary, metadata={"format": f"hf_accel teacher cache {FORMAT}"})
-        size = temporary.stat().st_size
-    return ShardEntry(file.name, size, len(rows), len(tensors["positions"]), _hash_table(tensors))
-
-
-def row_checksum(row: StoredRow) -> int:
-    """CRC-32 of all that is stored of a row."""
-    total = zlib.crc32(row.key)
-    for tensor in (row.positions, *row.answers.tensors()):
-        total = zlib.crc32(_buffer(tensor), total)
-    return total
-
-
-def _hash_table(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for name in TABLE:
-        digest.update(_buffer(tensors[name]))
-    return digest.hexdigest()
-
-
-def _buffer(tensor: Tensor) -> Any:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+        metadata = {"format": f"hf_accel teacher cache {FORMAT}", "settings": settings.hash}
+        save_file(tensors, temporary, metadata=metadata)
 
 
 class Shard:
     """One file, mapped into memory: a row is read from the disk when it is asked for, and checked then."""
 
-    def __init__(self, folder: Path, entry: ShardEntry, settings: CacheSettings) -> None:
-        """Raises HfAccelError, with the file's name, if it is missing, cut short or not what the index says."""
-        self.file = folder / entry.file
+    def __init__(self, file: Path, settings: CacheSettings) -> None:
+        """Raise HfAccelError, with the file's name, if it is missing, cut short or of other settings."""
+        self.file = file
         try:
-            size = self.file.stat().st_size
-        except OSError as error:
-            raise HfAccelError(f"{self.file} is missing ({error}); bring it back, or build the cache again") from error
-        if size != entry.bytes:
-            raise self._broken(f"it has {size} bytes instead of {entry.bytes}")
-        try:
-            with safe_open(self.file, framework="pt") as tensors:
-                self._tensors = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in (*COLUMNS, "keys", "starts", "checks")}
+                written_for = opened.metadata().get("settings", settings.hash)  # format 1 does not say
+        except FileNotFoundError as error:
+            raise HfAccelError(f"{file} is missing; bring it back, or build the cache again") from error
         except (OSError, SafetensorError) as error:
             raise self._broken(str(error)) from error
-        if {name: (t.dtype, tuple(t.shape)) for name, t in self._tensors.items()} != _layout(entry, settings):
-            raise self._broken("its tensors have other names, dtypes or shapes")
-        if _hash_table(self._tensors) != entry.table:
-            raise self._broken("its table of rows has changed")
-        self._starts: list[int] = self._tensors["starts"].tolist()
+        if written_for != settings.hash:
+            raise self._broken("it belongs to another cache")
+        stored = tensors.pop("keys").numpy().tobytes()
+        self.keys = [stored[at : at + DIGEST_BYTES] for at in range(0, len(stored), DIGEST_BYTES)]
+        self._starts: list[int] = tensors.pop("starts").tolist()
+        self._checks = tensors.pop("checks")
+        self._answers = Answers(**tensors)
 
-    def keys(self) -> list[bytes]:
-        stored = self._tensors["keys"].numpy().tobytes()
-        return [stored[at : at + DIGEST_BYTES] for at in range(0, len(stored), DIGEST_BYTES)]
+    def __len__(self) -> int:
+        """The number of positions that are answered for."""
+        return len(self._answers)
 
-    def positions(self, row: int) -> Tensor:
-        return self._tensors["positions"][self._starts[row] : self._starts[row + 1]]
+    def positions(self, number: int) -> Tensor:
+        return self._answers.positions[self._starts[number] : self._starts[number + 1]]
 
-    def row(self, number: int) -> StoredRow:
-        part = slice(self._starts[number], self._starts[number + 1])
-        answers = TopLogits(*(self._tensors[name][part] for name in ANSWERS))
-        row = StoredRow(self._tensors["keys"][number].numpy().tobytes(), self._tensors["positions"][part], answers)
-        if row_checksum(row) != int(self._tensors["checks"][number]):
+    def row(self, number: int) -> Answers:
+        row = self._answers[self._starts[number] : self._starts[number + 1]]
+        if row.checksum(self.keys[number]) != int(self._checks[number]):
             raise self._broken(f"row {number} has changed")
         return row
 
@@ -213,14 +169,47 @@ class Shard:
         return HfAccelError(f"{self.file} is damaged: {cause}; delete it and build the cache again")
 
 
-def _layout(entry: ShardEntry, settings: CacheSettings) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+# -- what a cache belongs to ---------------------------------------------------------------------------
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """Describe a teacher by what JSON can hold. weights: a hash of a sample of each tensor, those of adapters and
+    quantized layers included."""
+    base = unwrapped(model)
+    state = find_state(base)
+    config = {k: v for k, v in base.config.to_dict().items() if not k.startswith("_") and k not in VOLATILE}
     return {
-        "positions": (torch.int32, (entry.positions,)),
-        "ids": (settings.id_dtype, (entry.positions, settings.top_k)),
-        "logits": (STORED_DTYPES[settings.dtype], (entry.positions, settings.top_k)),
-        "log_sums": (torch.float32, (entry.positions, len(settings.temperatures))),
-        "thresholds": (torch.float32, (entry.positions,)),
-        "keys": (torch.uint8, (entry.rows, DIGEST_BYTES)),
-        "starts": (torch.int64, (entry.rows + 1,)),
-        "checks": (torch.int64, (entry.rows,)),
+        "name": base.config.name_or_path,
+        "class": type(base).__name__,
+        "config": hash_json(config),
+        "weights": _hash_weights(model),
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "patched": str(state.config) if state is not None else None,
     }
+
+
+def hash_vocabulary(tokenizer: Any) -> str:
+    """A hash of the pairs of token and id."""
+    return hash_json(sorted(tokenizer.get_vocab().items()))
+
+
+def hash_json(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _hash_weights(model: Any) -> str:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for prefix, module in model.named_modules():
+        own: dict[str, Any] = {}
+        module._save_to_state_dict(own, f"{prefix}.", False)  # a quantized layer unpacks here, one at a time
+        for name, tensor in own.items():
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor.is_meta:
+                raise UnsupportedError(f"{name} of the teacher is on the meta device; load its weights first")
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
+            digest.update(sample.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,7 +1,9 @@
-"""The way in which a model reads its labels: the label of each position, and the divisor of the loss."""
+"""The task of a model, and the way in which it reads its labels: the label of each position, and the divisor of the
+loss."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +17,49 @@ from transformers.loss.loss_utils import (
     ForSequenceClassificationLoss,
     ForTokenClassification,
 )
+from transformers.models.auto import modeling_auto
 
 from ...errors import UnsupportedError
 from ...models import unwrapped
 from ..losses.positions import learnt
 
 CLASSIFYING = (ForSequenceClassificationLoss, ForTokenClassification)
+AUTO_CLASSES = {  # how modeling_auto's mappings are called, and who loads their classes
+    "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "MASKED_LM": "AutoModelForMaskedLM",
+    "TOKEN_CLASSIFICATION": "AutoModelForTokenClassification",
+    "SEQUENCE_CLASSIFICATION": "AutoModelForSequenceClassification",
+}
+TASKS = {
+    "AutoModelForCausalLM": "causal",
+    "AutoModelForMaskedLM": "token",
+    "AutoModelForTokenClassification": "token",
+    "AutoModelForSequenceClassification": "sequence",
+}
+
+
+def auto_class_of(model: Any) -> str | None:
+    """The class that loads models of this one's class, or of one that it inherits from."""
+    loaders = _loaders()
+    return next((loaders[one.__name__] for one in type(unwrapped(model)).__mro__ if one.__name__ in loaders), None)
+
+
+@functools.cache
+def _loaders() -> dict[str, str]:
+    """The name of the auto class for the name of each of transformers' classes."""
+    found = {}
+    for mapping, loader in AUTO_CLASSES.items():
+        for names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values():
+            found.update(dict.fromkeys([names] if isinstance(names, str) else names, loader))
+    return found
+
+
+def task_of(model: Any) -> str | None:
+    """Return what a model's logits predict: "causal" is the next token, "token" each token itself, "sequence" a class
+    of the whole text. None if it is not known.
+    """
+    return TASKS.get(auto_class_of(model) or "")
 
 
 def loss_of(model: Any) -> Any:
@@ -78,7 +117,7 @@ class Divisor:
         self._probe: Tensor | None = None
 
     def watch(self, kwargs: dict[str, Any]) -> None:
-        """Before a forward pass: puts the probe into its keywords if the answer is not known."""
+        """Put the probe into the keywords of a forward pass if the answer is not known."""
         items = kwargs.get("num_items_in_batch")
         self._probe = None
         if self.is_given is None and items is not None:
@@ -86,7 +125,7 @@ class Divisor:
             kwargs["num_items_in_batch"] = self._probe
 
     def settle(self, loss: Tensor) -> Tensor | None:
-        """After it. Returns the sum of the labels' cross entropies, float32, if the loss's derivative tells it:
+        """Return the sum of the labels' cross entropies, float32, if the derivative of the pass's loss tells it:
         d(sum / items) / d(items) = -sum / items^2."""
         probe, self._probe = self._probe, None
         if probe is None or not loss.requires_grad:
@@ -96,12 +135,13 @@ class Divisor:
         return None if slope is None else -slope * probe.detach() ** 2
 
     def of(self, items: Any, labels: int) -> Any:
-        """items: the number given to the forward pass or None; labels: how many the micro-batch has."""
+        """Return the divisor. items: the number given to the forward pass or None; labels: how many the micro-batch
+        has."""
         return items if self.is_given and items is not None else max(labels, 1)
 
 
 def check_reading(own: Tensor, logits: Tensor, labels: Tensor, shift: bool) -> None:
-    """Compares the sum of cross entropies in the model's own loss with ours under both readings. Raises
+    """Compare the sum of cross entropies in the model's own loss with ours under both readings, and raise
     UnsupportedError if the other reading explains it and this one does not. A loss of another kind passes."""
     if labels.dim() < 2:
         return

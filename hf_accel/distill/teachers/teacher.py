@@ -31,7 +31,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def check(self, student: Any, objective: Objective, tokenizer: Any = None) -> None:
-        """Called before training. Raises UnsupportedError if this teacher cannot teach this student.
+        """Raise UnsupportedError, before training, if this teacher cannot teach this student.
 
         tokenizer: the student's, None where it is not known.
         """

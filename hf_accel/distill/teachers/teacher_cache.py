@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from ...errors import HfAccelError, UnsupportedError
 from ...keywords import checked_keywords, positive_int
 from ..losses.logit_rows import Rows
 from ..losses.objective import Objective
-from .cache_building import BuildOptions, survey, write_cache
-from .cache_files import INDEX, PARTIAL, CacheSettings, Index, Shard
-from .identity import describe, hash_vocabulary, task_of
+from .cache_building import CacheBuilder, survey
+from .cache_files import INDEX, PARTIAL, Answers, CacheSettings, Index, Shard, describe, hash_vocabulary
+from .labels import task_of
 from .teacher import Teacher, takes_teacher_model
-from .texts import SHOWN, Text, batch_texts
-from .top_logits import TopLogits
+from .texts import SHOWN, Text, batch_texts, texts_at
 
 SHARD_BYTES = 2**28
 
@@ -47,8 +45,8 @@ class TeacherCache(Teacher):
             cause = "its build was interrupted" if (self.path / PARTIAL).exists() else f"there is no {INDEX}"
             raise HfAccelError(f"{self.path} is not a complete teacher's cache: {cause}; call TeacherCache.build")
         self._index = Index.read(self.path / INDEX)
-        self._shards = [Shard(self.path, entry, self.settings) for entry in self._index.shards]
-        self._places = {key: (s, number) for s in self._shards for number, key in enumerate(s.keys())}
+        self._shards = [Shard(self.path / file, self.settings) for file in self._index.shards]
+        self._places = {key: (s, number) for s in self._shards for number, key in enumerate(s.keys)}
         self._objective: Objective | None = None
 
     @classmethod
@@ -113,8 +111,10 @@ class TeacherCache(Teacher):
             temperatures=sorted({float(t) for t in temperatures}),
             dtype=dtype,
         )
-        options = BuildOptions(batch_size, collator, shard_bytes, overwrite, progress)
-        write_cache(teacher_model, dataset, path, settings, options=options)
+        builder = CacheBuilder(
+            teacher_model, path, settings, batch_size=batch_size, collator=collator, shard_bytes=shard_bytes
+        )
+        builder.run(dataset, overwrite=overwrite, progress=progress)
         return cls(path)
 
     @property
@@ -122,26 +122,25 @@ class TeacherCache(Teacher):
         return self._index.settings
 
     def __len__(self) -> int:
-        """Texts."""
+        """The number of texts."""
         return len(self._places)
 
     @property
     def num_tokens(self) -> int:
-        """Positions that are answered for."""
-        return sum(entry.positions for entry in self._index.shards)
+        """The number of positions that are answered for."""
+        return sum(map(len, self._shards))
 
     @property
     def bytes_per_token(self) -> float:
-        """On disk, all included, per position."""
-        return sum(entry.bytes for entry in self._index.shards) / self.num_tokens
+        """The size of the shards on disk, per position."""
+        return sum(shard.file.stat().st_size for shard in self._shards) / self.num_tokens
 
     def __repr__(self) -> str:
         s = self.settings
         return (
             f"TeacherCache({str(self.path)!r}: {s.teacher['class']} {s.teacher['name']!r}, {len(self):,} texts, "
-            f"{self.num_tokens:,} tokens, top {s.top_k - s.samples} + {s.samples} drawn of {s.vocab_size:,}, "
-            f"T={s.temperatures}, "
-            f"{self.bytes_per_token:.0f} bytes per token)"
+            f"{self.num_tokens:,} tokens, top {s.best} + {s.samples} drawn of {s.vocab_size:,}, "
+            f"T={s.temperatures}, {self.bytes_per_token:.0f} bytes per token)"
         )
 
     def __reduce__(self) -> Any:
@@ -150,15 +149,20 @@ class TeacherCache(Teacher):
     def check_files(self) -> None:
         """Read everything once. Raises HfAccelError for the first shard with a row that has changed."""
         for shard in self._shards:
-            for number in range(len(shard.keys())):
+            for number in range(len(shard.keys)):
                 shard.row(number)
 
     def check(self, student: Any, objective: Objective, tokenizer: Any = None) -> None:
-        """See Teacher. The rows that are asked for from now on are for this objective."""
+        """Check as Teacher does. The rows that are asked for from now on are for this objective."""
         known = self.settings.tokenizer
         if known is not None and tokenizer is not None and hash_vocabulary(tokenizer) != known:
             raise UnsupportedError(f"{self.path} was built with another tokenizer; use that one, or build it again")
-        self._column(objective.temperature)
+        s, temperature = self.settings, objective.temperature
+        if s.column(temperature) is None and not s.is_whole:
+            raise UnsupportedError(
+                f"{self.path} holds the sums for T={s.temperatures}, and not for temperature={temperature}; train at "
+                f"one of those, or build it with temperatures={(*s.temperatures, temperature)}"
+            )
         self._objective = objective
         task = task_of(student)
         if task is not None and task != self.settings.task:
@@ -175,34 +179,15 @@ class TeacherCache(Teacher):
             )
 
     def rows(self, inputs: Mapping[str, Any], select: Tensor, *, compact: bool = False) -> Rows:
-        """See Teacher. Raises UnsupportedError for a text that is not stored, or a position without an answer."""
+        """Answer as Teacher does. Raises UnsupportedError for a text that is not stored, or a position without an
+        answer."""
         if self._objective is None:
             raise HfAccelError("TeacherCache.check(student, objective) comes before rows(): it says for which loss")
-        found = [self._answers(text, wanted) for text, wanted in _wanted(batch_texts(inputs), select)]
-        parts = zip(*(part.tensors() for part in found or [self._shards[0].row(0).answers[:0]]), strict=True)
-        answers = TopLogits(*(torch.cat(same).to(select.device) for same in parts))
-        s, temperature = self.settings, self._objective.temperature
-        if s.top_k == s.vocab_size:
-            return answers.dense()
-        column, best = self._column(temperature), s.top_k - s.samples
-        if s.samples and self._objective.loss == "fkl":
-            return answers.sampled(best, temperature, column, drawn_at=max(s.temperatures), vocab_size=s.vocab_size)
-        return answers.top(temperature, column, s.vocab_size)
+        found = [self._answers(text) for text in texts_at(select, batch_texts(inputs))]
+        answers = Answers.joined(found or [self._shards[0].row(0)[:0]]).with_each(lambda part: part.to(select.device))
+        return answers.rows(self.settings, self._objective)
 
-    def _column(self, temperature: float) -> int:
-        s = self.settings
-        for column, known in enumerate(s.temperatures):
-            if math.isclose(known, temperature, rel_tol=1e-9):
-                return column
-        if s.top_k == s.vocab_size:
-            return 0
-        raise UnsupportedError(
-            f"{self.path} holds the sums for T={s.temperatures}, and not for temperature={temperature}; train at one "
-            f"of those, or build it with temperatures={(*s.temperatures, temperature)}"
-        )
-
-    def _answers(self, text: Text, wanted: Tensor) -> TopLogits:
-        """wanted: int64 [n], positions within the text, ascending."""
+    def _answers(self, text: Text) -> Answers:
         if text.key not in self._places:
             raise UnsupportedError(
                 f"row {text.row} of the batch, {text}, is not among the {len(self)} texts of {self.path}: packing, "
@@ -210,10 +195,10 @@ class TeacherCache(Teacher):
                 "padding and no attention_mask; build it from the very dataset that is trained on"
             )
         shard, number = self._places[text.key]
-        stored = shard.row(number)
-        if len(wanted) == len(stored.positions) and bool((stored.positions == wanted).all()):
-            return stored.answers
-        at = torch.searchsorted(stored.positions.long(), wanted).clamp_max(len(stored.positions) - 1)
+        stored, wanted = shard.row(number), text.positions
+        if torch.equal(stored.positions, wanted):
+            return stored
+        at = torch.searchsorted(stored.positions, wanted).clamp_max(len(stored) - 1)
         missing = wanted[stored.positions[at] != wanted]
         if len(missing):
             raise UnsupportedError(
@@ -221,22 +206,4 @@ class TeacherCache(Teacher):
                 f"position {missing[:SHOWN].tolist()} on: other labels are trained on than it was built with; build "
                 "it with positions='all'"
             )
-        return stored.answers[at]
-
-
-def _wanted(texts: list[Text], select: Tensor) -> list[tuple[Text, Tensor]]:
-    """The texts that have a selected position, in order, each with those."""
-    select = select.detach().cpu()
-    if select.dim() == 1:  # one answer for each row
-        first = torch.zeros(1, dtype=torch.int64)
-        if [text.row for text in texts] != list(range(len(select))):
-            raise UnsupportedError("a classifier reads one text in each row; packed or empty rows cannot be answered")
-        return [(text, first) for text in texts if select[text.row]]
-    found = [(text, select[text.row, text.start : text.stop].nonzero().flatten()) for text in texts]
-    outside = int(select.sum()) - sum(len(wanted) for _, wanted in found)
-    if outside:
-        raise UnsupportedError(
-            f"{outside} labels are to be predicted from padding (left padding, and a label at the first token); pad "
-            "to the right, or set the first label of each row to -100"
-        )
-    return [(text, wanted) for text, wanted in found if len(wanted)]
+        return stored[at]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,53 +21,72 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens `start` to `stop` of row `row` of a batch, without padding.
+    """Tokens of row `row` of a batch from `start` on, without padding.
 
-    ids: int64 [T]. types: token_type_ids, int64 [T], or None. key: a hash of its content.
+    ids: int64 [T]. types: token_type_ids, int64 [T], or None. key: a hash of its content. positions: int32 [n], those
+    within the text that are asked for, ascending.
     """
 
     row: int
     start: int
-    stop: int
     ids: Tensor
     types: Tensor | None
     key: bytes
+    positions: Tensor
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.ids)
 
     def __str__(self) -> str:
         more = ", ..." if len(self) > SHOWN else ""
         return f"{len(self)} ids ({', '.join(map(str, self.ids[:SHOWN].tolist()))}{more})"
 
+    def at(self, chosen: Tensor) -> Text:
+        """The same text with the positions where `chosen`, bool [T or less], is true."""
+        return replace(self, positions=chosen.nonzero().flatten().int())
+
 
 def batch_texts(inputs: Mapping[str, Any]) -> list[Text]:
-    """The texts of a batch, in order. inputs: the keywords of a model's forward; input_ids: [B, T].
+    """The texts of a batch, in order, each with all of its positions. inputs: the keywords of a model's forward;
+    input_ids: [B, T].
 
     A row is one text; where attention_mask is 0, it is padding. Without a mask, position_ids that start again at 0
     divide a row into texts, as transformers does for packed ones. token_type_ids are content, unless all are 0.
 
     Raises UnsupportedError for what a model reads besides, and for masks and positions that mean something else.
     """
-    ids = _ids(inputs)
+    ids, types = inputs.get("input_ids"), inputs.get("token_type_ids")
+    if ids is None or ids.dim() != 2:
+        found = "none" if ids is None else f"some of shape {tuple(ids.shape)}"
+        raise UnsupportedError(
+            f"a cached teacher knows rows by their input_ids [batch, tokens], and the batch has {found}"
+        )
     _refuse_others(inputs)
-    bounds = _bounds(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
-    types = inputs.get("token_type_ids")
-    found = []
-    for row, start, stop in bounds:
-        own = ids[row, start:stop]
-        own_types = None if types is None else torch.as_tensor(types)[row, start:stop].long().cpu()
-        found.append(Text(row, start, stop, own, own_types, _key(own, own_types)))
-    return found
+    ids = ids.detach().long().cpu()
+    types = None if types is None else torch.as_tensor(types).long().cpu()
+    texts = []
+    for row, start, stop in _bounds(ids, inputs.get("attention_mask"), inputs.get("position_ids")):
+        own, own_types = ids[row, start:stop], None if types is None else types[row, start:stop]
+        every = torch.arange(len(own), dtype=torch.int32)
+        texts.append(Text(row, start, own, own_types, _key(own, own_types), every))
+    return texts
 
 
-def _ids(inputs: Mapping[str, Any]) -> Tensor:
-    ids = inputs.get("input_ids")
-    if ids is None:
-        raise UnsupportedError("a cached teacher knows rows by their input_ids, and the batch has none")
-    if ids.dim() != 2:
-        raise UnsupportedError(f"input_ids of shape {tuple(ids.shape)}: a cached teacher takes [batch, tokens]")
-    return ids.detach().long().cpu()
+def texts_at(select: Tensor, texts: list[Text]) -> list[Text]:
+    """The texts of a batch that have a selected position, each with those. select: as in Teacher.rows."""
+    select = select.detach().cpu()
+    if select.dim() == 1:  # one answer for each row
+        if [text.row for text in texts] != list(range(len(select))):
+            raise UnsupportedError("a classifier reads one text in each row; packed or empty rows cannot be answered")
+        return [text.at(torch.ones(1)) for text in texts if select[text.row]]
+    found = [text.at(select[text.row, text.start : text.start + len(text)]) for text in texts]
+    outside = int(select.sum()) - sum(len(text.positions) for text in found)
+    if outside:
+        raise UnsupportedError(
+            f"{outside} labels are to be predicted from padding (left padding, and a label at the first token); pad "
+            "to the right, or set the first label of each row to -100"
+        )
+    return [text for text in found if len(text.positions)]
 
 
 def _refuse_others(inputs: Mapping[str, Any]) -> None:
@@ -81,44 +100,36 @@ def _refuse_others(inputs: Mapping[str, Any]) -> None:
             )
 
 
-def _bounds(ids: Tensor, mask: Any, positions: Any) -> list[tuple[int, int, int]]:
-    """(row, start, stop) of each text."""
-    if mask is None:
-        whole = [(row, 0, ids.shape[1]) for row in range(len(ids)) if ids.shape[1]]
-    else:
-        whole = _unpadded(torch.as_tensor(mask).cpu(), ids)
-    if positions is None:
-        return whole
-    positions = torch.as_tensor(positions).cpu()
-    if positions.dim() != 2:
-        raise UnsupportedError(
-            f"position_ids of shape {tuple(positions.shape)}: a cached teacher takes [batch, tokens]"
-        )
-    positions = positions.expand(len(ids), -1)
-    return [
-        (row, start + a, start + b)
-        for row, start, stop in whole
-        for a, b in _packed(positions[row, start:stop], row, may_be_packed=mask is None)
-    ]
-
-
-def _unpadded(mask: Tensor, ids: Tensor) -> list[tuple[int, int, int]]:
+def _bounds(ids: Tensor, mask: Any, positions: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield (row, start, stop) of each text."""
+    mask = torch.ones_like(ids) if (unmasked := mask is None) else torch.as_tensor(mask).cpu()
     if mask.shape != ids.shape:
         raise UnsupportedError(
             f"attention_mask of shape {tuple(mask.shape)} for input_ids of {tuple(ids.shape)}: a cached teacher "
             "answers for plain padding only"
         )
-    mask = mask.bool()
-    counts, starts = mask.sum(-1), mask.int().argmax(-1)
-    found = [(row, int(starts[row]), int(starts[row] + counts[row])) for row in range(len(ids))]
-    for row, start, stop in found:
-        if not mask[row, start:stop].all():
+    if positions is not None:
+        positions = torch.as_tensor(positions).cpu()
+        if positions.dim() != 2:
+            raise UnsupportedError(
+                f"position_ids of shape {tuple(positions.shape)}: a cached teacher takes [batch, tokens]"
+            )
+        positions = positions.expand(len(ids), -1)
+    for row, here in enumerate(mask.bool()):
+        real = here.nonzero().flatten()
+        if not len(real):
+            continue
+        start, stop = int(real[0]), int(real[-1]) + 1
+        if stop - start != len(real):
             raise UnsupportedError(f"attention_mask has a gap within row {row}; a cached teacher takes padding only")
-    return [(row, start, stop) for row, start, stop in found if stop > start]
+        ends = [0, stop - start]
+        if positions is not None:
+            ends = _packed(positions[row, start:stop], row, may_be_packed=unmasked)
+        yield from ((row, start + a, start + b) for a, b in pairwise(ends))
 
 
-def _packed(here: Tensor, row: int, *, may_be_packed: bool) -> list[tuple[int, int]]:
-    """(start, stop) of each text in a row whose position_ids, without padding, are `here`."""
+def _packed(here: Tensor, row: int, *, may_be_packed: bool) -> list[int]:
+    """The places where a text begins or ends in a row whose position_ids, without padding, are `here`."""
     first = (here == 0).nonzero().flatten().tolist()
     steps = here.diff() == 1
     steps[[at - 1 for at in first if at]] = True
@@ -129,7 +140,7 @@ def _packed(here: Tensor, row: int, *, may_be_packed: bool) -> list[tuple[int, i
             f"row {row} packs {len(first)} texts, and has an attention_mask, with which models let each see those "
             "before it; leave attention_mask out (padding_free=True), or pack without position_ids"
         )
-    return list(pairwise([*first, len(here)]))
+    return [*first, len(here)]
 
 
 def _key(ids: Tensor, types: Tensor | None) -> bytes:

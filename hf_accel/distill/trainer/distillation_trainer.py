@@ -13,20 +13,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedError
-from ...generation.hf.weights_changed import weights_changed
+from ...generation.hf.model_runner import weights_changed
 from ...models import unwrapped
 from ..teachers.as_teacher import load_teacher
 from ..teachers.live import BaseTeacher, ModelTeacher
 from ..teachers.teacher import Teacher, takes_teacher_model
-from .averages import Averages
-from .callback import DistillationCallback
-from .capture import Projections, load_projections, save_projections
-from .evaluation import EvaluationMeter
+from .callback import DistillationCallback, refuse_loss, refuse_settings
 from .hook import DistillationHook
+from .logs import Averages, EvaluationMeter
 from .on_policy import StudentSampler
-from .refused_losses import refuse_loss, refuse_settings
 from .settings import DistillationSettings
-from .transfer import Transfer
+from .transfer import Projections, Transfer, load_projections, save_projections
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -93,7 +90,7 @@ class DistillationMixin(_Base):
 
     @contextmanager
     def _distilling(self) -> Iterator[None]:
-        """Inside the block the model has hooks and projections; they are gone after it, also after an exception."""
+        """Put hooks and projections on the model inside the block; they are gone after it, also after an exception."""
         self._averages.clear()
         try:
             if self._learns_logits or self._transfer is not None:
@@ -153,7 +150,7 @@ class DistillationMixin(_Base):
             )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Trainer's; both parts of the loss are kept for the log."""
+        """Take Trainer's step, and keep both parts of the loss for the log."""
         self._hook.items = num_items_in_batch
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._hook.confirm()
@@ -187,7 +184,7 @@ class DistillationMixin(_Base):
     # -- logs and metrics ------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Trainer's, with the losses that the logged one is made of."""
+        """Log what Trainer logs, and the losses that the logged one is made of."""
         if "loss" in logs:
             logs = {**logs, **self._averages.take(self.args, self._hook.is_divided)}
         super().log(logs, *args, **kwargs)
@@ -200,7 +197,7 @@ class DistillationMixin(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Trainer's, which also asks the teacher; its answers change no metric of Trainer's own."""
+        """Evaluate as Trainer does, and also ask the teacher; its answers change no metric of Trainer's own."""
         asked = self.distillation.eval_kd
         arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if asked is False or (asked is None and not isinstance(self._teacher, ModelTeacher | BaseTeacher)):

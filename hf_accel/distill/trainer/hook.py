@@ -17,10 +17,9 @@ from ..losses.logit_rows import HeadRows
 from ..losses.objective import Objective, Sums
 from ..losses.positions import learnt
 from ..teachers.labels import Divisor, check_reading, is_shifted, labels_of, shifts
-from ..teachers.last_hidden import LastHidden, check_head, head_of
-from ..teachers.matching import check_fusible, check_student
+from ..teachers.live import LastHidden, check_fusible, check_head, check_student, head_of, with_decoder_inputs
 from ..teachers.teacher import Teacher
-from .averages import Averages
+from .logs import Averages
 from .transfer import Transfer
 
 TARGETS = ("labels", "shift_labels", "num_items_in_batch")
@@ -62,7 +61,8 @@ class DistillationHook:
         self.begin(None)
 
     def prepare(self, model: Any, tokenizer: Any = None) -> None:
-        """Before training. Raises UnsupportedError if the teacher cannot teach this model. tokenizer: its own."""
+        """Check, before training, that the teacher can teach this model; otherwise raise UnsupportedError. tokenizer:
+        its own."""
         check_student(model)
         shifts(model)
         if self.fused:
@@ -81,7 +81,8 @@ class DistillationHook:
         self._losses: list[tuple[Tensor, Tensor, int | None]] = []
 
     def install(self, model: Any) -> None:
-        """A second time changes nothing. Raises UnsupportedError if another hook teaches this model."""
+        """Put the hook on the model; a second time changes nothing. Raises UnsupportedError if another hook teaches
+        it."""
         if model is not self._model:
             self.prepare(model)
         if self._handles:
@@ -103,7 +104,7 @@ class DistillationHook:
         ]
 
     def remove(self) -> None:
-        """Leaves the model as it was. A second time changes nothing."""
+        """Leave the model as it was. A second time changes nothing."""
         while self._handles:
             self._handles.pop().remove()
         if self.transfer is not None:
@@ -118,7 +119,7 @@ class DistillationHook:
             self._hidden = None
 
     def confirm(self) -> None:
-        """After a backward pass: raises UnsupportedError if it did not go through the loss that was given, or not with
+        """Raise UnsupportedError if the backward pass did not go through the loss that was given, or not with
         the same weight for each label, so that the teacher's share got another gradient than the objective's."""
         answered, learnt = self._answered, self._learnt
         self._answered, self._learnt = False, None
@@ -169,7 +170,8 @@ class DistillationHook:
         name = "log_probs" if is_summed else "loss"
         try:
             if self._learns_logits:
-                output[name] = self._mixed(model, inputs, output)
+                mix = self._mix_log_probs if is_summed else self._mix_hidden if self.fused else self._mix_logits
+                output[name] = mix(model, inputs, output)
             elif not is_summed:
                 self._divisor.settle(output.loss)
                 self.is_divided = bool(self._divisor.is_given)
@@ -188,14 +190,9 @@ class DistillationHook:
         output[name].register_hook(lambda gradient: self._on_backward(gradient, labels))
         return output
 
-    def _mixed(self, model: Any, inputs: dict[str, Any], output: Any) -> Tensor:
-        """The loss, or log_probs where the trainer makes the loss of them, with the teacher's share."""
-        if inputs.get("fused_lm_head"):
-            return self._mix_log_probs(model, inputs, output)
-        return self._mix_hidden(model, inputs, output) if self.fused else self._mix_logits(model, inputs, output)
-
     def _on_backward(self, gradient: Tensor, labels: Tensor | None) -> None:
-        """labels: which log_probs are of a label; None where `gradient` is that of a loss."""
+        """Note whether the pass learns. labels: which log_probs are of a label; None where `gradient` is that of a
+        loss."""
         weights = -gradient[labels] if labels is not None else gradient
         self._learnt = self._learnt is not False and is_mean(weights)
         self._is_underway = True
@@ -206,12 +203,12 @@ class DistillationHook:
         self._is_underway = False
 
     def _keep(self, ce: Any, kd: Any, is_divided: bool, count: int | None = None) -> None:
-        """count: of the labels, where what the trainer divides by is not known yet."""
+        """Keep both losses for the log. count: of the labels, where what the trainer divides by is not known yet."""
         self._losses.append((torch.as_tensor(ce).detach(), torch.as_tensor(kd).detach(), count))
         self.is_divided = is_divided
 
     def _read(self, model: Any, inputs: dict[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor, bool]:
-        """Returns which positions learn, the label of each, and whether the labels were shifted for it. shape: of the
+        """Return which positions learn, the label of each, and whether the labels were shifted for it. shape: of the
         positions that the student predicts at."""
         shift = is_shifted(model, inputs, self.shift)
         select, chosen = learnt(labels_of(inputs), shift)
@@ -324,19 +321,6 @@ def _check_output(output: Any) -> None:
 def _named(model: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     """Positional arguments of a forward by their names."""
     return dict(zip(inspect.signature(unwrapped(model).forward).parameters, args, strict=False)) if args else {}
-
-
-def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The teacher's decoder reads what the student's does, which the student's own forward makes of its labels."""
-    inner = unwrapped(model)
-    if not getattr(inner.config, "is_encoder_decoder", False) or inputs.get("decoder_input_ids") is not None:
-        return inputs
-    if not hasattr(inner, "prepare_decoder_input_ids_from_labels"):
-        raise UnsupportedError(
-            f"{type(inner).__name__} does not tell what its decoder reads, and the teacher's must read the same; put "
-            "decoder_input_ids into the batch (DataCollatorForSeq2Seq(tokenizer, model=model))"
-        )
-    return {**inputs, "decoder_input_ids": inner.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])}
 
 
 def _balance(model: Any, output: Any, device: torch.device) -> Any:

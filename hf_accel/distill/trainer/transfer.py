@@ -1,23 +1,33 @@
-"""Transfer from inside a teacher, hooked into a transformers model's forward pass."""
+"""Transfer from inside a teacher: what is captured in a model's forward pass, and the projections to its width."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
+from ...hardware.atomic import replaced_file
+from ...models import layer_lists, unwrapped
 from ..losses.inside import NOWHERE, hidden_loss, relation_heads, relation_loss, uniform_layer_map
 from ..losses.positions import IGNORED, learnt
 from ..teachers.labels import is_shifted, labels_of
 from ..teachers.live import ModelTeacher
 from ..teachers.teacher import Teacher
-from .capture import RELATIONS, Capture, Projections, Site, layers_of, projections_of, text_config
 from .settings import DistillationSettings
 
 PROJECTIONS = "_distillation_projections"
+RELATIONS = ("query", "key", "value")
+SEPARATE = (("self_attn", "q_proj", "k_proj", "v_proj"), ("attention.self", "query", "key", "value"))
+FILE = "distillation_projections.safetensors"
+# What was captured, by (part, layer).
+Found = dict[tuple[str, int], Tensor]
 
 
 class Transfer:
@@ -38,7 +48,7 @@ class Transfer:
         self.teacher, self.settings, self.seed = teacher, settings, seed
         self.projections: Projections | None = None
         self.last: dict[str, Tensor] = {}  # losses of the newest micro-batch, without their weights
-        self._handles: list[Any] = []
+        self.captures: tuple[Capture, ...] = ()
         self._student: Any = None
 
     def install(self, student: Any) -> None:
@@ -60,15 +70,11 @@ class Transfer:
             capture.install()
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._student is None:
-            return
-        for capture in getattr(self, "captures", ()):
+        for capture in self.captures:
             capture.remove()
-        self._student._modules.pop(PROJECTIONS, None)
-        self._student = None
+        if self._student is not None:
+            self._student._modules.pop(PROJECTIONS, None)
+            self._student = None
 
     # -- what is learnt from what ----------------------------------------------------------------------
 
@@ -89,17 +95,6 @@ class Transfer:
             device = next(student.parameters()).device
             self.projections = Projections(self.hidden, widths[0], widths[1], self.seed).to(device)
         student.add_module(PROJECTIONS, self.projections)
-        prefix = f"{PROJECTIONS}."
-
-        def leave_out(module: Any, state: dict[str, Any], at: str, metadata: Any) -> None:
-            for name in [name for name in state if name.startswith(at + prefix)]:
-                del state[name]
-
-        def not_missed(module: Any, keys: Any) -> None:
-            keys.missing_keys[:] = [name for name in keys.missing_keys if prefix not in name]
-
-        self._handles.append(student.register_state_dict_post_hook(leave_out))
-        self._handles.append(student.register_load_state_dict_post_hook(not_missed))
 
     # -- one pass --------------------------------------------------------------------------------------
 
@@ -132,9 +127,7 @@ class Transfer:
                 total = total + self.settings.attention_weight * value
         return total, count
 
-    def _hidden(
-        self, mine: Mapping[tuple[str, int], Tensor], others: Mapping[tuple[str, int], Tensor], weights: Tensor
-    ) -> Tensor:
+    def _hidden(self, mine: Found, others: Found, weights: Tensor) -> Tensor:
         """The mean over the layers chosen."""
         total = weights.new_zeros(())
         for left, right in self.hidden.items():
@@ -144,13 +137,7 @@ class Transfer:
             total = total + hidden_loss(state, others["layer", right], weights, self.settings.hidden_loss)
         return total / len(self.hidden)
 
-    def _relations(
-        self,
-        mine: Mapping[tuple[str, int], Tensor],
-        others: Mapping[tuple[str, int], Tensor],
-        weights: Tensor,
-        documents: Tensor,
-    ) -> Tensor:
+    def _relations(self, mine: Found, others: Found, weights: Tensor, documents: Tensor) -> Tensor:
         """The sum over Q-Q, K-K and V-V of the mean over the layers chosen."""
         total = weights.new_zeros(())
         for left, right in self.attention.items():
@@ -172,7 +159,8 @@ def _sites(
 
 
 def token_weights(student: Any, inputs: Mapping[str, Any], shift: bool | None = None) -> Tensor:
-    """float32 [B, T]: 1 for a position that has a label, and where a whole row has one, 1 over its tokens."""
+    """The weight of each token, float32 [B, T]: 1 where it has a label, and where a whole row has one, 1 over its
+    tokens."""
     ids, labels = inputs.get("input_ids"), labels_of(inputs)
     batch, length = (inputs["inputs_embeds"] if ids is None else ids).shape[:2]
     if labels.shape == (batch, length):
@@ -185,7 +173,7 @@ def token_weights(student: Any, inputs: Mapping[str, Any], shift: bool | None = 
 
 
 def documents_of(inputs: Mapping[str, Any], weights: Tensor) -> Tensor:
-    """int64 [B, T]: which text of a row a token belongs to; rows packed from several restart their position_ids."""
+    """The text of a row that a token belongs to, int64 [B, T]; rows packed from several restart their position_ids."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     found = torch.zeros_like(weights, dtype=torch.long)
     if positions is not None:
@@ -204,3 +192,166 @@ def _is_causal(layer: nn.Module, whose: str) -> bool:
             f"attention_weight: the {whose}'s layers do not say whether they are causal; set it to 0"
         )
     return found.pop()
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module whose output is wanted: of its last dimension, from `start` to `stop`."""
+
+    module: nn.Module
+    start: int = 0
+    stop: int | None = None
+
+
+class Capture:
+    """The outputs of some modules during one forward pass, by (part, layer). learns: they need gradients.
+
+    Open only while that pass lasts: the second time that a checkpointed layer runs, in the backward pass, is not
+    taken for another. The tensors keep their graph.
+    """
+
+    def __init__(self, sites: Mapping[tuple[str, int], Site], *, learns: bool) -> None:
+        self._sites, self._learns = dict(sites), learns
+        self._handles: list[Any] = []
+        self._open = False
+        self.found: Found = {}
+
+    def install(self) -> None:
+        for name, site in self._sites.items():
+            self._handles.append(site.module.register_forward_hook(self._keeper(name, site)))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._open = False
+        self.found.clear()
+
+    def open(self) -> None:
+        self.found.clear()
+        self._open = True
+
+    def take(self) -> Found:
+        """Close, return what was found, and forget it here. Raises UnsupportedError for modules that were not run, or
+        that lost their graph."""
+        self._open = False
+        whose = "student" if self._learns else "teacher"
+        found, self.found = self.found, {}
+        missing = sorted(f"{part} {layer}" for part, layer in self._sites.keys() - found.keys())
+        if missing:
+            raise UnsupportedError(
+                f"of the {whose} {', '.join(missing)} did not run as modules of their own, so nothing can be learnt "
+                f"from them: unpatch the model, or take transfer from fewer layers"
+            )
+        for name, value in found.items():
+            trained = any(parameter.requires_grad for parameter in self._sites[name].module.parameters())
+            if self._learns and trained and not value.requires_grad:
+                raise UnsupportedError(
+                    f"the student's {' '.join(map(str, name))} has no gradient: reentrant checkpointing cuts it "
+                    f"off; give gradient_checkpointing_kwargs={{'use_reentrant': False}}"
+                )
+        return found
+
+    def _keeper(self, name: tuple[str, int], site: Site) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if self._open:
+                value = output[0] if isinstance(output, tuple) else output
+                self.found[name] = value[..., site.start : site.stop]
+
+        return keep
+
+
+# -- where to look ---------------------------------------------------------------------------------------
+
+
+def text_config(model: Any) -> Any:
+    return unwrapped(model).config.get_text_config()
+
+
+def layers_of(model: Any, whose: str) -> nn.ModuleList:
+    """The stack of layers of a model, adapters or not."""
+    inner, count = unwrapped(model), text_config(model).num_hidden_layers
+    found = layer_lists(inner, count)
+    if len(found) != 1 or inner.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"the {whose} {type(inner).__name__} has not one stack of {count} layers but {len(found)}; transfer of "
+            f"hidden states and attention is for lone decoders or encoders; set both weights to 0"
+        )
+    return next(iter(found.values()))
+
+
+def projections_of(layer: nn.Module, where: str) -> dict[str, Site]:
+    """Find the modules that make the queries, keys and values of a layer. Raises UnsupportedError for a layer of
+    another kind."""
+    parts = dict(layer.named_modules())
+    for attention, *names in SEPARATE:
+        if all(f"{attention}.{name}" in parts for name in names):
+            return {kind: Site(parts[f"{attention}.{name}"]) for kind, name in zip(RELATIONS, names, strict=True)}
+    fused: Any = parts.get("attn.c_attn")
+    if fused is not None and hasattr(parts["attn"], "split_size"):  # GPT-2
+        size = parts["attn"].split_size
+        return {kind: Site(fused, i * int(size), (i + 1) * int(size)) for i, kind in enumerate(RELATIONS)}
+    raise UnsupportedError(
+        f"attention_weight: the queries, keys and values of {where} ({type(layer).__name__}) are not known to come "
+        f"from q_proj, k_proj and v_proj, from query, key and value, or from GPT-2's c_attn; set it to 0"
+    )
+
+
+# -- projections -----------------------------------------------------------------------------------------
+
+
+class Unsaved(nn.ParameterDict):
+    """Parameters that are trained with a model, and are in no state dict of it."""
+
+    def _save_to_state_dict(self, *given: Any) -> None: ...
+
+    def _load_from_state_dict(self, *given: Any) -> None: ...
+
+
+class Projections(nn.Module):
+    """Learned linear maps to its teacher's width, one for each student layer of `layers`.
+
+    Orthogonal to begin with, drawn from `seed` alone: torch's own generators stay where they are. float32.
+    """
+
+    def __init__(self, layers: Iterable[int], student_width: int, teacher_width: int, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = Unsaved()
+        for layer in layers:
+            weight = torch.empty(teacher_width, student_width, dtype=torch.float32)
+            self.weights[str(layer)] = nn.Parameter(nn.init.orthogonal_(weight, generator=generator))
+
+    def project(self, layer: int, hidden: Tensor) -> Tensor:
+        """Map [..., H_s] to float32 [..., H_t]."""
+        return nn.functional.linear(hidden.float(), self.weights[str(layer)])
+
+    def named(self) -> dict[str, Tensor]:
+        """The maps by their names in a file."""
+        return {name: weight.detach() for name, weight in self.named_parameters()}
+
+
+def save_projections(projections: Projections, folder: str) -> None:
+    """Write the file whole or not at all. Raises HfAccelError if it cannot be written."""
+    state = {name: weight.cpu().contiguous() for name, weight in projections.named().items()}
+    with replaced_file(Path(folder) / FILE, errors=(SafetensorError,)) as unfinished:
+        save_file(state, unfinished)
+
+
+def load_projections(projections: Projections, folder: str) -> None:
+    """Raise UnsupportedError, with nothing changed, where the checkpoint has none or has others."""
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise UnsupportedError(
+            f"{folder} has no {FILE}: it was not made by a training that learned projections; start again, or set "
+            f"hidden_weight=0"
+        )
+    found = load_file(path)
+    shapes, wanted = ({name: tuple(x.shape) for name, x in of.items()} for of in (found, projections.named()))
+    if shapes != wanted:
+        raise UnsupportedError(
+            f"{path} holds {shapes}, and this training needs {wanted}: resume with the same teacher and the same "
+            f"hidden_layer_map"
+        )
+    for name, weight in projections.named().items():
+        weight.copy_(found[name])

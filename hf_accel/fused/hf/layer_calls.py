@@ -22,11 +22,11 @@ from ...attention.cpu import CpuBackend
 from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS, attention_forward
 from ...attention.hf.mask import window_of
 from ...cache.group import GroupStep, KVStorage, PageGroup, Step
-from ...cache.hf.handle import CacheOverPages, LayerOverPages, PagedKV
+from ...cache.hf.layers import CacheOverPages, LayerOverPages, PagedKV
 from ...kernels.cpu.library import native
 from ...recognition.trace import PLAIN_TYPES, TENSORS, Operation, Trace, UntraceableError
 from ...recognition.unchanged import Read, Surroundings
-from ...undo.instance import Mixin
+from ...undo.journal import Mixin
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
 from ..joined_layer import JoinedLayer
 from ..layer_programme import Attention, CallFields, LayerProgramme, TracedLayer

@@ -13,11 +13,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
 from ...kernels.cpu.library import FLOATS
+from ...models import layers_config
 from ...recognition.code import ROTATION, siblings
 from ...recognition.trace import INPUT, TENSORS, Span, Trace, UntraceableError
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import has_own_forward
-from ...undo.instance import Mixin, mixed_class
+from ...undo.journal import Mixin, mixed_class
 from ...undo.state import FUSED
 from ..composed_activation import NativeActivation, composed_activation
 from ..joined_layer import joins
@@ -247,7 +248,7 @@ def _rotates(attention: nn.Module) -> bool:
 
 def _refuse_partial_rotation(config: Any) -> None:
     """Raise UntraceableError if the rotation leaves some numbers of a head as they are."""
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    parameters = getattr(layers_config(config), "rope_parameters", None) or {}
     for each in (parameters, *parameters.values()):
         if isinstance(each, dict) and each.get("partial_rotary_factor", 1.0) != 1.0:
             raise UntraceableError("its rotation leaves numbers as they are")

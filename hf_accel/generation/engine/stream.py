@@ -65,9 +65,7 @@ class Sample:
         self._on_cancel = on_cancel
         self._on_wait = on_wait
         self._changed = threading.Condition()
-        self._ended = (
-            threading.Event()
-        )  # a second signal, so that new tokens do not wake readers that wait for the end
+        self._ended = threading.Event()  # so that new tokens do not wake readers that wait for the end
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._finish_reason: str | None = None
@@ -248,7 +246,7 @@ class Request:
     """A submitted request: `num_samples` continuations of one prompt, each of which is a Sample.
 
     To iterate over the request is to iterate over its first sample, and `await request` gives the result of that one.
-    It is done when all samples are; cancel() and fail() end all samples.
+    It is done when all samples are; cancel() ends all samples.
 
     decode: maps token ids to the text of Generated. on_cancel: is called once with each sample that a reader cancels,
     in the reader's thread. on_wait: is called in the reader's thread, with a description of the wait, before the
@@ -274,20 +272,6 @@ class Request:
     def __repr__(self) -> str:
         ends = ", ".join(sample.finish_reason or "running" for sample in self.samples)
         return f"Request({self.id}: {ends})"
-
-    # -- the producer ----------------------------------------------------------------------------------
-
-    def put(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> bool:
-        """Append tokens to the first sample; finish() ends it. The other samples have their own methods."""
-        return self.samples[0].put(tokens, logprobs)
-
-    def finish(self, reason: str) -> None:
-        self.samples[0].finish(reason)
-
-    def fail(self, error: BaseException) -> None:
-        """End every sample that has not ended with this error."""
-        for sample in self.samples:
-            sample.fail(error)
 
     # -- the readers -----------------------------------------------------------------------------------
 

@@ -18,23 +18,22 @@ from torch import Tensor
 from ...config import CacheConfig, parse_speculative
 from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
-from ...models import without_adapters
+from ...models import vocabulary_size, without_adapters
 from ...undo.state import state_of
-from ..engine.agreed_loop import make_loop
+from ..engine.engine_loop import make_loop
 from ..engine.stream import Request, Sample
 from ..sampling.processors import OneByOne, Processor
 from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
-from ..sampling.stopping import StopRules, StopStrings
-from ..sequence import Sequence
+from ..sampling.stopping import StopStrings
+from ..sequence import Sequence, StopRules
+from .batch import request_rules
 from .drafting import draft_models
-from .factory import request_rules
 from .generation_state import GenerationState
-from .refusals import ragged_refusal
-from .reports import warn_once
+from .refusals import ragged_refusal, warn_once
 from .request_config import default_new_tokens, request_config
 from .session import Session
-from .vocabulary import check_ids, token_ids, vocabulary_size
+from .vocabulary import check_ids, token_ids
 
 NOT_GIVEN: Any = Default("not given")
 OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n")  # keywords of submit alone
@@ -91,7 +90,8 @@ class Engine:
         )
         self.loop = make_loop(self.session)
         weakref.finalize(self, self.loop.retire).atexit = False
-        for each in (self.model, *draft_models(self.session.speculation)):
+        speculation = self.session.speculation
+        for each in (self.model, *([] if speculation is None else draft_models(speculation))):
             state_of(each).generation.engines.add(self)
         self._seeds = itertools.count(torch.initial_seed() % 2**62)
 
@@ -200,7 +200,7 @@ class Engine:
 
     def _takes_drafts(self, processors: Iterable[Processor], ids: list[int]) -> bool:
         functions = [each for step in processors if isinstance(step, OneByOne) for each in step.functions]
-        if not functions or not self.session.speculation.drafters:
+        if not functions or self.session.speculation is None:
             return True
         prompt = torch.tensor([ids], device=self.model.device)
         refusal = stateful_refusal(functions, prompt, vocabulary_size(self.model))

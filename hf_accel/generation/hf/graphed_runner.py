@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...cache.group import PageGroup, Step
+from ...attention import PlannedAttention
+from ...cache.group import PageGroup, Step, packed, views
 from ...cache.hf import PagedCache
-from ...cache.pass_inputs import packed, views
 from ...config import CacheConfig
-from ...tensors import autocast_dtype, integers
-from ...undo.state import find_state
+from ...recognition.unchanged import Hooks, has_own_forward
+from ...tensors import autocast_dtype, integers, plain_tensors
+from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
-from ..graphs import Graph, GraphMaker, make_graphs
-from .capturable import Dependencies, model_refusal_of_graphs
+from ..graphs import SPLIT, Graph, GraphMaker, make_graphs
 from .generation_state import GenerationState
-from .model_runner import ModelRunner, pass_inputs
+from .model_runner import ModelRunner, pass_inputs, prepare_step
 
 MOST_BYTES = 4 * 2**30  # of all graphs of a runner
 LEAST_FREE_BYTES = 2**30  # of the device; with less, no more graphs are captured
@@ -233,9 +235,9 @@ def make_runner(
     return GraphedRunner(model, groups, group_of_layer, maker=maker, invariant_rows=invariant_rows)
 
 
-def keep_runner(state: GenerationState, runner: Any, settings: CacheConfig) -> None:
-    """Keep a runner that has graphs, and its pages, whose addresses the graphs have. Others are not kept."""
-    if not isinstance(runner, GraphedRunner) or sum(group.nbytes for group in runner.groups) > MOST_KEPT_BYTES:
+def keep_runner(state: GenerationState, runner: GraphedRunner, settings: CacheConfig) -> None:
+    """Keep a runner, and its pages, whose addresses the graphs have, unless the pages are too large."""
+    if sum(group.nbytes for group in runner.groups) > MOST_KEPT_BYTES:
         return
     runner.model = None  # without a circle, a model is freed when the user drops it
     runner.settings = settings
@@ -255,3 +257,47 @@ def cache_of_kept(state: GenerationState, config: Any, capacity: int) -> PagedCa
         return None
     state.call.runner = runner
     return PagedCache.over(runner.groups, runner.group_of_layer, runner.settings, config)
+
+
+SCALARS = (bool, int, float, str, NoneType, torch.dtype)
+
+
+def model_refusal_of_graphs(model: nn.Module) -> str | None:
+    """Return why no pass of a patched model can be captured, as a clause; None if it is not known that none can."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        return f"the model is on {len(devices)} devices"
+    state = find_state(model)
+    if state is not None and state.generation.agreement.size > 1:
+        return SPLIT
+    for name, module in model.named_modules():
+        if has_own_forward(module):
+            return f"the forward of {name or 'the model'} was replaced on the module itself"
+        planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
+        if planned is not None and not planned.backend.capturable:
+            return f"the attention backend {planned.backend.name!r} reads the lengths of sequences on the host"
+    return None
+
+
+class Dependencies:
+    """The parts of a model that a graph depends on: addresses of its weights, plain values of modules, no hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = tuple(_values(model))
+        self._hooks = Hooks(model.modules(), prepare_step)
+
+    @property
+    def hook_refusal(self) -> str | None:
+        """The reason why no graph can run now, as a clause. It is cheap, so it can be asked before each pass."""
+        return "a hook wants to see a module" if self._hooks.any_others() else None
+
+
+def _values(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        own = vars(module)
+        yield type(module)
+        yield tuple((name, value) for name, value in own.items() if isinstance(value, SCALARS))
+        yield id(own.get("_packed")), id(own.get(BACKEND_ATTRIBUTE))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            for plain in () if tensor is None else plain_tensors(tensor):
+                yield plain.data_ptr(), plain.dtype, plain.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -17,19 +18,24 @@ from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
 from ...tensors import made_on_host
-from ...undo.instance import Mixin
+from ...undo.journal import Mixin
 from ...undo.state import state_of
-from .batch import generate_batch, with_configs
+from .batch import generate_batch, with_configs, with_fields
+from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
-from .factory import with_fields
-from .generate import run
+from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
-from .managers import destroy_managers, manager_for, refuse_batching
 from .model_runner import other_input, positions_count_tokens, positions_depend_on_length, weights_salt
-from .refusals import call_refusal, changed_refusal, drafts_refusal, ragged_refusal, refuse_clocks
-from .reports import report_no_drafts, report_stock_loop
-from .streams import RowStreams
+from .refusals import (
+    call_refusal,
+    changed_refusal,
+    drafts_refusal,
+    ragged_refusal,
+    refuse_clocks,
+    report_no_drafts,
+    report_stock_loop,
+)
 
 NOT_GIVEN = Default("not given")
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
@@ -54,7 +60,8 @@ class AcceleratedGeneration(Mixin):
         if streamer is not None:
             kwargs["streamer"] = RowStreams(streamer)
         start = time.perf_counter()
-        with state.calling(call), state.agreement.watching("it ran generate()"):
+        alone = state.agreement.size == 1
+        with state.calling(call), nullcontext() if alone else state.agreement.watching("it ran generate()"):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
         seconds = time.perf_counter() - start
         record(state, call, getattr(output, "sequences", output), seconds)
@@ -278,7 +285,7 @@ class AcceleratedGeneration(Mixin):
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             size = state.cache.block_size
             capacity = rows * -(-generation_config.max_length // size) * size  # in whole blocks: no row makes it grow
-            kept = cache_of_kept(state, self.config, capacity)  # type: ignore[attr-defined]
+            kept = None if state.runner is None else cache_of_kept(state, self.config, capacity)  # type: ignore[attr-defined]
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
                 kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]

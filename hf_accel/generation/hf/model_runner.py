@@ -1,4 +1,4 @@
-"""Calls a model on the tokens of many sequences (ModelRunner), and prepares its PagedCache for padded batches."""
+"""Calls a model on the tokens of many sequences, prepares its PagedCache for padded batches, and sees its changes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...attention.hf import attention_is_ours
-from ...cache.group import PageGroup, Step
-from ...cache.hf import CacheOverPages, PagedCache, RaggedCache
-from ...cache.pass_inputs import PassInputs
+from ...cache.group import PageGroup, PassInputs, Step
+from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
+from ...models import layers_config
 from ...tensors import autocast_dtype, integers
-from ...undo.state import find_state, state_of
+from ...undo.state import PART_OF, find_state, state_of
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -134,7 +134,7 @@ def weights_salt(model: nn.Module) -> bytes:
     """
     state = state_of(model).generation
     salt = state.watch.look(model)
-    if not state.agreement.least(int(salt == state.seen_salt)):
+    if state.agreement.size > 1 and not state.agreement.least(int(salt == state.seen_salt)):
         salt = state.watch.renew() if salt == state.seen_salt else salt  # another process has seen it
     state.seen_salt = salt
     return salt + str(autocast_dtype(model_device(model).type)).encode()
@@ -159,7 +159,7 @@ def positions_depend_on_length(config: Any) -> bool:
 
     If it does, equal prefixes of prompts of different lengths have different keys.
     """
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    rope = getattr(layers_config(config), "rope_parameters", None) or {}
     types = [rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict))]
     return any(rope_type in ("dynamic", "longrope") for rope_type in types)
 
@@ -178,12 +178,8 @@ def attention_refusal(config: Any) -> str | None:
     """Return why a model with this config cannot read pages, as one clause; None if it can."""
     if attention_is_ours(config):
         return None
-    now = config.get_text_config(decoder=True)._attn_implementation
+    now = layers_config(config)._attn_implementation
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
-
-
-def _num_layers(config: Any) -> int:
-    return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
@@ -212,7 +208,6 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
         self.model: Any = model
         self.group_of_layer = group_of_layer
-        self.num_layers = _num_layers(model.config)
         self.cache = RaggedCache(groups, group_of_layer)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
@@ -246,9 +241,8 @@ class ModelRunner:
 
     def _changed(self) -> str | None:
         """Return the change to the model since its pages were made that keeps it from using them, and the way out."""
-        refusal, layers = attention_refusal(self.model.config), _num_layers(self.model.config)
-        if refusal is None and layers != self.num_layers:
-            own = self.num_layers
+        refusal, own = attention_refusal(self.model.config), len(self.group_of_layer)
+        if refusal is None and (layers := len(layer_windows(self.model.config))) != own:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
 
@@ -270,3 +264,32 @@ class ModelRunner:
         self.cache.check_read()
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Forget what was computed with the weights that the model had before.
+
+        with torch.no_grad():
+            model.get_input_embeddings().weight.data[7] = row
+        hf_accel.weights_changed(model)
+
+    From now on no prefix that was cached before is used again, by any Engine, manager or PagedCache, and the drafts of
+    "self-int4" are made again. Most changes are seen without this call (docs/serving.md). It is for writes to a few
+    rows that torch does not count (through `.data`, numpy or DLPack), and to be certain at once. Requests that run go
+    on with the keys and values that they have.
+
+    model: a patched model, or one that holds any number of them, as a PEFT model does; each model that shares the
+    weights needs a call of its own. For a model that is not patched there is nothing to do. Any thread may call this.
+
+    Raises UnsupportedError for a part of a patched model.
+    """
+    outer = vars(model).get(PART_OF)
+    if outer is not None:
+        raise UnsupportedError(
+            f"this {type(model).__name__} is a part of a patched {outer}; call hf_accel.weights_changed() with the "
+            f"{outer}"
+        )
+    for module in model.modules():
+        state = find_state(module)
+        if state is not None:
+            state.generation.forget_weights()

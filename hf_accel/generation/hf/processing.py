@@ -18,9 +18,8 @@ from transformers.generation import logits_process, stopping_criteria
 from ...tensors import integers, sent
 from ..sampling.processors import MinNewTokens, MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
 from ..sampling.sampling import Draw, Sampling
-from ..sampling.stopping import StopRules
 from ..sampling.token_prefix import Prefix, Tokens, prefix_of
-from ..sequence import Sequence
+from ..sequence import Sequence, StopRules
 
 # These use only the scores. So sequences of different lengths can be processed together.
 SCORES_ONLY = (

@@ -1,18 +1,20 @@
-"""Decides whether a model, or one call of generate(), needs transformers' own loop, and why."""
+"""Decides whether a model, or one call of generate(), needs transformers' own loop, and reports why."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from ...cache.hf import PagedCache
-from ...errors import UnsupportedError
+from ...errors import HfAccelWarning, UnsupportedError
+from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..sampling.purity import stateful_refusal
-from .generation_state import LoopCall
+from .generation_state import GenerationState, LoopCall
 from .model_runner import (
     attention_refusal,
     is_compiled,
@@ -22,7 +24,6 @@ from .model_runner import (
     positions_depend_on_length,
 )
 from .processing import is_users, processors_refusal
-from .vocabulary import vocabulary_size
 
 NO_PAGES = "it has no paged cache"
 # Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
@@ -128,3 +129,36 @@ def drafts_refusal(call: LoopCall) -> str | None:
 
 def _only_left_padded(mask: Tensor) -> bool:
     return mask.ndim == 2 and bool((mask[:, -1] != 0).all()) and bool((mask[:, 1:] >= mask[:, :-1]).all())
+
+
+# -- reports: in the statistics of each call, and as a warning once ------------------------------------------
+
+STACK_LEVEL = 8  # the number of frames from a warning of _sample() to the line that calls generate()
+
+
+def report_stock_loop(state: GenerationState, refusal: str) -> None:
+    """Report that transformers' loop is used. Nothing is warned about that the plan says already, and if the user has
+    chosen to have no paged cache."""
+    _note(state, "loop", f"stock: {refusal}")
+    if refusal not in (state.ragged_refusal, NO_PAGES):
+        said = "; this is said once, and for each call in hf_accel.stats(model)['loop']"
+        warn_once(state, refusal, f"generate() runs transformers' own loop, which is slower, because {refusal}{said}")
+
+
+def report_no_drafts(state: GenerationState, refusal: str) -> None:
+    _note(state, "drafts", f"none: {refusal}")
+    said = "; this is said once, and for each call in hf_accel.stats(model)['drafts']"
+    text = f"generate() decodes without drafts, because {refusal}{said}"
+    warn_once(state, refusal, text, stack_level=STACK_LEVEL + 1)
+
+
+def _note(state: GenerationState, name: str, text: str) -> None:
+    if state.call is not None:
+        state.call.statistics[name] = text
+
+
+def warn_once(state: GenerationState, refusal: str, text: str, *, stack_level: int = STACK_LEVEL) -> None:
+    """Warn with `text`, but only once for each reason and model."""
+    if refusal not in state.warned:
+        state.warned.add(refusal)
+        warnings.warn(text, HfAccelWarning, stacklevel=stack_level)

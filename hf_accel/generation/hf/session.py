@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -14,18 +15,19 @@ from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
 from ...undo.state import BACKEND_ATTRIBUTE, state_of
+from .. import graphs
 from ..batcher import Batcher, Progress
 from ..sequence import Sequence
 from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
-from ..speculation.speculation import Speculation
 from .drafting import keep_controller, make_speculation, remake_drafts
 from .graphed_runner import GraphedRunner, make_runner
-from .model_runner import model_device, weights_salt
+from .model_runner import ModelRunner, model_device, weights_salt
 
 # How often a session that works looks whether its model has changed. A look at a model of 1.1 billion parameters takes
 # 4 ms, 6 ms with INT4 weights; a pass may begin just before a look is due, and prefixes must not be old for a second.
 LOOK_SECONDS = 0.75
+A_PASS = "it computed a pass of the model"  # for the error if a process that shares the model does not answer
 DEFAULT_ROWS = 2048  # of the largest pass, where there is no token budget
 
 
@@ -73,8 +75,11 @@ class Session(Batcher):
             groups, group_of_layer = page_groups(model.config, settings, context=state.context)
             pages = Pages(groups)
         rows = state.invariant_rows
-        runner = make_runner(model, pages.groups, group_of_layer, rows)
-        speculation = Speculation()
+        if model_device(model).type in graphs.DEVICES:
+            runner = make_runner(model, pages.groups, group_of_layer, rows)
+        else:
+            runner = ModelRunner(model, pages.groups, group_of_layer)
+        speculation = None
         if speculative is not None:
             speculation = make_speculation(speculative, runner, pages, controller)
         super().__init__(
@@ -113,7 +118,8 @@ class Session(Batcher):
         self._looked, declared = time.monotonic(), state_of(self.model).generation.watch.declared
         self.pages.use_salt(weights_salt(self.model))
         if declared != self._declared:
-            remake_drafts(self.speculation, self.model)
+            if self.speculation is not None:
+                remake_drafts(self.speculation, self.model)
             self._declared = declared
         for runner in self._runners:
             runner.check_model()
@@ -122,7 +128,7 @@ class Session(Batcher):
         """Return whether to look at the model now, in all processes at once."""
         declared = state_of(self.model).generation.watch.declared
         due = time.monotonic() - self._looked >= LOOK_SECONDS or declared != self._declared
-        return not self.agreement.least(int(not due))
+        return due if self.agreement.size == 1 else not self.agreement.least(int(not due))
 
     def _agree_on(self, leader: Sequence) -> None:
         """Give a sequence and its followers the same seeds in all processes, which must have the same tokens."""
@@ -138,14 +144,14 @@ class Session(Batcher):
 
     def step(self) -> list[Progress]:
         """See Batcher.step. Raises LostRankError if a process that shares the model does not answer."""
-        with self.agreement.watching("it computed a pass of the model"):
+        with contextlib.nullcontext() if self.agreement.size == 1 else self.agreement.watching(A_PASS):
             if self._is_due():
                 self._look()
             return super().step()
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of passes, pages and speculation."""
-        speculation = self.speculation.statistics.to_dict() if self.speculation.drafters else {}
+        speculation = {} if self.speculation is None else self.speculation.statistics.to_dict()
         return {**super().statistics(), "speculation": speculation, **self.graph_statistics()}
 
     def graph_statistics(self) -> dict[str, Any]:
@@ -160,14 +166,14 @@ class Session(Batcher):
     @property
     def _runners(self) -> list[GraphedRunner]:
         """Return the runners that have graphs: that of the model, and those of draft models."""
-        drafters = [drafter for drafter in self.speculation.drafters if isinstance(drafter, ModelDrafter)]
-        found = [self.runner, *(drafter.runner for drafter in drafters)]
+        drafters = [] if self.speculation is None else self.speculation.drafters
+        found = [self.runner, *(drafter.runner for drafter in drafters if isinstance(drafter, ModelDrafter))]
         return [runner for runner in found if isinstance(runner, GraphedRunner)]
 
     def close(self) -> None:
         """End all sequences, and keep the controller for the next session."""
         super().close()
-        if self._learns is not None:
+        if self._learns is not None and self.speculation is not None:
             keep_controller(self._learns, self.speculation, self.model)
 
 

@@ -9,11 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import UnsupportedError
-
-
-def vocabulary_size(model: Any) -> int:
-    size: int = model.config.get_text_config(decoder=True).vocab_size
-    return size
+from ...models import vocabulary_size
 
 
 def vocabulary_refusal(target: Any, draft: Any) -> str | None:

@@ -12,11 +12,10 @@ from torch import Tensor
 from ...errors import HfAccelError
 from ...kernels import cpu
 from ...kernels.cpu.library import DTYPES
-from ...kernels.cpu.logits import argmax as native_argmax
-from ...tensors import HostCopy, integers, sent
+from ...kernels.cpu.row_kernels import argmax as native_argmax
+from ...tensors import HostCopy, Unread, all_unread, integers, known, sent
 from ..sequence import Draft, Sequence
 from ..speculation.verifiers.verifier import Place, Verifier
-from ..unread import Unread, all_unread, known
 from .filters import topk
 from .sampling import Sampling, processed_scores
 from .token_prefix import Prefix, prefix_of
@@ -38,15 +37,11 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Member:
-    """A sequence with its draft. start: the row of logits from which its first new token is chosen."""
+    """A sequence with its draft. rows: the rows of logits from which its new tokens are chosen."""
 
     sequence: Sequence
     draft: Draft
-    start: int
-
-    @property
-    def rows(self) -> range:
-        return range(self.start, self.start + len(self.draft) + 1)
+    rows: range
 
     def prefixes(self) -> list[Prefix]:
         return [prefix_of(self.sequence, self.draft.tokens[:j]) for j in range(len(self.rows))]
@@ -72,6 +67,8 @@ def choose_tokens(
     groups: dict[Hashable, list[int]] = {}
     for index, sequence in enumerate(sequences):
         groups.setdefault(_group_key(sequence.sampling), []).append(index)
+    if len(groups) == 1:
+        return _with_logprobs(logits, members, _choose_group(logits, members, verifier).read())
     unread = []
     for indices in groups.values():
         own = [members[index] for index in indices]
@@ -119,7 +116,7 @@ def _group_key(sampling: Sampling) -> Hashable:
 def _members(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft]) -> list[Member]:
     members, start = [], 0
     for sequence, draft in zip(sequences, drafts, strict=True):
-        members.append(Member(sequence, draft, start))
+        members.append(Member(sequence, draft, range(start, start + len(draft.tokens) + 1)))
         start = members[-1].rows.stop
     return members
 

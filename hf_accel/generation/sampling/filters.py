@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import cpu
-from ...kernels.cpu.logits import topk as native_topk
+from ...kernels.cpu.row_kernels import topk as native_topk
 from ...tensors import is_remote
 
 # The sum of probabilities depends on the order of summation, but by less than this. A row is sorted as a whole, as in

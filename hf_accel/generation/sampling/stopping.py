@@ -1,9 +1,8 @@
-"""Stopping criteria: stop tokens, stop strings, and criteria that a caller adds."""
+"""Stop strings, which end a sequence when they are in its text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from ...errors import UnsupportedError
 from ..sequence import Sequence
@@ -15,24 +14,6 @@ CONTEXT_TOKENS = 6
 # A tokenizer may still change so many characters at the end of a text. For example, it removes a space before a ".".
 CHANGEABLE = 16
 MAX_PENDING = 16  # the most tokens that wait for the rest of a character
-
-
-Stop = Callable[[Sequence], bool]  # is called after each new token; True if the sequence ends there
-
-
-@dataclass(frozen=True)
-class StopRules:
-    """Is called with a sequence after each new token; returns "stop" if the sequence ends there, else None.
-
-    token_ids: the sequence ends after any of these tokens. others: further stopping criteria.
-    """
-
-    token_ids: frozenset[int] = frozenset()
-    others: tuple[Stop, ...] = ()
-
-    def __call__(self, sequence: Sequence) -> str | None:
-        ends = sequence.tokens[-1] in self.token_ids or any(other(sequence) for other in self.others)
-        return "stop" if ends else None
 
 
 class StopStrings:

@@ -30,9 +30,9 @@ class Tally:
             counts += [0] * (drafted - len(counts))
         for position in range(drafted):
             self.drafted[position] = self.drafted[position] * self.keep + 1
-            if position <= accepted:
-                self.verified[position] = self.verified[position] * self.keep + 1
-                self.accepted[position] = self.accepted[position] * self.keep + (position < accepted)
+            # Positions after the rejected token get older too: what is known of them may be true no longer.
+            self.verified[position] = self.verified[position] * self.keep + (position <= accepted)
+            self.accepted[position] = self.accepted[position] * self.keep + (position < accepted)
 
     def acceptances(self, expected: Sequence[float | None], weight: float) -> list[float]:
         """Return the acceptance of each position. What is expected there counts as `weight` verified tokens.

@@ -21,11 +21,12 @@ from .costs import CostTable, Seconds, allocate
 FIRST_BALANCE, MAX_BALANCE = 0.25, 16.0  # the time that drafts may lose at first, and the most that is kept of gains
 EARNED = 0.01  # the share of all time that drafts may lose later
 UNMEASURED_DRAFT = 0.3  # the assumed time of a drafter's pass before it was measured
-FIRST_WAIT, LAST_WAIT = 8, 256  # the passes from a wrong trial to the next one, which double
+FIRST_WAIT, LAST_WAIT = 1, 512  # the passes from one trial to the next while none was right, which double
+WAIT = 8  # the passes from one trial to the next once a draft was right
 REFRESH = 64  # the number of passes after which draft lengths other than the best are tried
 # The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
-# over all sequences, of about the last 64 drafts, is what is expected of each, of which the last 12 count.
-PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.5, 2.5, 64.0, 12.0
+# over all sequences, of about the last 96 drafts, is what is expected of each, of which the last 16 count.
+PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.5, 2.5, 96.0, 16.0
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Drafted:
     """The latest drafts for one sequence. is_read: whether the source has read it, which costs time once."""
 
     tally: Tally = field(default_factory=partial(Tally, SEQUENCE_MEMORY))
-    last_pass: int = -FIRST_WAIT
+    last_pass: int = -1
     is_read: bool = False
     is_trial: bool = False  # whether the draft of this pass only tests whether drafts pay now
 
@@ -47,7 +48,7 @@ class DraftSource:
     deepest: int = 0  # the most accepted tokens of one draft
     costs: CostTable = field(default_factory=CostTable)  # of passes of the drafter's model
     reading: float = 0.0  # seconds to read a sequence for the first time
-    trial: bool | None = None  # whether a trial of this pass was right; None without any
+    is_tried: bool = False  # whether this pass has a trial
     wait: int = FIRST_WAIT
     next_trial: int = 0  # the pass from which on there may be trials
     idle: tuple[int, int] = (0, 0)  # for so many sequences nothing can be drafted before this pass
@@ -79,8 +80,8 @@ class Controller:
 
     The loss against decoding without drafts is small, whatever the acceptance is. All time that drafts take is paid
     from `balance`, which starts with FIRST_BALANCE and grows by gains and by EARNED of all time; when it is used up,
-    there are no drafts. Where none was ever right, or none pays, there are only trials of one token, and the waits
-    between them double while they are wrong. A drafter reads a sequence when it is first asked for a draft of it (a
+    there are no drafts. Where none was ever right, or none pays, there are only trials of one token. While none was
+    ever right, the waits between trials double. A drafter reads a sequence when it is first asked for a draft of it (a
     draft model computes the prompt), and it is asked for no sequence that the balance cannot pay to read.
     """
 
@@ -150,10 +151,8 @@ class Controller:
         assert self.balance is not None
         rows, width, price = rows + sum(lengths), sum(map(bool, lengths)), 0.0
         costs, seconds = self.verify_costs, draft or (lambda width: 0.0)
-        long_ago = [
-            (r.last_pass, i, r) for i, r in enumerate(records) if r and r.last_pass + FIRST_WAIT <= self.num_passes
-        ]
-        for count, (_, i, record) in enumerate(sorted(long_ago), 1):
+        tried = sorted((record.last_pass, i, record) for i, record in enumerate(records) if record)
+        for count, (_, i, record) in enumerate(tried, 1):
             price = costs.seconds(rows + count) - costs.seconds(rows)
             price += seconds(width + count) - (seconds(width) if width else 0.0)
             if price > self.balance:
@@ -195,8 +194,7 @@ class Controller:
         record = known.of(sequence)
         for tally in (known.tally, record.tally):
             tally.add(drafted, accepted)
-        if record.is_trial:
-            known.trial, record.is_trial = known.trial or accepted > 0, False
+        known.is_tried, record.is_trial = known.is_tried or record.is_trial, False
         known.deepest, record.last_pass = max(known.deepest, accepted), self.num_passes
         self._pass.drafted += drafted
         self._pass.accepted += accepted
@@ -206,13 +204,9 @@ class Controller:
         costs, record, self._pass = self.verify_costs, self._pass, PassRecord()
         costs.observe(rows, seconds)
         for source in self.sources.values():
-            if source.trial is not None:
-                wait = FIRST_WAIT if source.trial else source.wait
-                source.next_trial, source.wait = (
-                    self.num_passes + wait,
-                    min(wait if source.trial else 2 * wait, LAST_WAIT),
-                )
-                source.trial = None
+            if source.is_tried:
+                source.next_trial = self.num_passes + (WAIT if source.deepest else source.wait)
+                source.is_tried, source.wait = False, min(2 * source.wait, LAST_WAIT)
         self.num_passes += 1
         if not record.sequences or self.balance is None:
             return

@@ -12,16 +12,11 @@ from typing import Any
 from ...cache.pages import Pages
 from ...errors import HfAccelError, HfAccelWarning
 from ..agreement import ALONE, ProcessAgreement
-from ..sequence import Chunk, Draft, Sequence
+from ..sequence import NO_DRAFT, Chunk, Draft, Sequence
 from .acceptance import Tally
 from .controller import Controller
 from .drafters.drafter import Drafter
-from .verifiers.token import TokenVerifier
 from .verifiers.verifier import Verifier
-
-NO_DRAFT = Draft()
-TOKEN_VERIFIER = TokenVerifier()
-UNUSED = Controller()  # of all sessions without drafters, which ask it for nothing
 
 
 @dataclass
@@ -86,7 +81,7 @@ class SpeculationStatistics:
 
 
 class Speculation:
-    """Drafters, a controller that chooses draft lengths, and a verifier. By default, decoding has no drafts.
+    """Drafters, a controller that chooses draft lengths, and a verifier.
 
     A sequence gets the draft of the first drafter that proposes one. Free drafters go first, in the order given,
     because a draft model always proposes a draft.
@@ -98,8 +93,8 @@ class Speculation:
 
     def __init__(
         self,
-        verifier: Verifier = TOKEN_VERIFIER,
-        drafters: abc.Sequence[Drafter] = (),
+        verifier: Verifier,
+        drafters: abc.Sequence[Drafter],
         controller: Controller | None = None,
         *,
         invariant_rows: int | None = None,
@@ -107,18 +102,16 @@ class Speculation:
     ) -> None:
         self.verifier, self.invariant_rows, self.agreement = verifier, invariant_rows, agreement
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
-        self.controller = controller or (Controller() if self.drafters else UNUSED)
+        self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
         self._drafts: dict[Sequence, Draft] = {}
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
 
     # -- before the pass -------------------------------------------------------------------------------
 
-    def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[list[int]]:
+    def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[Draft]:
         """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
         self._drafts, self._seconds = {}, 0.0
-        if not self.drafters:
-            return [NO_DRAFT.tokens] * len(chunks)
         begun = time.perf_counter()
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
@@ -138,7 +131,7 @@ class Speculation:
         seconds = time.perf_counter() - begun
         self.controller.observe_asking([], seconds - self._seconds)
         self._seconds = seconds
-        return [self.draft_of(chunk.sequence).tokens for chunk in chunks]
+        return [self.draft_of(chunk.sequence) for chunk in chunks]
 
     def _propose_from(
         self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, *, pages: Pages
@@ -187,17 +180,14 @@ class Speculation:
 
     def observe(self, sequence: Sequence, accepted: int, tokens: int) -> None:
         """Record that `accepted` drafted tokens of a sequence were accepted, and that it has `tokens` new tokens."""
-        if not self.drafters:
-            return
         draft = self.draft_of(sequence)
         self.controller.observe_drafts(sequence, len(draft), accepted, source=draft.source or "")
         self.statistics.record_step(len(draft), accepted, tokens)
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Record a pass over `rows` rows. seconds: the time of the whole pass, drafting included."""
-        if self.drafters:
-            self.controller.observe_pass(rows, seconds - self._seconds)
-            self.statistics.record_pass(self._seconds, seconds - self._seconds)
+        self.controller.observe_pass(rows, seconds - self._seconds)
+        self.statistics.record_pass(self._seconds, seconds - self._seconds)
 
     def forget(self, sequence: Sequence) -> None:
         """Free what the drafters hold for a sequence that has ended.

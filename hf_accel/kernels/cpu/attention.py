@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ..layouts import KV, AttentionOptions, Ragged
-from .library import DTYPES, kernel, threads
-from .structs import ScoreBias, fields
+from .library import DTYPES, ScoreBias, fields, kernel, threads
 
 EVERY_KEY = -1  # of kernels.h
 

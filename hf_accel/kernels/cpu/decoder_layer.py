@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ctypes import Structure
 
-from .library import kernel
-from .structs import fields
+from .library import fields, kernel
 
 # LayerOpKind in kernels.h
 OPERATIONS = (

@@ -13,8 +13,7 @@ from .attention import EVERY_KEY, bias_fields, checked_bias, lengths_of
 from .decoder_layer import INPUT, OPERATIONS, OUTPUT, run_layer
 from .float_linear import FloatLinear
 from .integer_linear import IntegerLinear
-from .library import DTYPES, FLOATS, refuse_gradients, threads
-from .structs import Columns, LayerOp, ScoreBias
+from .library import DTYPES, FLOATS, Columns, LayerOp, ScoreBias, refuse_gradients, threads
 
 # The buffers of a call, after its input and output. NORMED is used if the norms come first.
 QKV, ATTENDED, PROJECTED, MIDDLE, INNER, SHRUNK, NORMED = range(2, 9)

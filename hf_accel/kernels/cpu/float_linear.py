@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .library import DTYPES, FLOATS, kernel, threads
-from .structs import Linear, LinearCall, Matrix, epilogue_number
+from .library import DTYPES, FLOATS, Linear, LinearCall, Matrix, epilogue_number, kernel, threads
 
 _float_linear = kernel("float_linear", LinearCall)
 

@@ -11,10 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...hardware.memory import large_pages
+from ...hardware.device import large_pages
 from .. import ACTIVATION_GROUP
-from .library import DTYPES, kernel, threads
-from .structs import ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, fields
+from .library import DTYPES, ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, fields, kernel, threads
 
 BLOCK = 64  # outputs of a packed block
 FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits
@@ -51,7 +50,8 @@ class PackedWeight:
     float32; otherwise [blocks, groups, 64] of the stored dtype. For 4 bits only: zeros, the zero points [blocks,
     groups, 64] uint8 from 0 to 15, or None if all are 8; the weight is (level - zero) * scale. Or minima, with scales
     of groups only, [blocks, groups, 64] of the scales' dtype; the weight is then level * scale - minimum, with levels
-    from 0 to 15, or from -128 to 127 for 8 bits.
+    from 0 to 15, or from -128 to 127 for 8 bits. divisor: of all scales, for floats of 4 bits (E2M1); None for
+    integers.
     """
 
     bits: int
@@ -62,12 +62,12 @@ class PackedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     minima: Tensor | None = None
-    is_float: bool = False
+    divisor: float | None = None
 
     @property
     def format(self) -> int:
         """The Dtype of types.h."""
-        if self.is_float:
+        if self.divisor is not None:
             return FP4
         return INT8_GROUPS if self.bits == 8 and self.scales.ndim == 3 else FORMATS[self.bits]
 
@@ -79,19 +79,20 @@ class PackedWeight:
 
 def pack(
     bits: int, stored: Tensor, scales: Tensor, zeros: Tensor | None = None, *, minima: Tensor | None = None,
-    is_float: bool = False,
+    divisor: float | None = None,
 ) -> PackedWeight:  # fmt: skip
     """Pack a quantized weight.
 
     stored: [out, in] int8; for 4 bits, [out, in / 2] uint8. scales: [out, groups]. minima: [out, groups], of the
     scales' dtype. zeros: for 4 bits only, [out, groups] uint8, the levels from 0 to 15 that stand for the weight 0.
+    divisor: for floats of 4 bits only, what all scales are divided by.
     """
     stored = stored.contiguous()
     in_features = stored.shape[1] * 8 // bits
     packed = _packed_bytes(bits, len(stored), in_features)
     _pack(FORMATS[bits], threads(), len(stored), in_features, stored.data_ptr(), packed.data_ptr())
     weight = _weight(bits, packed, scales, zeros=zeros, minima=minima, in_features=in_features)
-    return replace(weight, is_float=is_float)
+    return replace(weight, divisor=divisor)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
@@ -196,6 +197,7 @@ class IntegerLinear:
             matrix.scale_dtype = DTYPES[weight.scales.dtype]
             matrix.zeros = None if weight.zeros is None else weight.zeros.data_ptr()
             matrix.minima = None if weight.minima is None else weight.minima.data_ptr()
+            matrix.divisor = weight.divisor or 1.0
             if bias is not None:
                 self._biases.append((matrix, bias))
             column += weight.out_features
@@ -257,16 +259,16 @@ class IntegerExperts(IntegerLinear):
 @torch.library.custom_op("hf_accel::integer_linear", mutates_args=())
 def recorded_linear(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, bias: Tensor | None,
-    bits: int, out_features: int, in_features: int, group_size: int, is_float: bool,
+    bits: int, out_features: int, in_features: int, group_size: int, divisor: float | None,
 ) -> Tensor:  # fmt: skip
     """IntegerLinear of one weight as a torch operator, which compiled and exported graphs can record."""
-    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros, minima, is_float)
+    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros, minima, divisor)
     return IntegerLinear([weight], [bias])(x.contiguous())
 
 
 @recorded_linear.register_fake
 def _(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, bias: Tensor | None,
-    bits: int, out_features: int, in_features: int, group_size: int, is_float: bool,
+    bits: int, out_features: int, in_features: int, group_size: int, divisor: float | None,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], out_features)

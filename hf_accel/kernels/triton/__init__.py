@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 
 import torch
 
 OLDEST = (8, 0)  # compute capability: the first with bfloat16 and asynchronous copies
 FP8 = (8, 9)  # the first whose instructions multiply float8_e4m3fn
+
+
+INTERPRETS = ("1", "true", "on", "yes", "y")  # what Triton takes for yes in TRITON_INTERPRET
 
 
 @functools.cache
@@ -27,16 +31,15 @@ def version() -> str:
 
 def is_interpreted() -> bool:
     """Return whether kernels run in Triton's interpreter, on a CPU."""
-    if not is_installed():
-        return False
-    from triton import knobs
+    return os.environ.get("TRITON_INTERPRET", "").lower() in INTERPRETS and is_installed()
 
-    return bool(knobs.runtime.interpret)
+
+DEVICES = ("cuda", "cpu") if is_interpreted() else ("cuda",)  # the kinds that the kernels are meant for
 
 
 def is_for(device_type: str) -> bool:
     """Return whether Triton kernels are meant for this kind of device; whether they can run there says refusal()."""
-    return device_type == "cuda" or (device_type == "cpu" and is_interpreted())
+    return device_type in DEVICES
 
 
 def refusal(device_type: str) -> str | None:

@@ -26,6 +26,7 @@ from .programs.multiply_integers import multiply_integers, round_rows
 
 REDUCED = 1024  # numbers that one program adds up over the splits
 ROUNDED = 1024  # numbers that one program rounds
+TENSORS = ("integers", "scale", "zero_point", "minimum", "divisor")  # of a BlockedWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class BlockedWeight:
 
     zero_point: of 4 bits, less 8: uint8 [groups, out / 2], the even output in the low half. minimum: [groups, out].
     w = (q - zero_point) * scale, or with minima w = (q + 8 with 4 bits, else q) * scale - minimum.
-    in_features: inputs; the last block may have fewer.
+    in_features: inputs; the last block may have fewer. divisor: float32 [1], by which all scales are divided.
     """
 
     integers: Tensor
@@ -69,6 +70,7 @@ class BlockedWeight:
     layout: Layout
     zero_point: Tensor | None = None
     minimum: Tensor | None = None
+    divisor: Tensor | None = None
 
     @property
     def bits(self) -> int:
@@ -103,8 +105,13 @@ class BlockedWeight:
 
     @property
     def blocks_per_group(self) -> int:
-        """The number of blocks in a group; 0 if scales belong to outputs."""
-        return 0 if self.layout.group_size is None else self.num_blocks // self.scale.shape[-2]
+        """The number of blocks in a group, 1 also where each half of a block is one; 0 if scales belong to outputs."""
+        return 0 if self.layout.group_size is None else max(1, self.layout.group_size // self.block)
+
+    @property
+    def is_halved(self) -> bool:
+        """True if each half of a block is a group."""
+        return self.layout.group_size is not None and self.layout.group_size < self.block
 
     @property
     def blocks_rounded(self) -> int:
@@ -136,14 +143,14 @@ def launches(
         grid=(*_programs(out, tile, starts), splits),
         arguments={
             "x": x, "integers": weight.readable, "scale": weight.scale, "zero_point": weight.zero_point,
-            "minimum": weight.minimum, "bias": bias if splits == 1 else None, "out": partial, "starts": starts,
-            "rows": rows, "outputs": outputs, "inputs": weight.in_features, "blocks": weight.num_blocks,
-            "groups": weight.scale.shape[-2], "share": share,
+            "minimum": weight.minimum, "divisor": weight.divisor, "bias": bias if splits == 1 else None,
+            "out": partial, "starts": starts, "rows": rows, "outputs": outputs, "inputs": weight.in_features,
+            "blocks": weight.num_blocks, "groups": weight.scale.shape[-2], "share": share,
         },
         constants={
-            "BITS": weight.bits, "NUMBERS": weight.layout.format, "BLOCK": weight.block,
-            "PER_GROUP": weight.blocks_per_group, "IS_CUT": bool(weight.in_features % weight.block),
-            **_constants(tile, starts),
+            "BITS": weight.bits, "NUMBERS": "fp4" if weight.layout.is_float4 else weight.layout.format,
+            "BLOCK": weight.block, "PER_GROUP": weight.blocks_per_group, "IS_HALVED": weight.is_halved,
+            "IS_CUT": bool(weight.in_features % weight.block), **_constants(tile, starts),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -238,12 +245,12 @@ def stacked(weights: Sequence[BlockedWeight]) -> BlockedWeight:
         parts = [getattr(weight, name) for weight in weights]
         return None if parts[0] is None else torch.stack(parts)
 
-    tensors: dict[str, Any] = {name: joined(name) for name in ("integers", "scale", "zero_point", "minimum")}
+    tensors: dict[str, Any] = {name: joined(name) for name in TENSORS}
     return replace(weights[0], **tensors)
 
 
 def parts_of_stack(weight: BlockedWeight) -> list[BlockedWeight]:
     """Return views of the weights that were `stacked`."""
-    names = [name for name in ("integers", "scale", "zero_point", "minimum") if getattr(weight, name) is not None]
+    names = [name for name in TENSORS if getattr(weight, name) is not None]
     count = len(weight.integers)
     return [replace(weight, **{name: getattr(weight, name)[i] for name in names}) for i in range(count)]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...config import Format, Layout
 from .byte_weight import FLOAT8, ByteWeight, Float8Weight, Int8Weight
-from .float4_weight import MXFP4, Float4Weight
+from .float4_weight import MXFP4, Float4Weight, Mxfp4Weight
 from .low_bit_weight import Int2Weight, Int3Weight, Int4Weight, LowBitWeight
+from .nvfp4_weight import NVFP4, Nvfp4Weight
 from .quantized_weight import QuantizedWeight, check_group_size, chunks, in_order, scaled, with_minimum
 from .words import pack_zero_points, unpack_words, zero_point_bytes
 
@@ -20,6 +21,7 @@ __all__ = [
     "FLOAT8",
     "KINDS",
     "MXFP4",
+    "NVFP4",
     "ByteWeight",
     "Float4Weight",
     "Float8Weight",
@@ -30,6 +32,8 @@ __all__ = [
     "Int8Weight",
     "Layout",
     "LowBitWeight",
+    "Mxfp4Weight",
+    "Nvfp4Weight",
     "QuantizedWeight",
     "check_group_size",
     "chunks",
@@ -49,7 +53,7 @@ __all__ = [
 
 KINDS: dict[str, type[Any]] = {  # by the label of a layout
     "int8": Int8Weight, "fp8": Float8Weight, "int4": Int4Weight, "int3": Int3Weight, "int2": Int2Weight,
-    "mxfp4": Float4Weight,
+    "mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight,
 }  # fmt: skip
 
 

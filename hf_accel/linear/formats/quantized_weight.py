@@ -28,6 +28,7 @@ class QuantizedWeight(ABC):
     bits: ClassVar[int]
     format: ClassVar[Format]
     only: ClassVar[Layout | None] = None  # the one layout that a format has; None: there are several
+    kept: ClassVar[tuple[str, ...]] = ()  # floats that do not follow the dtype of the model, besides FP8
     weight_scale: Tensor
     weight_minimum: Tensor | None
     input_order: Tensor | None

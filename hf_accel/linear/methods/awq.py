@@ -15,8 +15,7 @@ from torch import Tensor
 from ...config import WeightConfig
 from ..formats import QuantizedWeight
 from ..input_statistics import Statistics
-from .levels import Levels, group_size_of
-from .rows import checked_rows
+from .levels import Levels, checked_rows, group_size_of
 
 STEPS, FEW_STEPS = 48, 8  # ranges that are tried for each group, and while scales are compared
 OUTPUTS = 128  # of each weight that scales are compared on

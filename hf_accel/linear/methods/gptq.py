@@ -13,8 +13,7 @@ from torch import Tensor
 from ...config import WeightConfig
 from ..formats import QuantizedWeight
 from ..input_statistics import Statistics
-from .levels import Levels, group_size_of
-from .rows import checked_rows
+from .levels import Levels, checked_rows, group_size_of
 
 STEPS = 12  # ranges that are tried for each group
 BLOCK_COLUMNS = 128  # inputs whose errors are spread over all later ones at once

@@ -1,4 +1,5 @@
-"""The numbers that a format can store, and the search for the scales that suit a weight best."""
+"""The numbers that a format can store, the search for the scales that suit a weight best, and the weight as the
+calibrated methods read it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ...config import WeightConfig
+from ...errors import UnsupportedError
 from ..formats import Layout, QuantizedWeight, check_group_size, kind_of
+from ..input_statistics import Statistics
+from .rtn import refuse_not_finite
 
 LEAST = 0.4  # of the range of a group that is still covered at the most clipped end of the search
 
@@ -109,3 +113,22 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _divisor(scale: Tensor) -> Tensor:
     return scale.masked_fill(scale == 0, 1)
+
+
+def checked_rows(weight: Tensor, statistics: Statistics, config: WeightConfig) -> Tensor:
+    """float32 [in, out], contiguous, only to be read: a weight [out, in] in any dtype, times statistics.scales.
+
+    All weights of an input lie together.
+
+    Raises UnsupportedError for NaN or infinity, a group size that does not divide the inputs, and statistics of
+    another number of inputs.
+    """
+    group_size_of(weight, config)
+    if weight.shape[1] != len(statistics.magnitudes):
+        raise UnsupportedError(
+            f"a weight [{weight.shape[0]}, {weight.shape[1]}] has statistics of {len(statistics.magnitudes)} inputs"
+        )
+    rows = weight.detach().float().t().contiguous()
+    if not rows.isfinite().all():
+        refuse_not_finite()
+    return rows if statistics.scales is None else rows * statistics.scales.unsqueeze(1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...config import WeightConfig
 from ...errors import UnsupportedError
 from ..activations import LARGEST_NUMBER
-from ..formats import FLOAT8, Layout, QuantizedWeight, check_group_size, chunks, kind_of
+from ..formats import FLOAT8, Float4Weight, Layout, QuantizedWeight, check_group_size, chunks, kind_of
 
 
 def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
@@ -37,9 +37,12 @@ def quantize_like(weight: Tensor, other: QuantizedWeight) -> QuantizedWeight:
     UnsupportedError for NaN and infinity.
     """
     order, weight = other.input_order, weight.detach()
-    return _rounded(weight if order is None else weight.index_select(1, order), other.layout).changed(
-        input_order=order
-    )
+    weight = weight if order is None else weight.index_select(1, order)
+    if not isinstance(other, Float4Weight):
+        return _rounded(weight, other.layout).changed(input_order=order)
+    if not weight.isfinite().all():
+        refuse_not_finite()
+    return other.rounded(weight).changed(input_order=order)
 
 
 def _rounded(weight: Tensor, layout: Layout) -> QuantizedWeight:

@@ -1,6 +1,5 @@
 """Quantize by what calibration data says of the inputs of each layer: see `calibrate`."""
 
-from .planned import planned
-from .streaming import calibrate
+from .streaming import Calibrated, calibrate
 
-__all__ = ["calibrate", "planned"]
+__all__ = ["Calibrated", "calibrate"]

@@ -19,10 +19,9 @@ from ...linear.methods import rtn
 from ...models import evaluating
 from ..plan import LinearPlan, Plan
 from ..twin import twin
-from .feeding import check_takes_ids
 from .finished import Rounded
 from .streaming import RoundingLinear
-from .windows import windows_of
+from .windows import check_takes_ids, windows_of
 
 MEASURED_TOKENS = 256  # that the divergence is measured on, in windows of WINDOW_TOKENS
 WINDOW_TOKENS = 128
@@ -42,7 +41,7 @@ class Unit:
 
 
 def eight_bit_names(todo: Plan) -> frozenset[str]:
-    """The Linears of a plan for 4 bits that its average_bits allow 8 bits for: those where this gains most per byte.
+    """Return the Linears of a plan for 4 bits that get 8 bits within its average_bits: those that gain most per byte.
 
     average_bits are those of the weights, scales included, without the head. Raises UnsupportedError if 4 bits for all
     are more than that.
@@ -72,7 +71,7 @@ def eight_bit_names(todo: Plan) -> frozenset[str]:
 
 @torch.no_grad()
 def sensitivities(model: PreTrainedModel, linears: Mapping[str, LinearPlan], windows: Tensor) -> list[Unit]:
-    """Each unit of the Linears, with what it costs to round it to 4 bits, to nearest, and no other."""
+    """Return each unit of the Linears, with the loss when it alone is rounded to 4 bits, to nearest."""
     copy = twin(model)
     length = min(WINDOW_TOKENS, windows.shape[1])
     ids = windows.flatten()[: max(1, MEASURED_TOKENS // length) * length]
@@ -86,7 +85,7 @@ def sensitivities(model: PreTrainedModel, linears: Mapping[str, LinearPlan], win
 
 
 def units_of(model: PreTrainedModel, linears: Mapping[str, LinearPlan]) -> Iterator[tuple[str, ...]]:
-    """The Linears in groups that are called on one tensor; the others one by one."""
+    """Yield the Linears in groups that are called on one tensor, and the others one by one."""
     joined: dict[str, tuple[str, ...]] = {}
     for site in projection_sites(model):
         names = tuple(name for name in site.layers if name in linears)
@@ -94,22 +93,14 @@ def units_of(model: PreTrainedModel, linears: Mapping[str, LinearPlan]) -> Itera
     yield from dict.fromkeys(joined.get(name, (name,)) for name in linears)
 
 
-class _ToNearest:
-    """Gives a RoundingLinear its weight."""
-
-    def __init__(self, linears: Sequence[LinearPlan]) -> None:
-        self._linears = {linear.site.name: linear for linear in linears}
-
-    def quantize(self, name: str, inputs: Tensor) -> Rounded:
-        linear = self._linears[name]
-        return Rounded(rtn.quantize(linear.site.weight, linear.config), None)
+def _to_nearest(linear: LinearPlan, inputs: Tensor) -> Rounded:
+    return Rounded(rtn.quantize(linear.site.weight, linear.config), None)
 
 
 def _divergence(copy: PreTrainedModel, ids: Tensor, expected: Tensor, linears: Sequence[LinearPlan]) -> float:
     before: dict[str, Any] = {linear.site.name: copy.get_submodule(linear.site.name) for linear in linears}
-    rounding = _ToNearest(linears)
     for linear in linears:
-        copy.set_submodule(linear.site.name, RoundingLinear(linear, rounding))
+        copy.set_submodule(linear.site.name, RoundingLinear(linear, _to_nearest))
     try:
         actual = _predictions(copy, ids)
     finally:

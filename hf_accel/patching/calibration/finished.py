@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...config import WeightConfig
 from ...errors import UnsupportedError
+from ...hardware.atomic import replaced_file
 from ...linear.formats import QuantizedWeight, from_state, kind_of, state
 from ..originals import fingerprint
 from ..plan import LinearPlan
@@ -50,7 +51,7 @@ class Finished:
         return cls(folder, {name: kind_of(linear.config.layout) for name, linear in linears.items()}, files)
 
     def read(self, name: str) -> Rounded | None:
-        """The weight of a layer; None if it is still to be made."""
+        """Return the weight of a layer; None if it is still to be made."""
         if self.folder is None or not (self.folder / self.files[name]).exists():
             return None
         path = self.folder / self.files[name]
@@ -61,14 +62,12 @@ class Finished:
             raise UnsupportedError(f"resume: {path} cannot be read: {error}; delete it") from error
 
     def write(self, name: str, rounded: Rounded) -> None:
-        """Whole, or not at all if the process is killed meanwhile."""
+        """Store a layer; a process that is killed meanwhile leaves the whole file or none."""
         if self.folder is not None:
             scales = {} if rounded.scales is None else {SCALES: rounded.scales}
             tensors = {key: tensor.contiguous() for key, tensor in (state(rounded.weight) | scales).items()}
-            path = self.folder / self.files[name]
-            part = path.with_suffix(".part")
-            save_file(tensors, part)
-            os.replace(part, path)
+            with replaced_file(self.folder / self.files[name], errors=(SafetensorError,)) as unfinished:
+                save_file(tensors, unfinished)
 
 
 def _record(config: WeightConfig, windows: Tensor, linears: Mapping[str, LinearPlan]) -> dict[str, str]:
@@ -90,9 +89,8 @@ def _check(folder: Path, record: dict[str, str]) -> None:
     """Compare the record with the one in the folder, or write it into a new one."""
     path = folder / RECORD
     if not path.exists():
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        os.replace(part, path)
+        with replaced_file(path) as unfinished:
+            unfinished.write_text(json.dumps(record, indent=1), encoding="utf-8")
         return
     try:
         before = dict(json.loads(path.read_text(encoding="utf-8")))

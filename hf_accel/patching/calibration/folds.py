@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...models import layer_lists
+from ...models import layer_lists, layers_config
 from ..plan import Fold
-from .feeding import feed
+from .windows import feed
 
 TOKENS = 8  # that a layer is tried on
 TOLERANCE = 1e-4  # of the largest value, in float32
@@ -26,7 +26,7 @@ OFFSETS = (0.0, 1.0)  # what a norm adds to its weight: Gemma's stores the diffe
 
 
 def folded_parameters(module: nn.Module, scales: Tensor, offset: float | None) -> dict[str, Tensor]:
-    """The parameters of a producer, a norm or a Linear, that puts out what it did divided by scales [out]."""
+    """Return parameters with which a producer, a norm or a Linear, puts out what it did, divided by scales [out]."""
     found = {}
     for name in ("weight", "bias"):
         parameter = module._parameters.get(name)
@@ -52,7 +52,7 @@ def foldable(module: nn.Module, scales: Tensor, offset: float | None) -> Tensor:
 
 @torch.no_grad()
 def find_folds(model: PreTrainedModel, linears: Iterable[str]) -> list[Fold]:
-    """The exact folds in a copy of a model, which is only run. linears: the names of those to be quantized."""
+    """Return the exact folds in a copy of a model, which is only run. linears: the names of those to be quantized."""
     wanted, layers = set(linears), _layers(model)
     embedding: Any = model.get_input_embeddings()
     calls = _first_calls(model, layers, torch.arange(TOKENS).unsqueeze(0) % embedding.weight.shape[0])
@@ -68,7 +68,7 @@ def find_folds(model: PreTrainedModel, linears: Iterable[str]) -> list[Fold]:
 
 
 def _layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    count = getattr(layers_config(model.config), "num_hidden_layers", None)
     lists = layer_lists(model, count) if count else {}
     return {f"{name}.{index}": layer for name, layers in lists.items() for index, layer in enumerate(layers)}
 
@@ -81,7 +81,7 @@ def _signature(layer: nn.Module) -> Any:
 def _first_calls(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments that each layer is called with, when the model gets ids [1, n]."""
+    """Return the arguments that each layer is called with when the model gets ids [1, n]."""
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     hooks = [layer.register_forward_pre_hook(_noting(calls, name), with_kwargs=True) for name, layer in layers.items()]
     try:
@@ -124,7 +124,7 @@ class Probe:
                     yield fold
 
     def run(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The inputs of the Linears, in the order of their calls; what these and norms put out, and the layer."""
+        """Return the inputs of the Linears, in the order of their calls, and all outputs."""
         inputs: dict[str, Tensor] = {}
         outputs: dict[str, Tensor] = {}
 
@@ -144,7 +144,7 @@ class Probe:
         return inputs, outputs
 
     def _candidates(self, names: list[str], inputs: Mapping[str, Tensor]) -> Iterator[Fold]:
-        """Norms whose output the Linears are called on, and Linears called before a Linear of their width."""
+        """Yield norms whose output the Linears are called on, and Linears called before a Linear of their width."""
         x = inputs[names[0]]
         for name, module in self.modules.items():
             weight = module._parameters.get("weight")
@@ -186,7 +186,7 @@ def _agrees(got: Tensor, expected: Tensor) -> bool:
 
 
 def _as_float(value: Any) -> Any:
-    """Tensors within it in float32."""
+    """Return the value with all tensors within it in float32."""
     match value:
         case Tensor() if value.is_floating_point():
             return value.float()

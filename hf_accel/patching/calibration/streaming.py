@@ -8,9 +8,9 @@ the activations of one layer are held. The user's model is only read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,9 @@ from ...linear.methods import awq, quantize
 from ..pack import Packed, pack_quantized
 from ..plan import Fold, LinearPlan, Plan
 from ..twin import twin
-from .feeding import check_takes_ids, feed
 from .finished import Finished, Rounded
 from .folds import foldable, folded_parameters
-from .windows import windows_of
+from .windows import check_takes_ids, feed, windows_of
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,8 @@ def calibrate(todo: Plan) -> Calibrated:
     Weights that the data does not reach are left out, with a HfAccelWarning. Raises UnsupportedError for calibration
     data that is none, for a model that it cannot be fed to, and where it leads to NaN or infinity.
     """
-    config = todo.config.weights
-    linears = {p.site.name: p for p in todo.quantized if p.config.is_calibrated}
-    if config is None or not linears:
-        return Calibrated({}, {})
+    config, linears = todo.config.weights, {p.site.name: p for p in todo.calibrated}
+    assert config is not None
     check_takes_ids(todo.model)
     windows = windows_of(config.calibration, todo.model)
     model = twin(todo.model)
@@ -56,7 +53,7 @@ def calibrate(todo: Plan) -> Calibrated:
     with logging.tqdm(total=len(linears), desc=f"Quantizing by {config.method}", unit=" layers") as bar:
         run = CalibrationPass(todo, linears, finished, bar)
         for name, linear in linears.items():
-            model.set_submodule(name, RoundingLinear(linear, run))
+            model.set_submodule(name, RoundingLinear(linear, run.quantize))
         feed(model, windows)
     _warn_of_missed([name for name in linears if name not in run.quantized])
     return run.result()
@@ -84,12 +81,13 @@ class CalibrationPass:
         self._version = 0
         self._statistics: Statistics | None = None
 
-    def quantize(self, name: str, inputs: Tensor) -> Rounded:
-        """The weight of a Linear that is called on `inputs`."""
+    def quantize(self, linear: LinearPlan, inputs: Tensor) -> Rounded:
+        """Return the quantized weight of a Linear that is called on `inputs`."""
+        name = linear.site.name
         rounded = self._finished.read(name)
         if rounded is None:
             try:
-                rounded = self._quantize(name, inputs)
+                rounded = self._quantize(linear, inputs)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{name!r} cannot be quantized: {error}") from error
             self._finished.write(name, rounded)
@@ -97,12 +95,12 @@ class CalibrationPass:
         if fold is not None and rounded.scales is not None:
             self._scales[fold] = rounded.scales
         self.quantized[name] = rounded
-        release(self._linears[name].site.parameter)
+        release(linear.site.parameter)
         self._bar.update()
         return rounded
 
-    def _quantize(self, name: str, inputs: Tensor) -> Rounded:
-        linear, statistics, fold = self._linears[name], self._statistics_of(inputs), self._fold_of.get(name)
+    def _quantize(self, linear: LinearPlan, inputs: Tensor) -> Rounded:
+        statistics, fold = self._statistics_of(inputs), self._fold_of.get(linear.site.name)
         if fold is None:
             return Rounded(quantize(linear.site.weight, statistics, linear.config), None)
         if fold not in self._scales:
@@ -121,7 +119,7 @@ class CalibrationPass:
         return self._statistics
 
     def result(self) -> Calibrated:
-        """All that was quantized, packed, with the scales taken off where the inputs come from."""
+        """Return all that was quantized, packed, and the parameters that take the scales off again."""
         folded: dict[str, dict[str, Tensor]] = {}
         biases: dict[str, Tensor] = {}
         for fold, scales in self._scales.items():
@@ -142,23 +140,18 @@ class CalibrationPass:
 
 
 def with_outputs_divided(weight: QuantizedWeight, scales: Tensor) -> QuantizedWeight:
-    """A quantized weight [out, in] divided by scales [out]: the integers stay."""
+    """Return a quantized weight [out, in] divided by scales [out], with the same integers."""
     stored = weight.weight_scale
     return weight.changed(weight_scale=(stored.float() / scales.unsqueeze(1)).to(stored.dtype))
-
-
-class Quantizing(Protocol):
-    """The object that gives RoundingLinears their weights."""
-
-    def quantize(self, name: str, inputs: Tensor) -> Rounded: ...
 
 
 class RoundingLinear(nn.Module):
     """Replaces a Linear of the copy: quantizes its weight on the first call, and multiplies by that."""
 
-    def __init__(self, linear: LinearPlan, run: Quantizing) -> None:
+    def __init__(self, linear: LinearPlan, quantized: Callable[[LinearPlan, Tensor], Rounded]) -> None:
+        """quantized: makes the weight, of a linear and the inputs of its first call."""
         super().__init__()
-        self._linear, self._run = linear, run
+        self._linear, self._quantized = linear, quantized
         self._rounded: Rounded | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -170,12 +163,12 @@ class RoundingLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._rounded is None:
-            self._rounded = self._run.quantize(self._linear.site.name, x)
+            self._rounded = self._quantized(self._linear, x)
         return product(x, self._rounded, self._linear.site.bias)
 
 
 def product(x: Tensor, rounded: Rounded, bias: Tensor | None) -> Tensor:
-    """x [..., in] times a quantized weight, in float32 a few rows at a time -> [..., out] in x's dtype."""
+    """Multiply x [..., in] by a quantized weight, in float32, a few rows at a time -> [..., out] in x's dtype."""
     dense = rounded.weight.dequantize(torch.float32)
     if rounded.scales is not None:
         dense /= rounded.scales

@@ -1,7 +1,8 @@
-"""Calibration data of any form as windows of token ids of one length."""
+"""Calibration data: windows of token ids of one length, made of data of any form, and given to a model."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import UnsupportedError
+from ...models import evaluating, layers_config
 
 LENGTH = 512  # tokens of a window
 MOST = 32  # windows
@@ -23,7 +25,7 @@ KNOWN_FORMS = (
 
 
 def windows_of(calibration: object, model: PreTrainedModel) -> Tensor:
-    """int64 [n, length] of token ids that the model knows.
+    """Return token ids that the model knows, int64 [n, length].
 
     A tensor [n, length] is taken as it is. All else is read one piece after the other, with the end of text between
     texts, and gives up to MOST windows of LENGTH that lie evenly over the tokens, or one that is shorter: what is
@@ -49,7 +51,7 @@ def _with_tokenizer(calibration: object) -> tuple[Any, PreTrainedTokenizerBase |
 
 
 def _pieces(data: Any, tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel) -> Iterator[Iterable[int]]:
-    """The token ids of each text, or each row of ids."""
+    """Yield the token ids of each text, or of each row of ids."""
     if isinstance(data, Mapping):  # what a tokenizer returned
         data = data.get("input_ids")
     if isinstance(data, str) or (isinstance(data, Tensor) and data.dim() == 1):
@@ -97,7 +99,7 @@ def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The one in the folder or repository that the model was loaded from."""
+    """Load the tokenizer of the folder or repository that the model was loaded from."""
     where = model.config._name_or_path
     problem = "the model was not loaded from a checkpoint"
     if where:
@@ -119,7 +121,7 @@ def _cut(ids: Iterator[int], length: int) -> Tensor:
 
 
 def _length(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config(decoder=True)
+    config = layers_config(model.config)
     return min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
 
 
@@ -144,3 +146,26 @@ def _check_vocabulary(windows: Tensor, model: PreTrainedModel) -> None:
 def _kind(data: object) -> str:
     shape = f" of shape {list(data.shape)}" if isinstance(data, Tensor) else ""
     return f"{type(data).__name__}{shape}"
+
+
+# -- the model that they are given to ------------------------------------------------------------------------
+
+
+def check_takes_ids(model: PreTrainedModel) -> None:
+    """Raise UnsupportedError unless token ids alone are what the model takes."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{name} is an encoder-decoder, which calibration data cannot be fed to; use method='rtn'"
+        )
+    if "input_ids" not in inspect.signature(type(model).forward).parameters:
+        raise UnsupportedError(f"{name} takes no token ids, which calibration data are; use method='rtn'")
+
+
+def feed(model: PreTrainedModel, ids: Tensor) -> None:
+    """Call the model on ids [n, length] without its head, on which nothing depends and whose logits would be large."""
+    body: Any = model.base_model
+    keywords = inspect.signature(body.forward).parameters
+    options = {"use_cache": False} if "use_cache" in keywords else {}
+    with evaluating(model):
+        body(input_ids=ids.to(model.device), **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,18 +11,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState
 
 from ..api_errors import ApiError, error_body
-from ..guard import Guard
-from ..hosts import Hosts
+from ..guard import Guard, Hosts
 from ..page import page_routes
 from ..service import Service, known_keywords
-from .chat import Chat
-from .completions import Completions
+from .completions import Chat, Completions
 from .responses import Responses
-from .served_model import OneModel
 
 # What is kept of transformers' routes. Those that load and unload models, and those that need other models, go.
 KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -108,3 +107,25 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> Response:
         return JSONResponse(error_body(500, f"the server failed: {type(error).__name__}"), 500)
+
+
+class OneModel(ModelManager):
+    """transformers' manager of models, with one model that is never unloaded."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(model_timeout=-1)
+        self._service = service
+        self._created = int(time.time())
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self._service.engine.model, self._service.tokenizer
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Return the served model as an entry of OpenAI's list of models."""
+        context = self._service.context
+        found = {"id": self._service.name, "object": "model", "created": self._created, "owned_by": "hf_accel"}
+        return [found if context is None else {**found, "max_model_len": context}]
+
+    def shutdown(self) -> None:
+        """End the Engine; called when the server ends."""
+        self._service.close()

@@ -14,9 +14,9 @@ from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.utils import logging
 
 from ..api_errors import ApiError
-from ..bodies import ChatBody, Choices, Common, ResponseBody, read_body
-from ..service import Job, Service
-from ..templates import CAN_RENDER
+from ..bodies import ChatBody, Common, ResponseBody, read_body
+from ..service import Service
+from .templates import CAN_RENDER
 
 logger = logging.get_logger(__name__)
 # What a client may not give to the chat template: these change apply_chat_template, not what a template says.
@@ -114,22 +114,3 @@ def event_stream(
         yield last
 
     return StreamingResponse(lines(), media_type="text/event-stream")
-
-
-async def with_usage(
-    chunks: AsyncIterator[dict[str, Any]], job: Job, asked: Choices, head: dict[str, Any]
-) -> AsyncIterator[dict[str, Any]]:
-    """Pass on the chunks of a stream, with the counts of tokens if they were requested.
-
-    head: the fields of each chunk.
-    """
-    async for chunk in chunks:
-        yield {**chunk, "usage": usage(job)} if asked.wants_usage_in_chunks else chunk
-    if asked.wants_usage:
-        yield {**head, "choices": [], "usage": usage(job)}
-
-
-def usage(job: Job) -> dict[str, int]:
-    """Return the counts of tokens of a request; prompts count once, whatever n is."""
-    prompt, new = job.num_prompt_tokens, job.num_new_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -12,7 +12,7 @@ from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBu
 from ..api_errors import ApiError
 from ..bodies import ResponseBody, check_messages
 from ..service import Job
-from .chat import MessageParser, deltas_of
+from .completions import MessageParser, deltas_of
 from .handlers import OfEngine, event_stream
 
 

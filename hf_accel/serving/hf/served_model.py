@@ -1,21 +1,31 @@
-"""Loads the one model that is served, for transformers' server."""
+"""The model that is served: loaded, alone or over several ranks.
+
+The first rank has the clients: its requests also go to the Engines of the others.
+"""
 
 from __future__ import annotations
 
-import time
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import torch
+from torch import Tensor, distributed
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.model_manager import ModelManager
 from transformers.distributed import DistributedConfig
 
-from ...checkpoints.load import load
-from ...checkpoints.loading import load_tokenizer
-from ...errors import UnsupportedError
+from ...checkpoints.load import load, load_tokenizer
+from ...errors import HfAccelError, UnsupportedError
+from ...generation.engine.stream import Request
 from ...generation.hf import Engine
 from ...parallel.relay import Relay
+from ..http_server import DrainingServer
 from ..limits import Limits
-from ..ranks import LeadingEngine
 from ..service import Service
 
 
@@ -60,23 +70,88 @@ def load_service(
     return Service(served, tokenizer, name or path, limits)
 
 
-class OneModel(ModelManager):
-    """transformers' manager of models, with one model that is never unloaded."""
+# -- ranks --------------------------------------------------------------------------------------------
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(model_timeout=-1)
-        self._service = service
-        self._created = int(time.time())
 
-    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        return self._service.engine.model, self._service.tokenizer
+class LeadingEngine(Engine):
+    """The Engine of the first rank: its requests are also submitted to the Engines of the other ranks, by `follow`.
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the served model as an entry of OpenAI's list of models."""
-        context = self._service.context
-        found = {"id": self._service.name, "object": "model", "created": self._created, "owned_by": "hf_accel"}
-        return [found if context is None else {**found, "max_model_len": context}]
+    A request that is cancelled here is cancelled everywhere, as the ranks agree before each pass.
+    """
 
-    def shutdown(self) -> None:
-        """End the Engine; called when the server ends."""
-        self._service.close()
+    def __init__(self, model: Any, *, relay: Relay, **settings: Any) -> None:
+        """settings: keywords of Engine, the same on all ranks."""
+        super().__init__(model, **settings)
+        self._relay = relay
+        self._order = threading.Lock()
+
+    def submit(self, prompt: str | Iterable[int] | Tensor, **settings: Any) -> Request:
+        """See Engine.submit. Raises UnsupportedError for settings that cannot be pickled."""
+        ids = self._ids(prompt)
+        try:
+            pickle.dumps(settings)
+        except Exception as error:
+            raise UnsupportedError(f"{settings} cannot be sent to the other ranks: {error}; leave it out") from error
+        with self._order:  # which is the same on all ranks
+            request = super().submit(ids, **settings)
+            self._relay.send((ids, settings))
+        return request
+
+
+def join_ranks(size: int, *, timeout: float) -> Relay | None:
+    """Meet the processes that torchrun has started for one model; None for a process that is alone.
+
+    timeout: seconds that a rank may be silent. Raises UnsupportedError unless `size` processes were started.
+    """
+    started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if started != size:
+        raise UnsupportedError(
+            f"--tensor-parallel {size} is the number of processes that torchrun starts, and here it is {started}: run "
+            "torchrun --nproc-per-node N -m hf_accel serve ... --tensor-parallel N"
+        )
+    if size == 1:
+        return None
+    if torch.accelerator.is_available():  # each rank has one of its own
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group(timeout=timedelta(seconds=timeout))
+    return Relay(timeout=timeout)
+
+
+@contextmanager
+def leading(relay: Relay | None, service: Service, server: DrainingServer) -> Iterator[None]:
+    """Let the other ranks follow the Engine of a service while the block serves it, and end with it.
+
+    A rank that is lost ends all requests and the server: the block then ends, and LostRankError is raised. relay:
+    None for a model that this process has alone.
+    """
+    if relay is None:
+        yield
+        return
+    found: list[BaseException] = []
+
+    def lost(error: HfAccelError) -> None:
+        found.append(error)
+        service.engine.loop.fail(error)
+        server.handle_exit(signal.SIGTERM, None)
+
+    relay.start(lost)
+    try:
+        yield
+    finally:
+        service.close()
+        relay.close()
+    if found:
+        raise found[0]
+
+
+def follow(engine: Engine, relay: Relay) -> None:
+    """Compute the passes of the first rank's Engine in another rank, until the first rank closes its relay.
+
+    Raises LostRankError if a rank is lost, and the error that ended the engine.
+    """
+    with engine:
+        for orders in relay.received():
+            for ids, settings in orders:
+                engine.submit(ids, **settings)  # nobody reads the answer here
+            if engine.loop.error is not None:
+                raise engine.loop.error

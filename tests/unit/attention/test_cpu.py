@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_accel.attention import CpuBackend, ReferenceBackend
 from hf_accel.cache.quantized import INT4
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware.processor import ISA_LEVELS, instruction_sets
+from hf_accel.hardware.device import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 

@@ -39,12 +39,6 @@ def test_freed_block_is_used_again_before_an_untouched_one() -> None:
     assert len(taken) == 1
 
 
-@pytest.mark.parametrize("num_blocks, block_size", [(0, 16), (-1, 16), (4, 0), (4, True)])
-def test_sizes_must_be_positive(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(UnsupportedError, match="at least 1"):
-        BlockPool(num_blocks, block_size=block_size)
-
-
 def test_partly_filled_last_block_is_never_dropped() -> None:
     table = BlockTable(BlockPool(8, block_size=4))
     table.append(10)

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_accel
-from hf_accel.checkpoints import packer as packing
-from hf_accel.checkpoints.packer import Packer
-from hf_accel.linear import QuantLinear, choose, onednn, quantize, torch_int4
+from hf_accel.checkpoints import loading
+from hf_accel.checkpoints.loading import Packer
+from hf_accel.linear import QuantLinear, choose, quantize
+from hf_accel.linear.backends import onednn, torch_int4
 from hf_accel.patching.originals import Source
 from hf_accel.undo.state import state_of
 
@@ -196,7 +197,7 @@ def test_few_float_weights_at_a_time(threads: int, tmp_path: Path, monkeypatch: 
     """What has been handed over is packed and dropped before much more is."""
     save("llama", tmp_path)
     under_way, most = 0, 0
-    take, pack_weight = Packer.take, packing.pack_weight
+    take, pack_weight = Packer.take, loading.pack_weight
 
     def counted(self: Packer, name: str, tensor: Tensor, stored_as: str | None) -> Tensor:
         nonlocal under_way, most
@@ -211,7 +212,7 @@ def test_few_float_weights_at_a_time(threads: int, tmp_path: Path, monkeypatch: 
         return result
 
     monkeypatch.setattr(Packer, "take", counted)
-    monkeypatch.setattr(packing, "pack_weight", packed)
+    monkeypatch.setattr(loading, "pack_weight", packed)
     load(tmp_path)
     assert under_way == 0
     assert most <= threads + 1
@@ -262,12 +263,12 @@ def test_a_loaded_model_can_be_copied(tmp_path: Path) -> None:
 
 def test_backends_are_tried_out_of_the_meta_device() -> None:
     """transformers makes the model on meta and in its dtype; what a backend learns there it would keep for good."""
-    with torch.device("meta"), packing.torchs_defaults():
+    with torch.device("meta"), loading.torchs_defaults():
         assert torch.ones(1).device.type == "cpu"
         assert torch.ones(1).dtype == torch.float32
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with packing.torchs_defaults():
+        with loading.torchs_defaults():
             assert torch.ones(1).dtype == torch.float32
         assert torch.ones(1).dtype == torch.bfloat16
     finally:

@@ -24,7 +24,7 @@ from transformers import (
 
 import hf_accel
 from benchmarks.harness.peak import resident
-from hf_accel.checkpoints.outline import outline, plan_checkpoint
+from hf_accel.checkpoints.outline import outline
 from hf_accel.errors import UnsupportedError
 from hf_accel.patching.plan import Plan
 
@@ -48,7 +48,7 @@ def choices(plan: Plan) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_plan_is_that_of_the_checkpoint(name: str, keywords: dict[str, Any], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(CONFIGS[name], dtype=CONFIGS[name].dtype).save_pretrained(tmp_path)
-    planned = plan_checkpoint(tmp_path, **keywords)
+    planned = hf_accel.plan(tmp_path, **keywords)
     loaded = hf_accel.plan(AutoModelForCausalLM.from_pretrained(tmp_path), **keywords)
     assert choices(planned) == choices(loaded)
     assert (planned.bytes_before, planned.bytes_after) == (loaded.bytes_before, loaded.bytes_after)
@@ -84,7 +84,7 @@ def test_a_path_in_python_as_in_the_shell(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     model.config.save_pretrained(tmp_path)
     settings = hf_accel.PatchConfig.build(weights=None)
-    assert choices(hf_accel.plan(str(tmp_path), config=settings)) == choices(plan_checkpoint(tmp_path, weights=None))
+    assert choices(hf_accel.plan(str(tmp_path), config=settings)) == choices(hf_accel.plan(tmp_path, weights=None))
     assert hf_accel.plan(tmp_path, dtype=torch.float32).bytes_before > 1.9 * hf_accel.plan(tmp_path).bytes_before
     assert hf_accel.estimate(tmp_path, bandwidth=1e9).context == 4096
     assert choices(hf_accel.plan(model, weights=None)) == choices(hf_accel.plan(model, config=settings))
@@ -97,10 +97,10 @@ def test_a_path_in_python_as_in_the_shell(tmp_path: Path) -> None:
 
 def test_what_is_not_stored_like_this_is_kept_in_memory(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16).save_pretrained(tmp_path)
-    assert plan_checkpoint(tmp_path).on_disk
-    assert plan_checkpoint(tmp_path, dtype=torch.float32).on_disk is None
+    assert hf_accel.plan(tmp_path).on_disk
+    assert hf_accel.plan(tmp_path, dtype=torch.float32).on_disk is None
     shutil.move(tmp_path / "model.safetensors", tmp_path / "elsewhere.safetensors")
-    assert plan_checkpoint(tmp_path).on_disk is None
+    assert hf_accel.plan(tmp_path).on_disk is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
@@ -117,7 +117,7 @@ def test_what_only_the_weights_tell(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="load the model"):
-        plan_checkpoint(tmp_path, weights={"bits": 4, "method": "awq", "calibration": [[1, 2, 3]]})
+        hf_accel.plan(tmp_path, weights={"bits": 4, "method": "awq", "calibration": [[1, 2, 3]]})
     hf_accel.patch(model).save_pretrained(tmp_path / "int8")
     with pytest.raises(UnsupportedError, match="quantized already"):
-        plan_checkpoint(tmp_path / "int8")
+        hf_accel.plan(tmp_path / "int8")

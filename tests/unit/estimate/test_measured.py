@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.harness.models import MODELS
-from hf_accel.cli.measuring.requests import draw
+from hf_accel.cli.measurement import draw
 from hf_accel.estimate import estimate
 from hf_accel.estimate.roofline import ByRows, Machine
 from hf_accel.estimate.serving_estimate import Load, service

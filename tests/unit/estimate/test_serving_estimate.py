@@ -135,9 +135,11 @@ def test_to_dict_and_the_table() -> None:
     found = ESTIMATE.serving(**LOAD)
     assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
     assert [line.split()[0] for line in str(found).splitlines() if line[0] != " "] == [
-        "replicas", "running", "memory", "latency", "cost",
+        "replicas", "running", "memory", "latency", "speeds", "cost",
     ]  # fmt: skip
     assert "million input tokens" in str(found)
+    measured = dataclasses.replace(found, is_measured=True)
+    assert "speeds" in str(found) and "speeds" not in str(measured)
 
 
 @pytest.mark.parametrize(

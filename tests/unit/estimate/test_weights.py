@@ -11,7 +11,7 @@ from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate import estimate
 from hf_accel.estimate.shapes import shapes_of
-from hf_accel.estimate.weights import WeightTensor, weight_tensors
+from hf_accel.estimate.workload import WeightTensor, Workload, weight_tensors
 from hf_accel.linear import LinearSpec
 
 from .shapes import TINY
@@ -28,7 +28,10 @@ def test_the_share_of_experts_that_a_batch_reads(num_experts, top_k, tokens):
     ]
     share = sum(map(len, chosen)) / rounds / num_experts
     tensor = WeightTensor(kind="experts", shape=(num_experts, 6, 10), itemsize=2, top_k=top_k)
-    assert tensor.bytes_read(tokens=tokens) == pytest.approx(share * num_experts * 60 * 2, rel=0.02)
+    workload = Workload(
+        tensors=(tensor,), layers=(), weights=None, dtype=torch.bfloat16, kv_dtype=None, context=1, batch=1
+    )
+    assert workload.weight_bytes_read(tokens) == pytest.approx(share * num_experts * 60 * 2, rel=0.02)
 
 
 def test_operations_are_two_for_each_weight_that_a_token_meets():

@@ -19,7 +19,7 @@ import hf_accel
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.fused.hf.sites import KIND
 from hf_accel.kernels import cpu as kernels
-from hf_accel.kernels.cpu.elementwise import add
+from hf_accel.kernels.cpu.row_kernels import add
 from hf_accel.undo.state import FUSED
 from tests.families.models import build, families
 

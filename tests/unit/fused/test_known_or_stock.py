@@ -16,7 +16,7 @@ from hf_accel.fused.hf.sites import FusedSite, fused_sites, native_linears
 from hf_accel.fused.modules import NormForms
 from hf_accel.fused.projections import NativeLinear
 from hf_accel.kernels import cpu as kernels
-from hf_accel.undo.instance import mixed_class
+from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
 
 from .models import GatedMLP, GemmaRMSNorm, LlamaRMSNorm, Rotating, apply_rotary_pos_emb, rotate_half

@@ -23,7 +23,7 @@ from hf_accel.fused.modules import (
     rotary_form,
 )
 from hf_accel.kernels import cpu as kernels
-from hf_accel.undo.instance import mixed_class
+from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
 
 from . import models

@@ -14,7 +14,7 @@ from hf_accel.fused import projections
 from hf_accel.fused.projections import UNLIMITED, FusedProjections, NativeLinear, ProjectionCall, is_bare_linear
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
-from hf_accel.undo.instance import mixed_class
+from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED, FUSED_PROJECTIONS
 
 from ..linear.layers import quantized_layer

@@ -17,7 +17,7 @@ from hf_accel.fused import projections
 from hf_accel.fused.hf.sites import Dropped, FusedSite, fused_sites
 from hf_accel.fused.projections import UNLIMITED, WidenedConv1D, is_slow_in_torch, widened_product
 from hf_accel.kernels import cpu as kernels
-from hf_accel.undo.instance import mixed_class
+from hf_accel.undo.journal import mixed_class
 from tests.parity.families import build
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))

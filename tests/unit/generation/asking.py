@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_accel.generation.hf.factory import request_rules
+from hf_accel.generation.hf.batch import request_rules
 from hf_accel.generation.hf.request_config import request_config
 from hf_accel.generation.sampling.sampling import Sampling
 

@@ -9,9 +9,8 @@ from typing import Any
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.pages import Pages
 from hf_accel.errors import OutOfBlocksError
-from hf_accel.generation.scheduling.roster import PATIENCE
 from hf_accel.generation.scheduling.scheduler import Scheduler
-from hf_accel.generation.sequence import Chunk, Sequence, Status
+from hf_accel.generation.sequence import PATIENCE, Chunk, Sequence, Status
 
 VOCABULARY = 2  # so that prompts often begin alike
 

@@ -166,4 +166,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[TapeMaker]:
     backends: tuple[AttentionBackend, ...] = (TapeBackend(), *hf_accel.attention.BACKENDS)
     monkeypatch.setattr(hf_accel.attention, "BACKENDS", backends)
     monkeypatch.setattr(graphed_runner, "make_graphs", make)
+    monkeypatch.setattr("hf_accel.generation.graphs.DEVICES", ("cpu",))
     return makers

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from hf_accel.cache.group import PassInputs, packed, views
 from hf_accel.cache.pages import HOST, Pages, TokenRange
-from hf_accel.cache.pass_inputs import PassInputs, packed, views
 from hf_accel.generation.buckets import NOT_UNIFORM, PaddedPass, padded
 
 from .toy import toy_pages

@@ -21,7 +21,7 @@ from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.speculation import Speculation
 from hf_accel.generation.speculation.verifiers import verifier as verifier_named
-from hf_accel.generation.speculation.verifiers.token import TokenVerifier
+from hf_accel.generation.speculation.verifiers.rejection import TokenVerifier
 
 from .asking import request_sampling
 from .programme import check_blocks

@@ -152,6 +152,7 @@ def test_a_copy_has_another_salt() -> None:
 
 def test_another_process_sees_a_change() -> None:
     class Both(ProcessAgreement):
+        size = 2
         other = 1  # what the other says: that it has seen none
 
         def least(self, number: int) -> int:

@@ -21,7 +21,7 @@ from hf_accel.generation.speculation.speculation import Speculation
 from hf_accel.generation.speculation.verifiers import Verifier, inverse, verifier
 from hf_accel.generation.speculation.verifiers.noise import race_key
 from hf_accel.generation.speculation.verifiers.seeded import race
-from hf_accel.generation.unread import Unread
+from hf_accel.tensors import Unread
 
 from .asking import request_sampling
 from .remote import Remote, install
@@ -216,7 +216,7 @@ def test_impossible_rows(waits: Counter[str]) -> None:
     """An error of one row is found without another wait, and ends this sequence alone."""
     sampling = Sampling([Spoiled()], greedy=True)  # type: ignore[list-item]
     pages = toy_pages(100, block_size=4, window=None)
-    batcher = Batcher(RemoteRunner(pages), pages, Speculation())
+    batcher = Batcher(RemoteRunner(pages), pages)
     sequences = [Sequence([1, 2, 3 + i], 4, sampling) for i in range(3)]
     for sequence in sequences:
         batcher.add(sequence)

@@ -16,7 +16,7 @@ import pytest
 
 from hf_accel import HfAccelError, HfAccelWarning, UnsupportedError
 from hf_accel.hardware import atomic
-from hf_accel.hardware.atomic import replaced_file, replaced_folder
+from hf_accel.hardware.atomic import locked, replaced_file, replaced_folder
 
 FILES = ("config.json", "model.bin", "inner/tokens.txt")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the test ends child processes")
@@ -45,9 +45,15 @@ def version_at(place: Path) -> str | None:
 
 
 @pytest.fixture(params=["exchange", "two renames"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether folders are exchanged in one step."""
     if request.param == "two renames":
-        monkeypatch.setattr(atomic, "_system_call", lambda: None)
+        monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
+    return request.param == "exchange" and sys.platform in atomic.SYSTEM_CALLS
+
+
+@pytest.fixture
+def place(exchanges: bool, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
@@ -130,10 +136,12 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "latest").is_symlink() and version_at(tmp_path / "real") == "b"
 
 
-def test_an_old_folder_that_cannot_be_deleted_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_folder_that_cannot_be_deleted_is_told(
+    place: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(place, "a")
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
-    if atomic._system_call() is not None:
+    if exchanges:
         with pytest.warns(HfAccelWarning, match="could not be deleted"):
             write(place, "b")
         assert version_at(place) == "b"
@@ -222,9 +230,8 @@ def ends_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @needs_fork
-def test_a_process_that_ends_at_any_step(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_at_any_step(place: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step by step through the whole of it. Where folders are exchanged, there is always one."""
-    exchanges = atomic._system_call() is not None
     seen, status, number = set(), 1, 0
     while status:
         shutil.rmtree(place.parent)
@@ -273,3 +280,20 @@ def test_a_process_that_is_killed(tmp_path: Path, kills: int) -> None:
         assert version_at(place) in ("a", "b")
     write(place, "c")
     assert version_at(place) == "c" and list(tmp_path.iterdir()) == [place]
+
+
+@needs_fork
+def test_a_lock_makes_others_wait_and_dies_with_its_process(tmp_path: Path) -> None:
+    file, held, done = tmp_path / "lock", tmp_path / "held", tmp_path / "done"
+    child = os.fork()
+    if not child:
+        with locked(file):
+            held.touch()
+            time.sleep(0.3)
+            done.touch()
+            os._exit(0)
+    while not held.exists():
+        time.sleep(0.01)
+    with locked(file):
+        assert done.exists()
+    os.waitpid(child, 0)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_accel.hardware.container import control_groups, cpu_quotas, memory_limits
+from hf_accel.hardware.device import control_groups, cpu_quotas, memory_limits
 
 UNLIMITED_V1 = str(2**63 - 4096)
 

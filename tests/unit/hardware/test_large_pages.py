@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.hardware.memory import LARGE, large_pages
+from hf_accel.hardware.device import LARGE, large_pages
 
 from .smaps import SMAPS
 

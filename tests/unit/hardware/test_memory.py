@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_accel.hardware.memory import gpu_memory, host_memory
+from hf_accel.hardware.device import gpu_memory, host_memory
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         10 kB\nMemAvailable:   600 kB\nHugePages_Total: 0"
 GROUP = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware import processor
+from hf_accel.hardware import device
 
 AVX2 = frozenset({"avx2", "fma3", "sse4_2"})
 AVX_VNNI = AVX2 | {"avx_vnni"}
@@ -33,13 +33,13 @@ AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
     ],
 )
 def test_the_best_level_is_chosen(features, level):
-    assert processor.choose_isa(features) == level
-    assert processor.choose_isa(features, requested="") == level
+    assert device.choose_isa(features) == level
+    assert device.choose_isa(features, requested="") == level
 
 
 @pytest.mark.parametrize("requested", ["avx_vnni", "avx2", "portable"])
 def test_a_lower_level_may_be_requested(requested):
-    assert processor.choose_isa(AVX512 | AVX_VNNI, requested=requested) == requested
+    assert device.choose_isa(AVX512 | AVX_VNNI, requested=requested) == requested
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_a_lower_level_may_be_requested(requested):
     [
         (
             "sse9",
-            f"HF_ACCEL_ISA='sse9' is not known; choose one of {', '.join(processor.ISA_LEVELS)}",
+            f"HF_ACCEL_ISA='sse9' is not known; choose one of {', '.join(device.ISA_LEVELS)}",
         ),
         ("avx_vnni", "HF_ACCEL_ISA='avx_vnni' is not in this CPU; choose one of avx2, portable, avx2_tiles"),
     ],
 )
 def test_a_level_that_cannot_run_is_an_error(requested, message):
     with pytest.raises(UnsupportedError) as error:
-        processor.choose_isa(AVX2, requested=requested)
+        device.choose_isa(AVX2, requested=requested)
     assert str(error.value) == message
 
 
@@ -64,7 +64,7 @@ def test_a_level_that_cannot_run_is_an_error(requested, message):
 def test_without_a_list_of_features_torchs_own_level_counts(monkeypatch, capability, level):
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert processor.choose_isa(processor.instruction_sets.__wrapped__()) == level
+    assert device.choose_isa(device.instruction_sets.__wrapped__()) == level
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_without_a_list_of_features_arm_has_neon_and_what_linux_lists(
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "arm64"})
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
+    monkeypatch.setattr(device.platform, "machine", lambda: machine)
     cpuinfo = f"processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: {features}\nCPU implementer\t: 0x41"
     root = make_root({} if features is None else {"proc/cpuinfo": cpuinfo})
-    assert processor.choose_isa(processor.instruction_sets.__wrapped__(root)) == level
+    assert device.choose_isa(device.instruction_sets.__wrapped__(root)) == level
 
 
 def test_features_are_the_true_ones(monkeypatch):
     listed = {"avx2": True, "amx_int8": False, "l2_cache_size": 1, "cpu_name": "Some CPU", "num_physical_cores": 3}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: listed, raising=False)
-    assert processor.instruction_sets.__wrapped__() == {"avx2"}
-    assert processor.cpu_name.__wrapped__() == "Some CPU"
-    assert processor.physical_cores.__wrapped__() == 3
+    assert device.instruction_sets.__wrapped__() == {"avx2"}
+    assert device.cpu_name.__wrapped__() == "Some CPU"
+    assert device.physical_cores.__wrapped__() == 3
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_affinity_and_quota_limit_the_cores(monkeypatch, make_root, affinity, qu
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     root = make_root({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": f"{quota} 100000"})
-    assert processor.usable_cores(root) == cores
+    assert device.usable_cores(root) == cores
 
 
 def cache(core: int, index: int, *, level: int, size: str, shared: str) -> dict[str, str]:
@@ -123,12 +123,12 @@ def test_level_2_is_of_one_core_and_level_3_of_all(make_root):
         files |= cache(core, 2, level=2, size="1024K", shared=str(core))
         files |= cache(core, 3, level=3, size="8192K", shared="0-1" if core < 2 else "2-3")
     root = make_root(files)
-    assert processor.cache_bytes(2, root) == 2**20
-    assert processor.cache_bytes(3, root) == 2 * 8 * 2**20
+    assert device.cache_bytes(2, root) == 2**20
+    assert device.cache_bytes(3, root) == 2 * 8 * 2**20
 
 
 def test_without_sysfs_torch_is_asked_for_the_caches(monkeypatch, make_root):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"l2_cache_size": 5}, raising=False)
     root = make_root({})
-    assert processor.cache_bytes(2, root) == 5
-    assert processor.cache_bytes(3, root) is None
+    assert device.cache_bytes(2, root) == 5
+    assert device.cache_bytes(3, root) is None

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hf_accel.hardware import detect, float_peak, read_bandwidth, speed
+from hf_accel.hardware import detect, device, float_peak, read_bandwidth
 
 MIB = 2**20
 CPU = dataclasses.replace(detect(), l2_bytes=MIB, l3_bytes=32 * MIB, free_memory=10**12)
@@ -14,10 +14,10 @@ CPU = dataclasses.replace(detect(), l2_bytes=MIB, l3_bytes=32 * MIB, free_memory
 
 @pytest.fixture(autouse=True)
 def forget():
-    for cached in (speed._read_bandwidth, speed._float_peak):
+    for cached in (device._read_bandwidth, device._float_peak):
         cached.cache_clear()
     yield
-    for cached in (speed._read_bandwidth, speed._float_peak):
+    for cached in (device._read_bandwidth, device._float_peak):
         cached.cache_clear()
 
 
@@ -31,7 +31,7 @@ def clock(monkeypatch):
         calls.append(device)
         return 0.25
 
-    monkeypatch.setattr(speed, "least_seconds", fake)
+    monkeypatch.setattr(device, "least_seconds", fake)
     fake.calls = calls
     return fake
 
@@ -62,7 +62,7 @@ def test_bandwidth_is_measured_once_per_thread_count(clock, monkeypatch):
     ],
 )
 def test_the_buffer_is_larger_than_the_last_cache_but_leaves_memory_free(changes, size):
-    assert speed._buffer_bytes(dataclasses.replace(CPU, **changes)) == size
+    assert device._buffer_bytes(dataclasses.replace(CPU, **changes)) == size
 
 
 def test_a_peak_is_two_operations_per_multiply_add_at_the_best_time(clock):
@@ -73,7 +73,7 @@ def test_a_peak_is_two_operations_per_multiply_add_at_the_best_time(clock):
 
 
 def test_a_quick_matmul_is_measured_at_the_larger_size_too(monkeypatch):
-    monkeypatch.setattr(speed, "least_seconds", lambda run, device: 0.02)
+    monkeypatch.setattr(device, "least_seconds", lambda run, device: 0.02)
     assert float_peak(CPU) == 2 * 1024**3 / 0.02
 
 
@@ -86,8 +86,8 @@ def test_the_first_call_warms_up_and_slow_ones_are_few(monkeypatch, duration, ti
         now[0] += duration if calls else duration / 2  # the first would be the least
         calls.append(None)
 
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
-    assert speed.least_seconds(run, "cpu") == pytest.approx(duration)
+    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
+    assert device.least_seconds(run, "cpu") == pytest.approx(duration)
     assert len(calls) == 1 + times
 
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.kernels.cpu.elementwise import activate
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.integer_linear import IntegerLinear, quantize
-from hf_accel.kernels.cpu.structs import ACTIVATIONS
+from hf_accel.kernels.cpu.library import ACTIVATIONS
+from hf_accel.kernels.cpu.row_kernels import activate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GELU = {"gelu": "none", "gelu_tanh": "tanh"}

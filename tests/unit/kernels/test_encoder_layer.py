@@ -13,10 +13,10 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.kernels.cpu.attention import attend
-from hf_accel.kernels.cpu.elementwise import add, add_layer_norm, layer_norm
 from hf_accel.kernels.cpu.encoder_layer import EncoderLayer, EncoderParts, LayerNormOf
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.integer_linear import IntegerLinear, quantize
+from hf_accel.kernels.cpu.row_kernels import add, add_layer_norm, layer_norm
 from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 
 HIDDEN, INNER, HEADS, KV_HEADS, EPS = 96, 160, 4, 2, 1e-6

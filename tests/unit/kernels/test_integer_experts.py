@@ -7,7 +7,7 @@ import torch
 
 from hf_accel.config import WeightConfig
 from hf_accel.kernels.cpu.integer_linear import IntegerExperts, IntegerLinear
-from hf_accel.linear.cpu import Cpu
+from hf_accel.linear.backends.cpu import Cpu
 from hf_accel.linear.methods import rtn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

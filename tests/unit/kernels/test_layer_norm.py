@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.kernels.cpu.elementwise import add_layer_norm, layer_norm
+from hf_accel.kernels.cpu.row_kernels import add_layer_norm, layer_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 2, 5, 8, 31, 64, 127, 384, 1000, 5633]

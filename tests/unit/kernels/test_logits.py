@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.kernels.cpu.logits import argmax, topk
+from hf_accel.kernels.cpu.row_kernels import argmax, topk
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.kernels.cpu.elementwise import rms_norm
+from hf_accel.kernels.cpu.row_kernels import rms_norm
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,14 +9,14 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import pytest
 
-from hf_accel.kernels.cpu import attention, decoder_layer, elementwise, integer_linear, library, structs
+from hf_accel.kernels.cpu import attention, decoder_layer, integer_linear, library, row_kernels
 from hf_accel.kernels.cpu.build import SOURCE
-from hf_accel.kernels.cpu.structs import ACTIVATIONS, EPILOGUES, packed_format
+from hf_accel.kernels.cpu.library import ACTIVATIONS, EPILOGUES, packed_format
 
 HEADER = re.sub(r"//.*", "", (SOURCE / "kernels.h").read_text(encoding="utf-8"))
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
-INNER = [attention.Rows, attention.PageWrite, structs.Columns, structs.ScoreBias, elementwise.Rotated]
+INNER = [attention.Rows, attention.PageWrite, library.Columns, library.ScoreBias, row_kernels.Rotated]
 STRUCTS = {s.__name__: s for s in (*library._structs.values(), *INNER)}
 SCALARS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}
 

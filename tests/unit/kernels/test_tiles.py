@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware import processor
-from hf_accel.hardware.processor import ISA_LEVELS
+from hf_accel.hardware import device
+from hf_accel.hardware.device import ISA_LEVELS
 from hf_accel.kernels.cpu import isa, library, refusal
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.integer_linear import IntegerLinear, PackedWeight, quantize
@@ -115,8 +115,8 @@ def test_the_stand_in_is_never_chosen_by_itself() -> None:
     features: frozenset[str] = frozenset()
     for needed in ISA_LEVELS.values():
         features |= needed
-        assert processor.choose_isa(features) != "avx2_tiles"
-    assert processor.choose_isa(features) == "amx"
+        assert device.choose_isa(features) != "avx2_tiles"
+    assert device.choose_isa(features) == "amx"
 
 
 @pytest.mark.skipif(refusal() is not None, reason=str(refusal()))

@@ -1,4 +1,4 @@
-"""MXFP4 weights: their numbers by the definition, and products by every backend that takes them."""
+"""Weights of 4-bit floats: their numbers by the definition, and products by every backend that takes them."""
 
 from __future__ import annotations
 
@@ -7,51 +7,78 @@ import pytest
 import torch
 
 from hf_accel.config import Layout
+from hf_accel.errors import UnsupportedError
 from hf_accel.linear import BACKENDS, LinearSpec
-from hf_accel.linear.formats import MXFP4, Float4Weight
-from hf_accel.linear.reference import REFERENCES
+from hf_accel.linear.backends.reference import REFERENCES
+from hf_accel.linear.formats import MXFP4, NVFP4, Float4Weight, Mxfp4Weight, Nvfp4Weight, state
+from hf_accel.linear.methods.rtn import quantize_like
 
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-TAKEN = [backend for backend in BACKENDS if "mxfp4" in backend.layouts and backend.is_for("cpu")]
+LAYOUTS = {"mxfp4": MXFP4, "nvfp4": NVFP4}
+TAKEN = [
+    (kind, backend)
+    for kind in LAYOUTS
+    for backend in BACKENDS
+    if kind in backend.layouts and backend.is_for("cpu") and "by row" not in backend.name
+]
+IDS = [f"{kind}-{backend.name}-{backend.activations}" for kind, backend in TAKEN]
 
 
-def made(outputs: int, inputs: int, exponents: tuple[int, int] = (116, 124)) -> tuple[Float4Weight, np.ndarray]:
-    """A weight, and its numbers in float64 by E2M1 and E8M0."""
+def made(kind: str, outputs: int, inputs: int, *, extreme: bool = False) -> tuple[Float4Weight, np.ndarray]:
+    """A weight, and its numbers in float64 by E2M1 and the scales of its format."""
     packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
-    scales = torch.randint(*exponents, (outputs, inputs // 32), dtype=torch.uint8)
     codes = np.stack((packed.numpy() & 15, packed.numpy() >> 4), axis=-1).reshape(outputs, inputs)
     numbers = np.where(codes & 8, -1.0, 1.0) * NUMBERS[codes & 7]
-    return Float4Weight(packed, scales), numbers * np.repeat(2.0 ** (scales.numpy().astype(float) - 127), 32, axis=1)
+    if kind == "mxfp4":
+        scales = torch.randint(*((0, 254) if extreme else (116, 124)), (outputs, inputs // 32), dtype=torch.uint8)
+        return Mxfp4Weight(packed, scales), numbers * np.repeat(
+            2.0 ** (scales.numpy().astype(float) - 127), 32, axis=1
+        )
+    stored = torch.randint(*((0, 0x7F) if extreme else (0x58, 0x70)), (outputs, inputs // 16), dtype=torch.uint8)
+    whole = torch.tensor([1234.5])
+    e4m3 = np.array([(m / 8 + (e > 0)) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8)])
+    scales_of_groups = (e4m3[stored.numpy()].astype(np.float32) / np.float32(1234.5)).astype(float)
+    weight = Nvfp4Weight(packed, stored.view(torch.float8_e4m3fn), whole)
+    return weight, numbers * np.repeat(scales_of_groups, 16, axis=1)
 
 
-def test_the_numbers_are_exact() -> None:
-    weight, numbers = made(70, 96, (0, 254))
+def same(one: Float4Weight, other: Float4Weight) -> bool:
+    ours, theirs = state(one), state(other)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8)) for name, tensor in ours.items()
+    )
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_the_numbers_are_exact(kind: str) -> None:
+    weight, numbers = made(kind, 70, 96, extreme=True)
     assert torch.equal(weight.dequantize(torch.float64), torch.from_numpy(numbers))
     assert torch.equal(weight.dequantize(torch.float64, outputs=slice(3, 9)), torch.from_numpy(numbers[3:9]))
-    assert weight.layout == MXFP4 and weight.shape == (70, 96)
+    assert weight.layout == LAYOUTS[kind] and weight.shape == (70, 96)
 
 
-def test_parts_are_joined_again() -> None:
-    weight, _ = made(12, 64)
-    again = Float4Weight.joined([weight.part(slice(i, i + 4)) for i in (0, 4, 8)])
-    assert torch.equal(again.weight_packed, weight.weight_packed)
-    assert torch.equal(again.weight_scale, weight.weight_scale)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_parts_are_joined_again(kind: str) -> None:
+    weight, _ = made(kind, 12, 64)
+    assert same(type(weight).joined([weight.part(slice(i, i + 4)) for i in (0, 4, 8)]), weight)
 
 
-def test_bytes() -> None:
-    spec = LinearSpec(in_features=64, out_features=10, layout=MXFP4, dtype=torch.bfloat16)
-    assert spec.weight_bytes == 10 * (64 // 2 + 64 // 32)
-    assert Layout(**MXFP4.settings | {"scale_dtype": torch.uint8}) == MXFP4
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_bytes(kind: str) -> None:
+    layout = LAYOUTS[kind]
+    spec = LinearSpec(in_features=64, out_features=10, layout=layout, dtype=torch.bfloat16)
+    assert spec.weight_bytes == 10 * (64 // 2 + 64 // {"mxfp4": 32, "nvfp4": 16}[kind])
+    assert Layout(**layout.settings | {"scale_dtype": layout.scale_dtype}) == layout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 50])
-@pytest.mark.parametrize("backend", TAKEN, ids=lambda b: f"{b.name}-{b.activations}")
-def test_products(backend, rows: int, dtype: torch.dtype) -> None:
-    spec = LinearSpec(in_features=160, out_features=100, layout=MXFP4, dtype=dtype)
+@pytest.mark.parametrize(("kind", "backend"), TAKEN, ids=IDS)
+def test_products(kind: str, backend, rows: int, dtype: torch.dtype) -> None:
+    spec = LinearSpec(in_features=160, out_features=100, layout=LAYOUTS[kind], dtype=dtype)
     if reason := backend.refuses(spec):
         pytest.skip(reason)
-    weight, numbers = made(100, 160)
+    weight, numbers = made(kind, 100, 160)
     packed = backend.pack(weight)
     x, bias = torch.randn(rows, 160).to(dtype), torch.randn(100).to(dtype)
     out = backend.run(x, packed, bias)
@@ -64,9 +91,22 @@ def test_products(backend, rows: int, dtype: torch.dtype) -> None:
         assert torch.equal(backend.run(x[row : row + 1], packed, bias), out[row : row + 1])
 
 
-@pytest.mark.parametrize("backend", TAKEN, ids=lambda b: f"{b.name}-{b.activations}")
-def test_unpack_returns_what_was_packed(backend) -> None:
-    weight, _ = made(33, 64, (0, 255))
-    again = backend.unpack(backend.pack(weight))
-    assert torch.equal(again.weight_packed, weight.weight_packed)
-    assert torch.equal(again.weight_scale, weight.weight_scale)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_what_is_rounded_is_near(kind: str) -> None:
+    weight, _ = made(kind, 20, 64)
+    values = torch.randn(20, 64) * 0.1
+    rounded = quantize_like(values, weight)
+    change = (rounded.dequantize(torch.float32) - values).unflatten(1, (-1, weight.group_size)).abs()
+    largest = values.unflatten(1, (-1, weight.group_size)).abs().amax(-1, keepdim=True)
+    assert rounded.layout == weight.layout and (change <= largest / 3).all()
+    assert change.norm() < 0.15 * values.norm()
+    again = quantize_like(torch.zeros(20, 64), weight)
+    assert not again.dequantize(torch.float32).any() and again.not_a_number() is None
+    with pytest.raises(UnsupportedError, match="NaN"):
+        quantize_like(values / 0, weight)
+
+
+@pytest.mark.parametrize(("kind", "backend"), TAKEN, ids=IDS)
+def test_unpack_returns_what_was_packed(kind: str, backend) -> None:
+    weight, _ = made(kind, 33, 64, extreme=True)
+    assert same(backend.unpack(backend.pack(weight)), weight)

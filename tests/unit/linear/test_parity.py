@@ -24,7 +24,7 @@ CASES = [
 
 def parameter(backend, *case, name=""):
     """What needs a GPU (or Triton's interpreter) carries the gpu mark."""
-    on_gpu = backend.name == "triton" or backend.device_type == "cuda"
+    on_gpu = backend.name == "triton" or backend.device_types == ("cuda",)
     is_one_of_two = backend.name == "triton" and backend.activations != "int8"
     kind = " by row" if is_one_of_two and backend.row_invariant else ""
     marks = [pytest.mark.gpu] if on_gpu else []

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaModel, PreTrainedModel, Text
 import hf_accel
 from hf_accel import UnsupportedError
 from hf_accel.patching.check import check_model
-from hf_accel.patching.patch import plan
+from hf_accel.patching.planning import make_plan
 
 from ...parity.families import build, prompts
 from ...parity.letters import letters
@@ -52,7 +52,7 @@ NOT_A_MODEL: dict[str, tuple[Callable[[], Any], str]] = {
 def test_not_a_model(what: str) -> None:
     make, message = NOT_A_MODEL[what]
     given: Any = make()
-    verify = partial(hf_accel.verify, prompts=[[1, 2]])
+    plan, verify = partial(make_plan, config=hf_accel.PatchConfig()), partial(hf_accel.verify, prompts=[[1, 2]])
     for function in (plan, hf_accel.patch, hf_accel.unpatch, hf_accel.stats, verify):
         with pytest.raises(UnsupportedError, match=f"PreTrainedModel, not on .*{message}"):
             function(given)

@@ -15,8 +15,7 @@ from hf_accel.attention import AttentionBackend, AttentionSpec, choose_backend
 from hf_accel.attention.hf import forward
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
-from hf_accel.patching.plan import Server, servers_of
-from hf_accel.patching.planning import OWN_FORWARD
+from hf_accel.patching.planning import OWN_FORWARD, Server, servers_of
 from hf_accel.undo.state import BACKEND_ATTRIBUTE
 
 from ...parity.families import FAMILIES, build, inputs
@@ -204,7 +203,7 @@ def test_a_word_longer_than_the_column_is_shown_whole(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_accel.patching.explain import cpu_kernels
+    from hf_accel.patching.plan import cpu_kernels
 
     monkeypatch.setattr(cpu_kernels, "refusal", lambda: None)
     monkeypatch.setattr(cpu_kernels, "isa", lambda: "avx2")

@@ -12,7 +12,7 @@ import pytest
 import hf_accel
 from hf_accel.checkpoints.writers.savable import Saved
 from hf_accel.distill.drafts.report import AcceptanceReport
-from hf_accel.patching.plan import Line, Printed
+from hf_accel.patching.printed import Line, Printed
 from hf_accel.verify import Certificate, Cost, Verdict
 from hf_accel.verify.quantization_report import LayerReport, QuantizationReport
 

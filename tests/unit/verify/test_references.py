@@ -12,7 +12,7 @@ import hf_accel
 from hf_accel.cache.hf import PagedCache
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear, choose
-from hf_accel.linear.onednn import is_exact
+from hf_accel.linear.backends.onednn import is_exact
 from hf_accel.patching.patch import stock_twin
 from hf_accel.patching.twin import twin
 from hf_accel.undo.state import BACKEND_ATTRIBUTE, state_of

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ....cache.pages import CachedSequence, Pages, TokenRange
-from ....tensors import integers, is_remote, sent
+from ....tensors import Unread, all_unread, integers, is_remote, sent
 from ...batcher import Runner
 from ...sampling.choice import likeliest, processed
 from ...sequence import Draft, Sequence
-from ...unread import Unread, all_unread
 from ..verifiers.verifier import Place, Verifier
 from .drafter import Drafter
 

@@ -2,8 +2,8 @@
 
 from ....errors import UnsupportedError
 from .block import BlockVerifier
+from .rejection import TokenVerifier
 from .seeded import SeededVerifier
-from .token import TokenVerifier
 from .verifier import Place, Verifier
 
 VERIFIERS: dict[str, type[Verifier]] = {kind.name: kind for kind in (TokenVerifier, BlockVerifier, SeededVerifier)}

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ....tensors import is_remote
-from ...unread import Unread, known
+from ....tensors import Unread, is_remote, known
 
 SEARCH_BLOCK = 128  # weights per block: the cumulative sum is over block sums, and then within one block
 

@@ -1,4 +1,4 @@
-"""Rejection sampling, which token and block verification share.
+"""Rejection sampling, which token and block verification share, and token verification.
 
 Tokens that were drawn from a distribution q are accepted, or replaced by a token from a residual distribution.
 
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ....tensors import integers, is_remote, sent
+from ....tensors import Unread, all_unread, integers, is_remote, sent
 from ...sequence import Draft
-from ...unread import Unread, all_unread
 from . import noise
 from .inverse import inverse_draw
 from .noise import Purpose
@@ -217,3 +216,25 @@ def _places(places: abc.Sequence[Place], drafts: abc.Sequence[Draft], more: int)
 def _distributions(draft: Draft) -> Tensor:
     assert draft.probabilities is not None
     return draft.probabilities
+
+
+class TokenVerifier(RejectionVerifier):
+    """Accepts a drafted token x with probability min(1, p(x) / q(x)). The first rejected token ends the draft."""
+
+    name = "token"
+
+    def accept(self, drawn: abc.Sequence[Drawn]) -> list[tuple[int, float]]:
+        return [(num_accepted(draft), 1.0) for draft in drawn]
+
+    def accept_on_device(self, drafts: DrawnDrafts) -> tuple[Tensor, Tensor]:
+        stays = drafts.uniforms * drafts.q_drafted < drafts.p_drafted
+        return stays.long().cumprod(1).sum(1), torch.ones_like(drafts.uniforms[:, 0])
+
+
+def num_accepted(draft: Drawn) -> int:
+    count = 0
+    for p, q, u in zip(draft.p_drafted, draft.q_drafted, draft.uniforms, strict=True):
+        if not u * q < p:  # not <=, because u may be 0, and a token of probability 0 must be rejected
+            break
+        count += 1
+    return count

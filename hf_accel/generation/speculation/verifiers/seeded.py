@@ -7,9 +7,8 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from ....tensors import integers, is_remote, sent
+from ....tensors import Unread, integers, is_remote, known, sent
 from ...sequence import Draft
-from ...unread import Unread, known
 from . import noise
 from .verifier import Place, Verifier, accepted_of, first_rows
 

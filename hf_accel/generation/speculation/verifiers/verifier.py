@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ....errors import UnsupportedError
+from ....tensors import Unread
 from ...sequence import Draft
-from ...unread import Unread
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ struct Matrix {
   const void* bias;  // or null
   int32_t scale_dtype, bias_dtype;
   int64_t column;  // the column of `out` at which its outputs begin
+  float divisor;   // FP4: all scales are divided by it
 };
 
 // Matrices with the same input. With an Epilogue that multiplies there are two matrices of equal size, gate and up, and

@@ -29,7 +29,7 @@ def _weights(integers, scale, zero_point, minimum, BITS: tl.constexpr, NUMBERS: 
     """
     if NUMBERS == "fp8":
         return fp8_numbers(integers, DTYPE)
-    if NUMBERS == "mxfp4":  # E2M1 as float16 is 2 ** 14 times too small, and scales are halves
+    if NUMBERS == "fp4":  # E2M1 as float16 is 2 ** 14 times too small, and scales are halves
         bits = integers.to(tl.uint8, bitcast=True).to(tl.uint16)
         small = (((bits & 0x80) << 8) | ((bits & 0x70) << 5)).to(tl.float16, bitcast=True)
         return (small.to(tl.float32) * 32768.0).to(DTYPE)
@@ -61,13 +61,14 @@ def rows_of_expert(starts, row_tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=VARYING)
 def multiply(
-    x, integers, scale, zero_point, minimum, bias, out, starts, rows, outputs, inputs, blocks, groups, share,
-    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_CUT: tl.constexpr,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
+    x, integers, scale, zero_point, minimum, divisor, bias, out, starts, rows, outputs, inputs, blocks, groups, share,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
+    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile; the program is (row tile, output tile, split).
 
-    out: [splits, rows, outputs]. share: blocks of inputs of a split.
+    out: [splits, rows, outputs]. share: blocks of inputs of a split. IS_HALVED: whether each half of a block of 4 bits
+    is a group.
 
     starts: int64 [EXPERTS + 1], the first row of each expert, whose weights lie one after the other; or None.
     EXPERTS_2: EXPERTS up to a power of 2.
@@ -97,6 +98,8 @@ def multiply(
             zero_point += expert * groups * ((wide + 1) // 2)
         if minimum is not None:
             minimum += expert * groups * wide
+        if divisor is not None:
+            divisor += expert
         if bias is not None:
             bias += expert * wide
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -106,7 +109,7 @@ def multiply(
         zero = None
         least = None
         if PER_GROUP:
-            group = block // PER_GROUP * wide + output
+            group = (block * 2 if IS_HALVED else block // PER_GROUP) * wide + output
             factor = tl.load(scale + group, mask=is_output, other=0).to(tl.float32)
             if BITS == 4 and NUMBERS == "int" and zero_point is None:
                 factor *= 0.0625  # shifting both halves to the right would take longer
@@ -125,6 +128,10 @@ def multiply(
         if BITS == 4:
             low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, DTYPE)
             added = tl.dot(low, values, added, input_precision="ieee")
+            if IS_HALVED:
+                total += added * factor[:, None]
+                factor = tl.load(scale + group + wide, mask=is_output, other=0).to(tl.float32)
+                added = tl.zeros((OUTPUTS, ROWS), tl.float32)
             values = tl.load(from_x + start + BYTES, mask=is_there, other=0)
             high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, DTYPE)
             added = tl.dot(high, values, added, input_precision="ieee")
@@ -138,6 +145,8 @@ def multiply(
     if PER_GROUP == 0:
         factor = tl.load(scale + output, mask=is_output, other=0).to(tl.float32)
         total = total * (factor * 256.0 if NUMBERS == "fp8" else factor)[:, None]
+    if divisor is not None:
+        total = total / tl.load(divisor)
     if bias is not None:
         total = total + tl.load(bias + output, mask=is_output, other=0).to(tl.float32)[:, None]
     to = out + (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]

@@ -15,8 +15,9 @@ from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
 import hf_accel
 from hf_accel import HfAccelError
-from hf_accel.linear import QuantExperts
+from hf_accel.linear import QuantExperts, QuantLinear
 from hf_accel.linear.formats import MXFP4, state
+from hf_accel.undo.state import state_of
 
 EXPERTS, HIDDEN, INNER = 4, 64, 96
 IDS = torch.tensor([[3, 5, 7, 11, 2, 9, 4, 8]])
@@ -106,7 +107,39 @@ def test_a_model_computes_in_4_bits_and_is_saved_so(stored: Path, tmp_path: Path
             assert all(torch.equal(tensor, same[name]) for name, tensor in stored_form.items())
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, ours)
-    assert hf_accel.estimate(model, context=64, bandwidth=1e9, compute=1e9).weights_by_kind["experts"] > 0
+
+
+def test_the_rest_takes_the_weights_that_were_asked_for(stored: Path, tmp_path: Path) -> None:
+    change_scale(stored)
+    model = hf_accel.load(stored, weights="int8", dtype=torch.float32)
+    plain = hf_accel.load(stored, dtype=torch.float32)
+    attention = model.model.layers[0].self_attn.q_proj
+    assert isinstance(attention, QuantLinear) and attention.layout.label == "int8"
+    assert not isinstance(plain.model.layers[0].self_attn.q_proj, QuantLinear)
+    assert {w.layout for experts in experts_of(model).values() for w in experts.weights.values()} == {MXFP4}
+    assert not any(name.endswith("router") for name, m in model.named_modules() if isinstance(m, QuantLinear))
+    model.save_pretrained(tmp_path / "saved")
+    again = GptOssForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    with torch.no_grad():
+        ours, theirs = model(IDS).logits, plain(IDS).logits
+        assert torch.equal(again(IDS).logits, ours)
+    assert 0 < (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+def test_the_plan_and_the_estimate_count_what_is_there(stored: Path) -> None:
+    model = hf_accel.load(stored)
+    line, rest = (line for line in state_of(model).description["choices"] if line["topic"] == "weights")
+    assert (line["what"], line["reason"]) == ("4 weights of experts", "as stored")
+    assert re.fullmatch(r"mxfp4 group 32 by \w+", line["choice"]) and rest["choice"] == "as they are"
+    numbers = 2 * EXPERTS * 3 * INNER * HIDDEN  # in both layers
+    found = hf_accel.estimate(model, context=64, bandwidth=1e9, compute=1e9)
+    assert found.weights == "mxfp4"
+    biases = 2 * EXPERTS * (2 * INNER + HIDDEN) * 2  # bfloat16
+    assert found.weights_by_kind["experts"] == numbers // 2 + biases
+    assert found.weights_by_kind["scales"] == numbers // 32
+    as_bytes = hf_accel.estimate(model, context=64, weights="int8", bandwidth=1e9, compute=1e9)
+    assert as_bytes.weights == "int8" and as_bytes.weights_by_kind["experts"] == numbers + biases
+    assert hf_accel.estimate(model, context=64).weights == "mxfp4", "measured by its own products"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_accel.checkpoints.readers.ggml_blocks import TYPES
-from hf_accel.checkpoints.writers.ggml_packing import blocks, ggml_type_of, rounding_of_scales
+from hf_accel.checkpoints.writers.save_gguf import blocks, ggml_type_of, rounding_of_scales
 from hf_accel.config import WeightConfig
 from hf_accel.linear import quantize
 from hf_accel.linear.formats import Int4Weight, Int8Weight

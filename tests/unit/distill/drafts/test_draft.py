@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 import hf_accel
 from hf_accel import SpeculativeConfig, UnsupportedError
 from hf_accel.distill.drafts.decoding import Decoder, as_patched
-from hf_accel.distill.drafts.draft import Rewriting, _examples, _pupil, distill_draft
+from hf_accel.distill.drafts.draft import _examples, _pupil, distill_draft
 from hf_accel.distill.drafts.student import init_student
 from hf_accel.distill.trainer.on_policy import collated
 
@@ -107,7 +107,7 @@ def test_rewritten_rows_are_the_targets_own_words() -> None:
     """Greedily, so that they can be compared with generate's."""
     target, _, rows = pair()
     decoder = Decoder(as_patched(target), temperature=0, seed=0)
-    examples = _examples(decoder, rows, Rewriting(0.5, 5, 16))
+    examples = _examples(decoder, rows, set(range(0, len(rows), 2)), prompt_tokens=5, max_length=16)
     plain = [one for one in examples if one["labels"][0] != -100]
     written = [one for one in examples if one["labels"][0] == -100]
     assert len(plain) == len(written) == len(rows) // 2

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_accel import UnsupportedError
-from hf_accel.distill.drafts.kept_layers import (
+from hf_accel.distill.drafts.student import (
     block_influence,
     check_layers,
     choose_layers,

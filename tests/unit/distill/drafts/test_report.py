@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_accel.distill.drafts.report import AcceptanceReport, Agreement, acceptance_for, agreement, expected_tokens
+from hf_accel.distill.drafts.measuring import averaged
+from hf_accel.distill.drafts.report import AcceptanceReport, acceptance_for, expected_tokens
+from hf_accel.distill.losses.objective import agreement
 from hf_accel.generation.sequence import Draft
 from hf_accel.generation.speculation.verifiers import verifier
 from hf_accel.generation.speculation.verifiers.verifier import Place
@@ -62,14 +64,14 @@ def test_agreement_is_what_rejection_sampling_accepts(rule: str) -> None:
 
 
 def test_agreement_is_averaged_over_positions() -> None:
-    read = Agreement()
-    read.add(logits(P), logits(Q), 1.0)
-    read.add(logits(P, Q, P), logits(P, Q, Q), 1.0)
+    one, three = agreement(logits(P), logits(Q), 1.0), agreement(logits(P, Q, P), logits(P, Q, Q), 1.0)
+    read = averaged([one, three])
     values = torch.tensor([0.7, 1.0, 1.0, 0.7])
-    assert read.positions == 4
-    assert read.acceptance == pytest.approx(0.85)
-    assert read.same_top == 0.5
-    assert read.error == pytest.approx((values.std() / 2).item(), rel=1e-4)
+    assert read["text_positions"] == 4
+    assert read["text_acceptance"] == pytest.approx(0.85)
+    assert read["text_same_top"] == 0.5
+    assert read["text_error"] == pytest.approx((values.std() / 2).item(), rel=1e-4)
+    assert averaged([one])["text_error"] == 0.0
 
 
 def report(**changes: Any) -> AcceptanceReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_accel.distill.losses.head import Head
+from hf_accel.distill.losses.logit_rows import Head
 from hf_accel.distill.losses.objective import Objective
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.distill.losses.closed_forms import FLOOR, value_and_gradient
-from hf_accel.distill.losses.objective import LOSSES, Objective
+from hf_accel.distill.losses.objective import FLOOR, LOSSES, Objective, value_and_gradient
 
 from .oracle import distance, relative_error, softened
 

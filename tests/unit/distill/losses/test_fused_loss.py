@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_accel.distill.losses import fused_loss, row_losses
+from hf_accel.distill.losses import row_losses
 from hf_accel.distill.losses.distillation_loss import distillation_loss, loss_sums
-from hf_accel.distill.losses.head import Head
-from hf_accel.distill.losses.logit_rows import DenseRows, HeadRows, Rows, TopRows
+from hf_accel.distill.losses.logit_rows import DenseRows, Head, HeadRows, Rows, TopRows
 from hf_accel.distill.losses.objective import LOSSES, Objective
 from hf_accel.errors import UnsupportedError
 
@@ -277,7 +276,7 @@ def test_with_alpha_of_one_there_need_be_no_teacher() -> None:
 @pytest.mark.parametrize("kind", ["plain", "all"])
 def test_half_precision_is_as_near_as_the_dense_form(dtype: torch.dtype, kind: str, monkeypatch: Any) -> None:
     """Both against float64. The head's gradient is added up in float32, over as many chunks as there may be."""
-    monkeypatch.setattr(fused_loss, "PRODUCT_BYTES", 5 * WIDTH * 2)
+    monkeypatch.setattr(row_losses, "PRODUCT_BYTES", 5 * WIDTH * 2)
     rows = 300
     hidden, head, labels = states(rows=rows, dtype=dtype), head_of(WIDTH, dtype=dtype, **HEADS[kind]), labels_of(rows)
     teacher = DenseRows(torch.randn(rows, CLASSES, dtype=dtype))

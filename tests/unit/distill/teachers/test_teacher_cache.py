@@ -7,6 +7,7 @@ import copy
 import json
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,9 +353,12 @@ def test_damage_is_named(cache: TeacherCache) -> None:
         damage(shard, at)
         opened(shard.name)
     shard.write_bytes(whole[:-10])
-    opened(f"{shard.name} is damaged: it has {len(whole) - 10} bytes")
+    opened(f"{shard.name} is damaged: .*not fully covered")
     shard.unlink()
     opened(f"{shard.name} is missing")
+    other = TeacherCache.build(llama(seed=1), texts(), cache.path.parent / "other", **WHOLE, shard_bytes=10_000)
+    shard.write_bytes((other.path / shard.name).read_bytes())
+    opened(f"{shard.name} is damaged: it belongs to another cache")
     index.write_text(listed.replace('"temperatures": [\n   1.0', '"temperatures": [\n   1.5'))
     opened("index.json was changed")
     index.write_text(listed[:100])
@@ -369,10 +373,6 @@ def test_a_damaged_shard_is_built_again(teacher: Any, cache: TeacherCache) -> No
     again.check(teacher, ONE)
     again.check_files()
     assert len(again.rows(*batch(texts()))) == cache.num_tokens == again.num_tokens
-
-
-class Full(Exception):
-    pass
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
@@ -435,6 +435,27 @@ def test_a_complete_cache_outlives_what_replaces_it(
     true = torch.cat([said(other, row)[:-1] for row in texts()])
     torch.testing.assert_close(read(replaced, *batch(texts())), true, atol=1e-4, rtol=1e-4)
     assert not set(before) & {file.name for file in cache.path.iterdir()}
+
+
+def test_a_cache_of_the_first_format_is_read_and_continued(teacher: Any, tmp_path: Path) -> None:
+    """The answers for four texts: the top 4 of 48 ids, and 4 drawn. They were built by the release before."""
+    path = Path(shutil.copytree(Path(__file__).parent / "cache_of_format_1", tmp_path / "old"))
+    cache = TeacherCache(path)
+    cache.check_files()
+    cache.check(teacher, Objective(temperature=2.0))
+    rows = cache.rows(*batch(texts(4)))
+    assert isinstance(rows, TopRows)
+    true = torch.cat([(said(teacher, row)[:-1] / 2).log_softmax(-1) for row in texts(4)])
+    torch.testing.assert_close(rows.log_probs[:, :4], true.topk(4).values, atol=5e-3, rtol=0)
+    # The machine that wrote it may have had other weights of this seed in their last bits.
+    index = json.loads((path / "index.json").read_text())
+    index["settings"]["teacher"] = cache_files.describe(teacher)
+    del index["check"]
+    (path / "index.json").write_text(json.dumps({**index, "check": cache_files.hash_json(index)}))
+    more = TeacherCache.build(teacher, texts(5), path, top_k=8, progress=False)
+    assert len(more) == 5 and json.loads((path / "index.json").read_text())["format"] == 2
+    more.check(teacher, ONE)
+    assert torch.equal(more.rows(*batch(texts(4))).ids, rows.ids)
 
 
 def test_new_texts_are_added(teacher: Any, cache: TeacherCache) -> None:

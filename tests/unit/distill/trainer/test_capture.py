@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_accel.distill.trainer.capture import Capture, Projections, Site
+from hf_accel.distill.trainer.transfer import Capture, Projections, Site
 from hf_accel.errors import UnsupportedError
 
 

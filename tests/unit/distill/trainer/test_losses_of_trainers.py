@@ -14,9 +14,8 @@ import torch
 import trl
 from transformers import Seq2SeqTrainer, Trainer
 
-from hf_accel.distill.trainer.callback import DistillationCallback
+from hf_accel.distill.trainer.callback import DistillationCallback, refuse_loss
 from hf_accel.distill.trainer.distillation_trainer import DistillationMixin
-from hf_accel.distill.trainer.refused_losses import refuse_loss
 from hf_accel.distill.trainer.settings import DistillationSettings
 from hf_accel.errors import UnsupportedError
 

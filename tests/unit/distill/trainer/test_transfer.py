@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from hf_accel.distill.losses.inside import NOWHERE
-from hf_accel.distill.trainer.capture import Projections
-from hf_accel.distill.trainer.transfer import documents_of
+from hf_accel.distill.trainer.transfer import Projections, documents_of
 from hf_accel.errors import UnsupportedError
 
 from ..classroom import CHECKPOINTING, bert, classified, distance, gpt2, llama, t5, texts, update

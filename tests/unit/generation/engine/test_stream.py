@@ -24,10 +24,10 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 def produce(request: Request | Sample, count: int, pause: float = 0.0) -> None:
     for token in range(count):
-        request.put([token])
+        request.samples[0].put([token])
         if pause:
             time.sleep(pause)
-    request.finish("length")
+    request.samples[0].finish("length")
 
 
 def broken() -> OutOfBlocksError:
@@ -58,11 +58,11 @@ def test_tokens_come_in_order_while_they_are_made() -> None:
 def test_a_reader_gets_the_first_token_before_the_second_is_there() -> None:
     request = Request()
     tokens = iter(request)
-    request.put([1])
+    request.samples[0].put([1])
     assert next(tokens) == 1 and not request.done
-    request.put([2, 3])
+    request.samples[0].put([2, 3])
     assert [next(tokens), next(tokens)] == [2, 3]
-    request.finish("stop")
+    request.samples[0].finish("stop")
     assert next(tokens, None) is None
 
 
@@ -104,11 +104,11 @@ def test_a_coroutine_sleeps_until_the_token_comes() -> None:
 
 def test_result_holds_everything() -> None:
     request = Request(decode=lambda tokens: "-".join(map(str, tokens)))
-    request.put([1, 2], [-0.5, -0.25])
-    request.put([3], [-1.0])
+    request.samples[0].put([1, 2], [-0.5, -0.25])
+    request.samples[0].put([3], [-1.0])
     with pytest.raises(TimeoutError, match=r"not finished after 0\.01 seconds, with 3 tokens so far"):
         request.result(0.01)
-    request.finish("stop")
+    request.samples[0].finish("stop")
     expected = Generated([1, 2, 3], "stop", [-0.5, -0.25, -1.0], "1-2-3")
     assert request.result() == expected == asyncio.run(request.aresult())
 
@@ -125,32 +125,32 @@ def test_result_waits_in_threads_and_in_coroutines() -> None:
 
 def test_the_first_end_counts() -> None:
     request = Request()
-    assert request.put([1])
-    request.finish("stop")
-    request.finish("length")
-    request.fail(ValueError())
+    assert request.samples[0].put([1])
+    request.samples[0].finish("stop")
+    request.samples[0].finish("length")
+    request.samples[0].fail(ValueError())
     request.cancel()
-    assert not request.put([2])
+    assert not request.samples[0].put([2])
     assert request.result() == Generated([1], "stop")
 
 
 def test_cancel_ends_it_at_once_and_tells_the_producer_once() -> None:
     told: list[Sample] = []
     request = Request(on_cancel=told.append)
-    request.put([1])
+    request.samples[0].put([1])
     waiting = iter(request)
     next(waiting)
     in_thread(request.cancel)
     assert list(waiting) == []
     request.cancel()
     assert told == [request.samples[0]]
-    assert not request.put([2]) and request.result() == Generated([1], "cancelled")
+    assert not request.samples[0].put([2]) and request.result() == Generated([1], "cancelled")
 
 
 def test_errors_reach_every_reader_with_where_they_came_from() -> None:
     request = Request()
-    request.put([1])
-    request.fail(broken())
+    request.samples[0].put([1])
+    request.samples[0].fail(broken())
     seen = []
 
     def read() -> None:
@@ -181,7 +181,7 @@ def test_errors_reach_every_reader_with_where_they_came_from() -> None:
 
 def test_a_waiting_reader_is_woken_by_an_error() -> None:
     request = Request()
-    timer = threading.Timer(0.02, request.fail, [broken()])
+    timer = threading.Timer(0.02, request.samples[0].fail, [broken()])
     timer.start()
     with pytest.raises(OutOfBlocksError):
         list(request)
@@ -191,7 +191,7 @@ def test_a_waiting_reader_is_woken_by_an_error() -> None:
 def test_readers_that_leave_do_not_disturb_the_producer() -> None:
     request = Request()
     closed = iter(request)
-    request.put([0])
+    request.samples[0].put([0])
     next(closed)
     closed.close()  # type: ignore[attr-defined]
 
@@ -226,7 +226,7 @@ async def aiter_from(request: Request, skip: int):  # type: ignore[no-untyped-de
 def test_a_dropped_handle_is_freed() -> None:
     request = Request(num_samples=2)
     tokens = iter(request)
-    request.put([1])
+    request.samples[0].put([1])
     next(tokens)
     gone = weakref.ref(request.samples[0])
     gc.disable()
@@ -244,7 +244,7 @@ def test_samples_are_handles_of_their_own() -> None:
         sample.put([number, 10 + number])
     request.samples[1].cancel()
     assert not request.done
-    request.finish("stop")
+    request.samples[0].finish("stop")
     assert list(request) == [0, 10] and request.result() == Generated([0, 10], "stop") and not request.done
     request.samples[2].finish("length")
     assert request.done and told == [1] and request.id == "abc"
@@ -261,7 +261,8 @@ def test_a_request_is_cancelled_and_fails_as_a_whole() -> None:
     assert told == [1] and request.done
     request = Request(num_samples=2)
     request.samples[1].finish("stop")
-    request.fail(broken())
+    for sample in request.samples:
+        sample.fail(broken())
     assert request.samples[1].result() == Generated([], "stop")
     with pytest.raises(OutOfBlocksError):
         request.results()
@@ -269,7 +270,7 @@ def test_a_request_is_cancelled_and_fails_as_a_whole() -> None:
 
 def test_results_wait_no_longer_than_asked() -> None:
     request = Request(num_samples=2)
-    request.finish("stop")
+    request.samples[0].finish("stop")
     with pytest.raises(TimeoutError):
         request.results(0.01)
 

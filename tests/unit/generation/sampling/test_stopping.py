@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.generation.sampling.stopping import MAX_PENDING, StopRules, StopStrings
+from hf_accel.generation.sampling.stopping import MAX_PENDING, StopStrings
+from hf_accel.generation.sequence import StopRules
 
 from ..programme import sequence_of
 

@@ -99,8 +99,9 @@ def test_a_batch_loses_no_more() -> None:
 @pytest.mark.parametrize(
     ("curve", "drafting", "acceptance", "part"),
     [
-        ("flat", 0.0, 0.8, 0.9), ("flat", 0.0, 0.95, 0.9), ("flat", 0.3, 0.95, 0.85), ("mild", 0.0, 0.8, 0.85),
-        ("step", 0.0, 0.95, 0.9), ("rising", 0.0, 0.95, 0.85), ("tiles", 0.0, 0.95, 0.7), ("mild", 0.3, 0.95, 0.85),
+        ("flat", 0.0, 0.3, 0.92), ("flat", 0.0, 0.8, 0.9), ("flat", 0.0, 0.95, 0.9), ("flat", 0.3, 0.95, 0.85),
+        ("mild", 0.0, 0.8, 0.85), ("step", 0.0, 0.95, 0.9), ("rising", 0.0, 0.95, 0.85), ("tiles", 0.0, 0.95, 0.7),
+        ("mild", 0.3, 0.95, 0.85),
     ],
 )  # fmt: skip
 def test_what_could_be_gained_is_gained(curve: str, drafting: float, acceptance: float, part: float) -> None:
@@ -130,13 +131,13 @@ def test_where_a_row_costs_a_pass_it_stays_at_none() -> None:
 
 
 def test_it_recovers_after_a_thousand_passes_without_acceptance() -> None:
-    for curve, within in (("flat", 300), ("mild", 300), ("rising", 400)):
+    for curve, within in (("flat", 40), ("mild", 120), ("rising", 400)):
         run = Simulation(CURVES[curve], [0.9], noise=0.1)
         run.run(100)
         run.acceptance = [0.0]
         before = run.time
         bad = run.run(1000)
-        assert sum(lengths[0] for lengths in bad[100:]) / 900 <= 2, "few but where rows are free"
+        assert sum(lengths[0] for lengths in bad[100:]) / 900 <= 1, "nearly nothing but trials"
         assert run.time - before <= 1.03 * 1000 * run.seconds(1)
         run.acceptance = [0.9]
         run.run(within)
@@ -174,7 +175,7 @@ def test_a_width_far_from_any_seen_is_seen_first_without_drafts() -> None:
     run.run(30)
     assert run.step() != [0]
     assert run.step(other_rows=500) == [0]
-    assert any(run.step(other_rows=500) != [0] for _ in range(8)) and run.step() != [0]
+    assert run.step(other_rows=500) != [0] and run.step() != [0]
 
 
 def test_sources_are_judged_apart() -> None:

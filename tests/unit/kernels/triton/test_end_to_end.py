@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import hf_accel
 from hf_accel.kernels import triton
 from hf_accel.kernels.triton.launch import Launch
-from hf_accel.linear import QuantLinear, measured_tiles, registry, tiles
+from hf_accel.linear import QuantLinear
+from hf_accel.linear.backends import measured_tiles, registry, tiles
 
 from ....devices import without_native_kernels
 from .processes import interpreted

@@ -10,15 +10,15 @@ import torch
 from hf_accel.kernels import triton as kernels
 from hf_accel.linear import choose
 from hf_accel.linear.activations import round_groups
-from hf_accel.linear.reference import REFERENCES
-from hf_accel.linear.triton import Triton
+from hf_accel.linear.backends.reference import REFERENCES
+from hf_accel.linear.backends.triton import Triton
 from tests.devices import triton_device
 
 from .test_quantized_linear import BF16, FLOATS8, FP32, LONG, TOLERANCE, runs, spec_of, weight_of
 
 pytest.importorskip("triton")
 from hf_accel.kernels.triton.quantized_linear import launches, quantized_linear
-from hf_accel.linear.tiles import tiles_of
+from hf_accel.linear.backends.tiles import tiles_of
 
 
 def test_a_gpu_that_multiplies_no_fp8_keeps_floats(monkeypatch):

@@ -11,18 +11,18 @@ import torch
 from hf_accel.kernels import triton as kernels
 from hf_accel.linear import Float8Weight, Int4Weight, Int8Weight, LinearSpec, choose
 from hf_accel.linear.activations import round_groups
+from hf_accel.linear.backends.registry import BackendChoice
+from hf_accel.linear.backends.triton import Triton
 from hf_accel.linear.experts import ExpertWeights, parts_of
 from hf_accel.linear.formats import QuantizedWeight, readable, zeros
-from hf_accel.linear.registry import BackendChoice
-from hf_accel.linear.triton import Triton
 from tests.devices import triton_device
 
 from .processes import compiled, interpreted
 
 pytest.importorskip("triton")
 from hf_accel.kernels.triton.quantized_linear import launches, quantized_linear, stacked
-from hf_accel.linear import tiles as tiles_module
-from hf_accel.linear.tiles import for_experts, one_tile, tile_for, tiles_of
+from hf_accel.linear.backends import tiles as tiles_module
+from hf_accel.linear.backends.tiles import for_experts, one_tile, tile_for, tiles_of
 from tests.unit.linear.specs import linear_spec
 
 runs = pytest.mark.skipif(kernels.refusal(triton_device()) is not None, reason=str(kernels.refusal(triton_device())))

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from hf_accel.kernels import triton as kernels
+from hf_accel.linear.backends.reference import REFERENCES
 from hf_accel.linear.formats import readable
-from hf_accel.linear.reference import REFERENCES
 from tests.devices import triton_device
 
 from .test_quantized_linear import BF16, FLOATS8, FP16, TOLERANCE, runs, weight_of, weight_of_zeros
 
 pytest.importorskip("triton")
 from hf_accel.kernels.triton.quantized_linear import stacked
-from hf_accel.linear import tiles, torch_blocks
-from hf_accel.linear.backend import FEW_ROWS
-from hf_accel.linear.torch_blocks import TorchBlocks, by_output, serves
+from hf_accel.linear.backends import tiles
+from hf_accel.linear.backends.backend import FEW_ROWS
+from hf_accel.linear.backends.tiles import TorchBlocks, by_output, serves
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_the_numbers_of_our_tiles(kind: str, torch_of_a_gpu: list[int], monkeypa
     expected = REFERENCES["fp8"].run(x.double(), weight, bias.double())
     size = (x.double() ** 2 @ weight.dequantize(torch.float64).t() ** 2).sqrt() + expected.abs()
     for given, wanted in ((bias, expected), (None, expected - bias.double())):
-        got = torch_blocks.multiply(x, packed, given, TorchBlocks())
+        got = tiles.multiply(x, packed, given, TorchBlocks())
         assert got.dtype is BF16 and got.shape == (35, 48)
         assert got.isnan().any(1).nonzero().flatten().tolist() == [3, 4]
         assert ((got.double() - wanted).abs() <= TOLERANCE[BF16] * size)[wanted.isfinite()].all()

@@ -114,8 +114,11 @@ struct BlockWeights {
     return task;
   }
 
-  // INT8: multiplies the sums [rows, 64] of all groups by the scales of the outputs.
+  // The sums [rows, 64] of all groups: multiplied by the scales of the outputs (INT8), or divided by the divisor of all
+  // scales (FP4).
   void scale_outputs(int64_t rows, float* sums) const {
+    if (FORMAT == FP4 && matrix.divisor != 1.0f)
+      for (int64_t i = 0; i < rows * BLOCK; i += LANES) store(sums + i, div(load(sums + i), set1(matrix.divisor)));
     if (FORMAT != INT8) return;
     const float* scales = static_cast<const float*>(matrix.scales) + b * BLOCK;
     for (int64_t r = 0; r < rows; ++r)

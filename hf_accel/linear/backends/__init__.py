@@ -1,0 +1,1 @@
+"""The ways to multiply by a quantized weight, a file for each."""

@@ -1,0 +1,144 @@
+"""INT8 and INT4 weights times INT8 activations through the native CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ...config import WeightConfig
+from ...kernels import cpu as kernels
+from ...kernels.cpu.integer_linear import (
+    IntegerExperts,
+    IntegerLinear,
+    PackedWeight,
+    pack,
+    quantize,
+    recorded_linear,
+    stored_by_group,
+    stored_scales,
+    unpack,
+)
+from ...kernels.cpu.library import FLOATS, native
+from ...tensors import is_recorded
+from ..formats import (
+    Float4Weight,
+    Int4Weight,
+    Int8Weight,
+    Layout,
+    LowBitWeight,
+    QuantizedWeight,
+    check_group_size,
+    kind_of,
+    pack_zero_points,
+)
+from ..methods.rtn import refuse_not_finite
+from .backend import Backend, GroupedExperts, LinearSpec
+
+GROUP_MULTIPLE = 8  # inputs
+
+
+@dataclass(eq=False)
+class CpuWeight:
+    """layout: of the stored weight. linear: the call, made for the bias that it was last run with."""
+
+    weight: PackedWeight
+    layout: Layout = field(compare=False)
+    bias: Tensor | None = field(default=None, compare=False)
+    linear: IntegerLinear | None = field(default=None, compare=False)
+
+    def call(self, bias: Tensor | None) -> IntegerLinear:
+        if self.linear is None or self.bias is not bias:
+            self.bias, self.linear = bias, IntegerLinear([self.weight], [bias])
+        return self.linear
+
+
+class CpuExperts(GroupedExperts):
+    """The native call, made for the biases that it was last run with."""
+
+    def __init__(self, parts: Sequence[CpuWeight]) -> None:
+        self.parts = list(parts)
+        self.biases: Tensor | None = None
+        self.native: IntegerExperts | None = None
+
+    def serves(self, x: Tensor) -> bool:
+        return native(x)
+
+    def run(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+        if self.native is None or self.biases is not biases:
+            self.native, self.biases = IntegerExperts([part.weight for part in self.parts], biases), biases
+        return self.native.grouped(x.contiguous(), starts)
+
+
+class Cpu(Backend):
+    """Rounds activations to INT8 with a scale per row and group of inputs, and sums each group in int32.
+
+    Groups are those of the weight, or 128 inputs where its scales belong to outputs, so that an outlier channel spoils
+    its own group only. A row's result depends neither on its neighbours, nor on threads, nor on the instruction set.
+    """
+
+    name = "cpu"
+    layouts = ("int8", "int4", "mxfp4", "nvfp4")
+    device_types = ("cpu",)
+    dtypes = FLOATS
+    activations = "int8"
+    row_invariant = True
+    own_formats_only = False
+
+    def refuses(self, spec: LinearSpec) -> str | None:
+        reason = super().refuses(spec) or kernels.refusal()
+        group_size = spec.layout.group_size
+        if reason is None and group_size is not None and group_size % GROUP_MULTIPLE:
+            return f"it takes groups of a multiple of {GROUP_MULTIPLE} inputs, not {group_size}"
+        return reason
+
+    def pack(self, weight: QuantizedWeight) -> CpuWeight:
+        scale = weight.weight_scale
+        if isinstance(weight, Float4Weight):
+            divisor = 1.0 if weight.divisor is None else float(weight.divisor)
+            packed = pack(4, weight.weight_packed, weight.factors().to(torch.bfloat16), divisor=divisor)
+            return CpuWeight(packed, weight.layout)
+        if isinstance(weight, Int8Weight):
+            return CpuWeight(pack(8, weight.weight, scale, minima=weight.weight_minimum), weight.layout)
+        assert isinstance(weight, LowBitWeight)
+        zero_point = weight.zero_points()
+        zeros = None if zero_point is None else (zero_point + 8).view(torch.uint8)
+        packed = pack(4, weight.weight_packed.view(torch.uint8), scale, zeros, minima=weight.weight_minimum)
+        return CpuWeight(packed, weight.layout)
+
+    def quantize(self, weight: Tensor, config: WeightConfig) -> CpuWeight:
+        layout, group_size = config.layout, config.layout.group_size or weight.shape[1]
+        check_group_size((weight.shape[0], weight.shape[1]), group_size)
+        result = quantize(layout.bits, weight.detach(), group_size, symmetric=layout.symmetric)
+        if result is None:
+            refuse_not_finite()
+        return CpuWeight(result[0], replace(layout, scale_dtype=weight.dtype))
+
+    def unpack(self, packed: CpuWeight) -> QuantizedWeight:
+        kind, scale_dtype, divisor = kind_of(packed.layout), packed.layout.scale_dtype, packed.weight.divisor
+        assert scale_dtype is not None
+        stored, scale = unpack(packed.weight), stored_scales(packed.weight, scale_dtype)
+        if issubclass(kind, Float4Weight):
+            return kind.of_factors(stored, scale, torch.tensor([divisor], device="cpu"))
+        minimum = stored_by_group(packed.weight, "minima")
+        if packed.weight.bits == 8:
+            return Int8Weight(stored, scale, None, minimum)
+        shape = torch.tensor([packed.weight.out_features, packed.weight.in_features], device="cpu")
+        zeros = stored_by_group(packed.weight, "zeros")
+        zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
+        return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)
+
+    def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
+        if is_recorded():
+            w = packed.weight
+            out: Tensor = recorded_linear(
+                x, w.packed, w.scales, w.zeros, w.minima, bias, w.bits, w.out_features, w.in_features, w.group_size,
+                w.divisor,
+            )  # fmt: skip
+            return out
+        return packed.call(bias)(x)
+
+    def experts(self, parts: Sequence[CpuWeight]) -> GroupedExperts:
+        return CpuExperts(parts)
