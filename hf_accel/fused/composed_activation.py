@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..kernels.cpu.elementwise import activate
 from ..kernels.cpu.library import FLOATS, native
+from ..kernels.cpu.row_kernels import activate
 from ..recognition.trial import KNOWN_MODULES, PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, activation_name, agree
-from ..undo.instance import Mixin
+from ..undo.journal import Mixin
 from ..undo.state import FUSED
 
 
@@ -61,7 +61,8 @@ class NativeActivation(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """x [...] -> [...]."""
         if len(args) == 1 and not kwargs and native(args[0]):
-            x, form = args[0], self.__dict__[FUSED]
+            x: Tensor = args[0]
+            form: ActivationForm = self.__dict__[FUSED]
             if x.dtype is form.dtype and x.ndim and x.numel():
                 return activate(x, form.name)
         stock: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..kernels.cpu.attention import EVERY_KEY, attend
 from ..kernels.cpu.decoder_layer import run_layer
-from ..kernels.cpu.elementwise import activate, add, add_layer_norm, layer_norm
 from ..kernels.cpu.library import DTYPES, FLOATS, threads
+from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm
 from ..kernels.layouts import KV, AttentionOptions, Ragged
 from ..recognition.encoder_trace import EncoderTrace
 from ..recognition.trace import INPUT, OUTPUT, Operation, Span, UntraceableError

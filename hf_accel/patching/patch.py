@@ -270,8 +270,8 @@ def _fuse(todo: Plan, journal: Journal) -> None:
 def _put_copy(model: nn.Module, site: FusedSite, journal: Journal) -> None:
     """Put a native copy in the places of a module that models may share: some files make one activation for all."""
     made: Any = copy.copy(site.module)  # hooks stay shared
-    made.__class__ = mixed_class(site.mixin, type(made))
-    vars(made)[FUSED] = site.state
+    journal.attribute(made, "__class__", mixed_class(site.mixin, type(made)))
+    journal.attribute(made, FUSED, site.state)
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child is site.module:

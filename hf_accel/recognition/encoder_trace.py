@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..undo.instance import original_class
+from ..undo.journal import original_class
 from .trace import (
     BATCH,
     INPUT,

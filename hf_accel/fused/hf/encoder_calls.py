@@ -22,7 +22,7 @@ from ...kernels.cpu.library import native
 from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, StackTrace, bound
 from ...recognition.trace import UntraceableError
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
-from ...undo.instance import Mixin, original_class
+from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
 from ..encoder_programme import EncoderProgramme, RowLayout, layout_of
 from .layer_calls import attend_of
@@ -48,7 +48,7 @@ Computation = Callable[[Tensor, RowLayout], Any]  # of [B, T, width] -> what the
 
 
 class Known(ABC):
-    """What is known of the calls of one kind of one module."""
+    """The knowledge about calls of one kind of one module."""
 
     @abstractmethod
     def is_current(self) -> bool:
@@ -75,8 +75,8 @@ class UnknownCode(Known):
 
 
 class EncoderCalls(ABC):
-    """What is known of the calls of one module: it is traced at the first call of each kind, and again when something
-    has changed that this depends on.
+    """The knowledge about the calls of one module, which is traced at the first call of each kind, and again when
+    something has changed that this depends on.
 
     A copy or a pickle starts without it, because it may hold addresses.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +56,8 @@ def _causal(model: nn.Module, name: str) -> str | None:
     """Return a clause if the code around a layer makes causal masks alone, as that of CLIP's texts; else None."""
     while name:
         name = name.rpartition(".")[0]
-        code = source_of(type(model.get_submodule(name))) or ""
+        kind: Any = type(model.get_submodule(name))
+        code = source_of(kind) or ""
         if "create_bidirectional_mask" in code:
             return None
         if "create_causal_mask" in code:

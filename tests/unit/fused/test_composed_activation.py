@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 import hf_accel
 from hf_accel.fused.composed_activation import NativeActivation, composed_activation
 from hf_accel.kernels import cpu as kernels
-from hf_accel.undo.instance import mixed_class
+from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
