@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import HfAccelError, UnsupportedError
+from ..fused.composed_activation import NativeActivation
 from ..linear import QuantLinear, QuantModule
 from ..tensors import torchs_defaults
 from ..undo.journal import Journal, Write
@@ -93,6 +94,9 @@ def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
 def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
     """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
     replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, LAYERS)]
+    for write in journal.writes:
+        if isinstance(write.new, NativeActivation):
+            write.old.train(write.new.training)
     for layer, original in replaced:
         original.train(layer.training)
         original.to(model.device, layer.compute_dtype)
