@@ -94,9 +94,9 @@ def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
 def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
     """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
     replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, LAYERS)]
-    for write in journal.writes:
-        if isinstance(write.new, NativeActivation):
-            write.old.train(write.new.training)
+    copies: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, NativeActivation)]
+    for copied, shared in copies:
+        shared.train(copied.training)
     for layer, original in replaced:
         original.train(layer.training)
         original.to(model.device, layer.compute_dtype)
