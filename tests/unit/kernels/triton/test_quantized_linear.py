@@ -336,6 +336,6 @@ def test_compiled_graphs_record_one_operator(kind, monkeypatch):
     expected = backend.run(x, packed, bias)
     compiled_run = torch.compile(lambda x: backend.run(x, packed, bias) * 2, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled_run(x), expected * 2)
-    tensors = (x, packed.integers, packed.scale, packed.zero_point, None, bias)
+    tensors = (x, packed.integers, packed.scale, packed.zero_point, None, packed.divisor, bias)
     operands = (*tensors, packed.in_features, True, backend.rounding, json.dumps(packed.layout.settings))
     torch.library.opcheck(torch.ops.hf_accel.blocked_linear, operands, test_utils=("test_schema", "test_faketensor"))
