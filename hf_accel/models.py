@@ -55,6 +55,16 @@ def layers_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def positions_depend_on_length(config: Any) -> bool:
+    """Return whether the rotary scaling depends on the prompt's length.
+
+    If it does, equal prefixes of prompts of different lengths have different keys.
+    """
+    rope = getattr(layers_config(config), "rope_parameters", None) or {}
+    types = [rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict))]
+    return any(rope_type in ("dynamic", "longrope") for rope_type in types)
+
+
 def vocabulary_size(model: Any) -> int:
     """Return the number of tokens that a transformers model knows."""
     return int(layers_config(model.config).vocab_size)

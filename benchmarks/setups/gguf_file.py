@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_accel.checkpoints.readers.gguf_model import gguf_refusal
+from hf_accel.checkpoints.writers.gguf_model import gguf_refusal
 from hf_accel.checkpoints.writers.save_gguf import write_gguf
 
 from .model_folder import model_file

@@ -31,7 +31,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as Steps
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from hf_accel.checkpoints.readers.gguf_tokenizer import LLAMA3
+from hf_accel.checkpoints.writers.gguf_tokenizer import LLAMA3
 from hf_accel.cli.measurement import Requests, poisson
 
 from ..harness.bench import Bench

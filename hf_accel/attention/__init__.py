@@ -40,7 +40,7 @@ def choose_backend(
         raise UnsupportedError(f"attention={name!r} is not known; choose 'auto' or one of {known}")
     refusals: dict[str, str] = {}
     for backend in candidates:
-        if name == "auto" and not backend.is_for(spec.device_type):
+        if name == "auto" and backend.device_types and spec.device_type not in backend.device_types:
             continue
         reason = backend.refuses(spec)
         if reason is None:

@@ -42,12 +42,9 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    device_types: tuple[str, ...] = ()  # those it is meant for, the only ones for which "auto" mentions it; none: all
     row_invariant: bool = False  # a query's bits do not depend on the batch, the chunk or the threads
     capturable: bool = False  # paged() reads lengths and block tables on the device alone, so a CUDA graph can hold it
-
-    def is_for(self, device_type: str) -> bool:
-        """Return whether it is meant for this kind of device. "auto" does not mention backends that are not."""
-        return True
 
     @abstractmethod
     def refuses(self, spec: AttentionSpec) -> str | None:

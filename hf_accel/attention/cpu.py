@@ -23,13 +23,11 @@ class CpuBackend(AttentionBackend):
     """Native attention on a CPU; rare cases (a mask, dropout, gradients, tracing) use torch."""
 
     name = "cpu"
+    device_types = ("cpu",)
     row_invariant = True
 
     def __init__(self) -> None:
         self.torch = SdpaBackend()
-
-    def is_for(self, device_type: str) -> bool:
-        return device_type == "cpu"
 
     def refuses(self, spec: AttentionSpec) -> str | None:
         if spec.device_type != "cpu":

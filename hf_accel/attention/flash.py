@@ -140,14 +140,12 @@ def window_size(options: AttentionOptions) -> tuple[int, int]:
 class FlashBackend(AttentionBackend):
     """FlashAttention for prompts, and for pages that it can read; our Triton kernel for other pages."""
 
+    device_types = ("cuda",)
     capturable = True
 
     def __init__(self, name: str, library: FlashLibrary) -> None:
         self.name, self.library = name, library
         self.torch, self.triton = SdpaBackend(), TritonBackend(row_invariant=False)
-
-    def is_for(self, device_type: str) -> bool:
-        return device_type == "cuda"
 
     def refuses(self, spec: AttentionSpec) -> str | None:
         reason = self.library.refusal() if spec.device_type == "cuda" else None

@@ -23,14 +23,12 @@ class TritonBackend(AttentionBackend):
     """
 
     name = "triton"
+    device_types = kernels.DEVICES
     capturable = True
 
     def __init__(self, *, row_invariant: bool) -> None:
         self.row_invariant = row_invariant
         self.torch = SdpaBackend()
-
-    def is_for(self, device_type: str) -> bool:
-        return kernels.is_for(device_type)
 
     def refuses(self, spec: AttentionSpec) -> str | None:
         reason = kernels.refusal(spec.device_type)

@@ -19,10 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release
-from ..linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
+from ..linear import ExpertWeights, LinearSpec, QuantExperts, QuantLinear, QuantModule
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.formats import state
-from ..linear.layer_settings import spec_of
 from ..patching.originals import broken_ties
 from ..patching.survey import ExpertsSite, LinearSite, experts_sites
 from .contents import AGAIN, check_floats, missing, own_names, passed_over, renamer, shared_names, with_shared
@@ -69,8 +68,7 @@ def prepare(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> lis
         site = sites[name] = experts.get(name) or _linear(model, name)
         stored = Parts(name, parts.get(name, {}))
         has_bias = f"{name}.bias" in others if reader.listed is None else site.bias is not None
-        shape = site.matrices(site.parameter)[0].shape
-        layers[name] = _empty(site, reader.settings(stored, (shape[0], shape[1])), bias=has_bias)
+        layers[name] = _empty(site, *reader.spec(stored, site.matrices(site.parameter)[0]), bias=has_bias)
         if headers is not None:
             if isinstance(reader, Own):
                 reader.check(model, layers[name], stored)
@@ -123,21 +121,15 @@ def _linear(model: PreTrainedModel, name: str) -> LinearSite:
     return LinearSite(name, module, is_head=False, is_tied=False, skip=None)
 
 
-def _empty(site: LinearSite, settings: Mapping[str, Any], *, bias: bool) -> QuantModule:
+def _empty(site: LinearSite, spec: LinearSpec, ordered: bool, *, bias: bool) -> QuantModule:
     """Make the layer that a checkpoint is loaded into. bias: whether it has one."""
-    is_ordered = settings.get("ordered", False)
     layer: QuantModule
-    try:
-        spec = spec_of(settings, site.matrices(site.parameter)[0])
-        if not isinstance(site, ExpertsSite):
-            layer = QuantLinear.empty(spec, bias=bias, ordered=is_ordered)
-        elif is_ordered:
-            raise UnsupportedError("ordered=True is not known of experts")
-        else:
-            layer = ExpertWeights.empty(spec, site.count)
-    except UnsupportedError as error:
-        what = f"quantization_config in config.json, module {site.name!r}: {error}"
-        raise UnsupportedError(f"{what}; {AGAIN}") from error
+    if not isinstance(site, ExpertsSite):
+        layer = QuantLinear.empty(spec, bias=bias, ordered=ordered)
+    elif ordered:
+        raise UnsupportedError(f"{site.name!r} is ordered in config.json, which is not known of experts; {AGAIN}")
+    else:
+        layer = ExpertWeights.empty(spec, site.count)
     # Without this mark transformers would draw random numbers for the weight, which is no Parameter.
     vars(layer)["_is_hf_initialized"] = True
     return layer

@@ -104,6 +104,10 @@ class Layout:
         settings |= {name: True for name in ("minima", "ordered") if getattr(self, name)}
         return settings | ({"scale_dtype": str(self.scale_dtype).removeprefix("torch.")} if self.scale_dtype else {})
 
+    def module_settings(self, activations: Activations) -> dict[str, Any]:
+        """Return the settings of a layer, as config.json lists them."""
+        return {**self.settings, "activations": activations}
+
     def __str__(self) -> str:
         """Return the text for the repr of a layer and for errors: "bits=4, group_size=32, symmetric=False"."""
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())

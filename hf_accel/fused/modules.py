@@ -39,9 +39,7 @@ Form = TypeVar("Form")
 
 def refusal(device_type: str) -> str | None:
     """Return why neither library computes on tensors of this kind of device, as a clause; None if one does."""
-    if device_type != "cpu":
-        return triton.refusal(device_type)
-    return cpu.refusal() if triton.refusal("cpu") is not None else None
+    return triton.refusal(device_type) if device_type != "cpu" or "cpu" in triton.DEVICES else cpu.refusal()
 
 
 def computes(x: object) -> bool:

@@ -36,7 +36,7 @@ from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
 from .layer import QuantModule
-from .layer_settings import SCALE_DTYPES, module_settings
+from .layer_settings import SCALE_DTYPES
 
 METHOD = "hf_accel"
 
@@ -108,7 +108,9 @@ class AccelQuantizer(HfQuantizer):
         """
         layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
         refuse_parts(layers)
-        self.quantization_config.modules = {name: module_settings(layer) for name, layer in layers.items()}
+        self.quantization_config.modules = {
+            n: layer.layout.module_settings(layer.activations) for n, layer in layers.items()
+        }
         return None, {}
 
     def is_serializable(self) -> bool:

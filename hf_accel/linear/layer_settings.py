@@ -1,15 +1,15 @@
-"""The settings of a quantized layer in config.json, and the spec that is made from them."""
+"""The spec of a quantized layer from its settings in config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from ..config import Activations, WeightConfig
+from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..keywords import one_of
 from .backends.backend import LinearSpec
@@ -19,22 +19,8 @@ SETTINGS = ("bits", "format", "activations", "group_size", "symmetric", "minima"
 SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class Described(Protocol):
-    """A layer, its config, or what a reader says of it."""
-
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def activations(self) -> Activations: ...
-
-
-def module_settings(layer: Described) -> dict[str, Any]:
-    """Return the settings of a layer in a checkpoint, or of a layer that will be made."""
-    return {**layer.layout.settings, "activations": layer.activations}
-
-
 def spec_of(settings: Mapping[str, Any], weight: Tensor) -> LinearSpec:
-    """Return the spec of a layer's `module_settings`, where the model has a Linear with `weight` [out, in].
+    """Return the spec of a layer's `Layout.module_settings`, where the model has a Linear with `weight` [out, in].
 
     Raises UnsupportedError for what no layer is.
     """

@@ -35,7 +35,6 @@ from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantLinear, QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
-from ..linear.layer_settings import module_settings
 from ..models import layers_config, unwrapped
 from ..tensors import torchs_defaults
 from ..undo.journal import Journal, mixed_class
@@ -222,10 +221,11 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     """Tell transformers, so that save_pretrained writes a checkpoint that from_pretrained can read."""
     model = todo.model
     # Layers of a quantized checkpoint are in the model already; the others are still to be put in.
-    layers = {name: module_settings(m) for name, m in model.named_modules() if isinstance(m, QuantModule)}
+    described: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, QuantModule)}
     if any(linear.config.is_nf4 for linear in todo.quantized):
         return label_nf4(todo, journal)
-    layers |= {linear.site.name: module_settings(linear.config) for linear in todo.quantized}
+    described |= {linear.site.name: linear.config for linear in todo.quantized}
+    layers = {name: one.layout.module_settings(one.activations) for name, one in described.items()}
     if not layers:
         return
     settings = AccelConfig(modules=layers)

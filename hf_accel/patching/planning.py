@@ -21,7 +21,6 @@ from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears, 
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
-from ..generation.hf import model_refusal
 from ..hardware import detect, read_bandwidth
 from ..kernels.cpu.library import FLOATS
 from ..linear import ExpertWeights, LinearSpec, QuantLinear, QuantModule, Workers
@@ -45,6 +44,7 @@ from .survey import (
     attention_modules,
     attention_sites,
     cache_refusal,
+    loop_refusal,
     model_attention_refusal,
     other_quantizer,
     pages_refusal,
@@ -174,7 +174,7 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
 
 def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:
     """Return why generate stays on transformers' loops; raises if speculation was asked for, which they lack."""
-    refusal = stock_cache or model_refusal(model)
+    refusal = stock_cache or loop_refusal(model)
     if refusal is not None and config.speculative is not None:
         raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
     return refusal

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionSpec
@@ -18,9 +19,10 @@ from ..cache.hf import NOT_PAGED, layer_windows
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig
 from ..errors import UnsupportedError
+from ..generation.hf.refusals import OWN_METHODS
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, with_outputs_first
-from ..models import head_dim, layers_config, num_kv_heads, spans_processes
+from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length, spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import attention_code, code_of, source_of
 from ..tensors import is_plain_tensor, is_sharded, local_tensor
@@ -315,10 +317,37 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     return _bidirectional_refusal(model)
 
 
+# Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
+# before. A method that uses this name is therefore allowed.
+LONG_ROPE = "original_max_position_embeddings"
+
+
+def loop_refusal(model: PreTrainedModel) -> str | None:
+    """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
+    name = type(model).__name__
+    parameters = inspect.signature(type(model).forward).parameters
+    if "position_ids" not in parameters:
+        return f"{name} takes no position_ids"
+    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if set(needed) - {"self", "input_ids"}:
+        return f"{name} needs more than token ids"
+    if positions_depend_on_length(model.config):
+        return "its rotary scaling depends on the length of the batch"
+    if getattr(model, "_is_stateful", False):
+        return f"{name} keeps a recurrent state that cannot go back"
+    for method in OWN_METHODS:
+        own = getattr(type(model), method)
+        if own is not getattr(GenerationMixin, method) and LONG_ROPE not in own.__code__.co_names:
+            return f"{name} has a {method} of its own"
+    return None
+
+
 def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
     """Return why pages of the requested dtype cannot hold the model's heads, as one clause; None if they can."""
     quantized = None if cache is None else QUANTIZED.get(cache.dtype)
-    specs = [site.spec for site in attention_sites(model, quantized_kv=quantized is not None)]
+    if quantized is None:
+        return None
+    specs = [site.spec for site in attention_sites(model, quantized_kv=True)]
     refusals = (dim_refusal(dim, quantized) for spec in specs for dim in (spec.head_dim, spec.value_dim))
     return next(filter(None, refusals), None)
 

@@ -178,7 +178,7 @@ def fail_at(call: int) -> Callable[..., Any]:
 
 POINTS = [
     ("_replace_config", 0),
-    ("module_settings", 3),
+    ("break_ties", 0),
     ("AccelQuantizer", 0),
     ("_switch_attention", 0),
     ("GenerationState", 0),

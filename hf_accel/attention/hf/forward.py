@@ -44,11 +44,6 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, mask_forward)
 
 
-def attention_is_ours(config: Any) -> bool:
-    """Return whether a model with this config uses attention "hf_accel"; a user may have set another one since."""
-    return bool(config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME)
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...errors import HfAccelError
-from ...linear import QuantModule
+from ...errors import HfAccelError, UnsupportedError
+from ...linear import LinearSpec, QuantModule
 from ...linear.formats import KINDS, state, zeros
 from ...linear.hf import METHOD
+from ...linear.layer_settings import spec_of
 from ..contents import AGAIN, check_finite, check_tensor, missing
 from .reader import Found, Parts, Reader, are_safe, headers_of
 
@@ -31,8 +32,13 @@ class Own(Reader):
     def headers(self, model: PreTrainedModel, files: Sequence[str]) -> Iterable[tuple[str, Found]] | None:
         return headers_of([Path(file) for file in files], way_out=f", or {AGAIN}") if are_safe(files) else None
 
-    def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
-        return self.listed[stored.name]
+    def spec(self, stored: Parts, weight: Tensor) -> tuple[LinearSpec, bool]:
+        settings = self.listed[stored.name]
+        try:
+            return spec_of(settings, weight), settings.get("ordered", False)
+        except UnsupportedError as error:
+            what = f"quantization_config in config.json, module {stored.name!r}: {error}"
+            raise UnsupportedError(f"{what}; {AGAIN}") from error
 
     @staticmethod
     def check(model: PreTrainedModel, layer: QuantModule, stored: Parts) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -17,10 +17,9 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from ...config import Activations
 from ...errors import HfAccelError, UnsupportedError
-from ...linear import QuantizedWeight
+from ...linear import LinearSpec, QuantizedWeight
 from ...linear.experts import WEIGHT_MODULES
 from ...linear.formats import Layout
-from ...linear.layer_settings import module_settings
 from ...patching.originals import read_tensor
 
 MOST_GROUP = 128  # inputs: a larger group is cut, so that activations have scales of their own for as many inputs
@@ -72,8 +71,7 @@ class Parts:
         return order_of(self.name, index, in_features, group)
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """The form in which a Linear will be held here. The layout gives the dtype of the stored scales."""
 
     layout: Layout
@@ -113,8 +111,8 @@ class Reader(ABC):
         return suffix in self.suffixes
 
     @abstractmethod
-    def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
-        """Return the settings with which a weight [out, in] is held, those of a layer of ours in config.json."""
+    def spec(self, stored: Parts, weight: Tensor) -> tuple[LinearSpec, bool]:
+        """Return the spec of the layer that stands for `weight` [out, in], and whether its inputs have an order."""
 
 
 class ForeignReader(Reader):
@@ -136,8 +134,14 @@ class ForeignReader(Reader):
             raise refuse(self.method, "is not in safetensors files, and other files can hold programs")
         return headers_of([Path(file) for file in files])
 
-    def settings(self, stored: Parts, shape: tuple[int, int]) -> Mapping[str, Any]:
-        return module_settings(self.describe(stored, shape))
+    def spec(self, stored: Parts, weight: Tensor) -> tuple[LinearSpec, bool]:
+        rows, columns = weight.shape
+        layout, activations = self.describe(stored, (rows, columns))
+        spec = LinearSpec(
+            in_features=columns, out_features=rows, layout=layout, dtype=weight.dtype,
+            device_type=weight.device.type, activations=activations,
+        )  # fmt: skip
+        return spec, layout.ordered
 
     def patterns(self) -> dict[str, str]:
         """Return regular expressions of the ends of collected names, each with its suffix; after `describe`."""

@@ -19,8 +19,8 @@ from ...linear import QuantLinear
 from ...linear.formats import ByteWeight, LowBitWeight, QuantizedWeight
 from ...patching.printed import Line
 from ..readers.ggml_blocks import TYPES
-from ..readers.gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
-from ..readers.gguf_tokenizer import write_no_tokenizer, write_tokenizer
+from .gguf_model import check_gguf, frequency_factors, rotated_rows, write_settings
+from .gguf_tokenizer import write_no_tokenizer, write_tokenizer
 from .savable import Saved, check_room, refuse_infinite, savable
 
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -4,13 +4,11 @@ from .engine import Engine
 from .generation_state import GenerationState
 from .mixin import AcceleratedGeneration
 from .model_runner import prepare_step, weights_salt
-from .refusals import model_refusal
 
 __all__ = [
     "AcceleratedGeneration",
     "Engine",
     "GenerationState",
-    "model_refusal",
     "prepare_step",
     "weights_salt",
 ]

@@ -18,7 +18,6 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
-from ...attention.hf import attention_is_ours
 from ...errors import HfAccelError, UnsupportedError
 from ...models import layers_config
 from ...undo.state import state_of
@@ -26,7 +25,7 @@ from ..engine.engine_loop import EngineLoop, make_loop
 from ..sampling.choice import TokenLogprobs
 from .batch import Reply, SequenceFactory, complete_config, session_settings
 from .generation_state import GenerationState
-from .model_runner import weights_salt
+from .model_runner import attention_refusal, weights_salt
 from .refusals import ragged_refusal
 from .session import Session
 
@@ -416,7 +415,7 @@ def _model_for_stock(model: Any) -> PreTrainedModel:
     because transformers stores a kept manager on it.
     """
     state = state_of(model).generation
-    if not attention_is_ours(model.config):
+    if attention_refusal(model.config) is not None:
         return model
     salt = weights_salt(model)
     if state.attending is None or state.attending[0] != salt:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...attention.hf import attention_is_ours
+from ...attention.hf import ATTENTION_NAME
 from ...cache.group import PageGroup, PassInputs, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
-from ...models import layers_config
+from ...models import positions_depend_on_length
 from ...tensors import autocast_dtype, integers
 from ...undo.state import PART_OF, find_state, state_of
 
@@ -50,7 +50,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mask = kwargs.get("attention_mask")
     if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
         return
-    if not attention_is_ours(model.config):
+    if attention_refusal(model.config) is not None:
         return  # another attention function needs K and V of all columns, which the cache then returns
     cache.check_config(model.config)  # type: ignore[arg-type]
     if keyword_for_each_row(model) is not None:
@@ -154,16 +154,6 @@ def model_device(model: nn.Module) -> torch.device:
     return torch.device(found)
 
 
-def positions_depend_on_length(config: Any) -> bool:
-    """Return whether the rotary scaling depends on the prompt's length.
-
-    If it does, equal prefixes of prompts of different lengths have different keys.
-    """
-    rope = getattr(layers_config(config), "rope_parameters", None) or {}
-    types = [rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict))]
-    return any(rope_type in ("dynamic", "longrope") for rope_type in types)
-
-
 def other_input(inputs: dict[str, Any]) -> str | None:
     """The name of an input other than token ids on which keys and values may depend; None if there is none."""
     return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _is_empty(value)), None)
@@ -176,9 +166,9 @@ def _is_empty(value: object) -> bool:
 
 def attention_refusal(config: Any) -> str | None:
     """Return why a model with this config cannot read pages, as one clause; None if it can."""
-    if attention_is_ours(config):
+    now = config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
+    if now == ATTENTION_NAME:
         return None
-    now = layers_config(config)._attn_implementation
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
 
 

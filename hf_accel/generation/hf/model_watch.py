@@ -34,10 +34,9 @@ class ModelWatch:
     declared: how often a program has said that the weights changed. A copy or a pickle of a watch has seen nothing.
     """
 
-    def __init__(self) -> None:
-        self.declared = 0
-        self._salt = os.urandom(16)
-        self._last: Reading | None = None
+    declared = 0
+    _last: Reading | None = None
+    _salt: bytes
 
     def look(self, model: nn.Module) -> bytes:
         """Read the model, and return its salt.

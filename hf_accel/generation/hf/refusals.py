@@ -1,13 +1,11 @@
-"""Decides whether a model, or one call of generate(), needs transformers' own loop, and reports why."""
+"""Decides whether one call of generate() needs transformers' own loop, and reports why."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import GenerationMixin
 
 from ...cache.hf import PagedCache
 from ...errors import HfAccelWarning, UnsupportedError
@@ -21,41 +19,16 @@ from .model_runner import (
     keyword_for_each_row,
     other_input,
     positions_count_tokens,
-    positions_depend_on_length,
 )
 from .processing import is_users, processors_refusal
 
 NO_PAGES = "it has no paged cache"
-# Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
-# before. A method that uses this name is therefore allowed.
-LONG_ROPE = "original_max_position_embeddings"
-
 
 # Methods that transformers' loop calls between two passes. The ragged loop does not call them.
 OWN_METHODS = (
     "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
     "_prefill", "_sample",
 )  # fmt: skip
-
-
-def model_refusal(model: nn.Module) -> str | None:
-    """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
-    name = type(model).__name__
-    parameters = inspect.signature(type(model).forward).parameters
-    if "position_ids" not in parameters:
-        return f"{name} takes no position_ids"
-    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if set(needed) - {"self", "input_ids"}:
-        return f"{name} needs more than token ids"
-    if positions_depend_on_length(model.config):
-        return "its rotary scaling depends on the length of the batch"
-    if getattr(model, "_is_stateful", False):
-        return f"{name} keeps a recurrent state that cannot go back"
-    for method in OWN_METHODS:
-        own = getattr(type(model), method)
-        if own is not getattr(GenerationMixin, method) and LONG_ROPE not in own.__code__.co_names:
-            return f"{name} has a {method} of its own"
-    return None
 
 
 def ragged_refusal(model: nn.Module) -> str | None:

@@ -34,12 +34,8 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in INTERPRETS and is_installed()
 
 
-DEVICES = ("cuda", "cpu") if is_interpreted() else ("cuda",)  # the kinds that the kernels are meant for
-
-
-def is_for(device_type: str) -> bool:
-    """Return whether Triton kernels are meant for this kind of device; whether they can run there says refusal()."""
-    return device_type in DEVICES
+# The kinds of device that the kernels are meant for; refusal() says whether they can run there.
+DEVICES = ("cuda", "cpu") if is_interpreted() else ("cuda",)
 
 
 def refusal(device_type: str) -> str | None:

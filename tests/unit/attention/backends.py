@@ -9,7 +9,7 @@ from hf_accel.attention.flash import FlashBackend
 
 
 def _parameter(backend: AttentionBackend) -> object:
-    on_gpu = backend.is_for("cuda") and not backend.is_for("mps")
+    on_gpu = "cuda" in backend.device_types
     kind = backend.library.module if backend.name == "flash_attn" else backend.name  # type: ignore[attr-defined]
     name = f"{kind} by row" if on_gpu and backend.row_invariant else kind
     return pytest.param(backend, id=name, marks=[pytest.mark.gpu] if on_gpu else [])

@@ -15,7 +15,7 @@ from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
 from hf_accel.linear import Int4Weight, Int8Weight, LinearSpec, QuantLinear, choose
 from hf_accel.linear.formats import QuantizedWeight, state
-from hf_accel.linear.layer_settings import module_settings, spec_of
+from hf_accel.linear.layer_settings import spec_of
 
 OUT, IN = 70, 128
 KINDS = ["groups", "groups with minima", "minima", "asymmetric", "symmetric", "output"]
@@ -84,7 +84,7 @@ def test_what_was_stored_comes_back(kind, ordered):
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings_describe_it(kind, ordered):
     layer = layer_of(stored(kind, ordered=ordered), dtype=torch.bfloat16).pack()
-    settings = module_settings(layer)
+    settings = layer.layout.module_settings(layer.activations)
     assert settings.get("scale_dtype") == "float16"
     spec = spec_of(settings, torch.empty(OUT, IN, dtype=torch.bfloat16))
     assert spec == layer.spec and settings.get("ordered", False) is ordered

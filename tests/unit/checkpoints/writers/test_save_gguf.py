@@ -23,8 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import hf_accel
 from hf_accel import UnsupportedError, save_gguf
-from hf_accel.checkpoints.readers.gguf_model import frequency_factors, gguf_refusal, rotated_rows
-from hf_accel.checkpoints.readers.gguf_tokenizer import write_tokenizer
+from hf_accel.checkpoints.writers.gguf_model import frequency_factors, gguf_refusal, rotated_rows
+from hf_accel.checkpoints.writers.gguf_tokenizer import write_tokenizer
 from hf_accel.models import head_dim
 
 from ....parity.dequantize import dequantized
