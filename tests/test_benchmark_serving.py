@@ -17,23 +17,14 @@ from benchmarks.harness import texts
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.models import load_model
 from benchmarks.harness.oracle import OracleDrafter, spoilt
+from benchmarks.harness.requests import in_turn, poisson, shared_prefix
 from benchmarks.harness.settings import Drafters, Settings, Waste
 from benchmarks.run import parse, without_path
 from benchmarks.topics import batching, drafters, engine_ladder, http_load, latency, serving
 from benchmarks.topics.serving import continuous, stock_settings
 from benchmarks.topics.waste import lengths, waste
 from benchmarks.topics.waste import requests as requests_of
-from hf_accel.cli.measurement import (
-    Requests,
-    Served,
-    WrongResultError,
-    accelerated,
-    draw,
-    in_turn,
-    one_padded_batch,
-    poisson,
-    shared_prefix,
-)
+from hf_accel.cli.measurement import Requests, Served, WrongResultError, accelerated, draw, one_padded_batch
 from hf_accel.patching.twin import twin
 
 

@@ -29,6 +29,7 @@ from benchmarks.harness.machine import NoKernelsError, loaded_kernels, machine
 from benchmarks.harness.models import BLOCK, cut, load_model, random_model, read_bytes, tensor_bytes, weight_bytes
 from benchmarks.harness.peak import peak_bytes, peaks, resident
 from benchmarks.harness.processes import call
+from benchmarks.harness.requests import median_ratio
 from benchmarks.harness.results_folder import beside, provenance, replace, write
 from benchmarks.harness.settings import Methods, NeverSlower, Settings, Waste
 from benchmarks.harness.tables import Table, cell
@@ -55,7 +56,7 @@ from benchmarks.topics import (
 )
 from benchmarks.topics.waste import lengths
 from hf_accel.checkpoints.load import load_tokenizer
-from hf_accel.cli.measurement import Generation, WrongResultError, median_ratio, take_turns, time_generate
+from hf_accel.cli.measurement import Generation, WrongResultError, take_turns, time_generate
 from hf_accel.hardware.device import PAGEMAP
 from hf_accel.kernels import cpu as kernels
 from hf_accel.patching.twin import twin

@@ -7,19 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hf_accel.cli.measurement import (
-    DISTRIBUTIONS,
-    Requests,
-    Serve,
-    Served,
-    accelerated,
-    draw,
-    median_ratio,
-    one_padded_batch,
-    take_turns,
-)
+from hf_accel.cli.measurement import DISTRIBUTIONS, Requests, Served, accelerated, draw, one_padded_batch, take_turns
 
 from ..harness.bench import Bench, Entrant
+from ..harness.requests import Serve, median_ratio
 from ..harness.tables import Row, Table
 from ..setups import accel, stock
 from .serving import agree, best_settings, continuous, stock_settings

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import hf_accel
-from hf_accel.cli.measurement import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
+from hf_accel.cli.measurement import BASELINE, Generation, take_turns, time_generate
 
 from ..harness.bench import Bench, Entrant
+from ..harness.requests import median_ratio, spread_share
 from ..harness.tables import Row, Table
 from ..setups import accel
 

@@ -6,9 +6,10 @@ import statistics
 from functools import partial
 from typing import Any
 
-from hf_accel.cli.measurement import Requests, Serve, accelerated, in_turn, take_turns
+from hf_accel.cli.measurement import Requests, accelerated, take_turns
 
 from ..harness.bench import Bench
+from ..harness.requests import Serve, in_turn
 from ..harness.tables import Row, Table
 from ..setups import accel
 from .batching import agreeing, workload

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Mapping
 from functools import partial
 
-from hf_accel.cli.measurement import BASELINE, Generation, median_ratio, spread_share, take_turns, time_generate
+from hf_accel.cli.measurement import BASELINE, Generation, take_turns, time_generate
 
 from ..harness.bench import Bench, Entrant
+from ..harness.requests import median_ratio, spread_share
 from ..harness.tables import Row, Table
 from .decode import kv_bytes
 

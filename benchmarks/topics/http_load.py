@@ -32,10 +32,11 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from hf_accel.checkpoints.writers.gguf_tokenizer import LLAMA3
-from hf_accel.cli.measurement import Requests, poisson
+from hf_accel.cli.measurement import Requests
 
 from ..harness.bench import Bench
 from ..harness.checks import WrongResultError
+from ..harness.requests import poisson
 from ..harness.tables import Row, Table
 from ..setups.base import missing
 from ..setups.gguf_file import gguf_file, gguf_refuses

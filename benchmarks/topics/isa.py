@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from hf_accel.cli.measurement import BASELINE, median_ratio, spread_share
+from hf_accel.cli.measurement import BASELINE
 from hf_accel.hardware import ISA_LEVELS, detect
 from hf_accel.kernels import cpu as kernels
 
 from ..harness.bench import Bench
 from ..harness.processes import call
+from ..harness.requests import median_ratio, spread_share
 from ..harness.tables import Row, Table
 
 # What holds torch back at each level: its own kernels, oneDNN's and MKL's.

@@ -10,9 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 import hf_accel
-from hf_accel.cli.measurement import Requests, WrongResultError, accelerated, draw, poisson
+from hf_accel.cli.measurement import Requests, WrongResultError, accelerated, draw
 
 from ..harness.bench import Bench
+from ..harness.requests import poisson
 from ..harness.tables import Row, Table
 from ..setups import accel, stock
 from .batching import agreeing

@@ -11,10 +11,11 @@ from functools import partial
 
 import torch
 
-from hf_accel.cli.measurement import BASELINE, median_ratio, spread_share, take_turns
+from hf_accel.cli.measurement import BASELINE, take_turns
 
 from ..harness.bench import Bench, Entrant
 from ..harness.models import reload
+from ..harness.requests import median_ratio, spread_share
 from ..harness.tables import Row, Table
 from ..setups import accel, stock
 from .decode import run_filled

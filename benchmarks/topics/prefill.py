@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from hf_accel.cli.measurement import BASELINE, finish, median_ratio, spread_share, take_turns
+from hf_accel.cli.measurement import BASELINE, finish, take_turns
 
 from ..harness.bench import Bench, Entrant
+from ..harness.requests import median_ratio, spread_share
 from ..harness.tables import Row, Table
 
 NOTE = (

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from hf_accel.cli.measurement import WrongResultError, draw, median_ratio, take_turns
+from hf_accel.cli.measurement import WrongResultError, draw, take_turns
 from hf_accel.patching.twin import twin
 
 from ..harness.bench import Bench
 from ..harness.models import load_model
 from ..harness.processes import ProcessError
+from ..harness.requests import median_ratio
 from ..harness.settings import ScaleOut
 from ..harness.tables import Row, Table
 from ..harness.texts import SHIPPED

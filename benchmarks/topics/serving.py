@@ -10,7 +10,9 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from hf_accel.cli.measurement import Requests, Served, WrongResultError, accelerated, in_turn
+from hf_accel.cli.measurement import Requests, Served, WrongResultError, accelerated
+
+from ..harness.requests import in_turn
 
 PAGE = 16  # tokens of a page, as ours has; stock's speed on a CPU hardly depends on it
 

@@ -17,13 +17,12 @@ from hf_accel.cli.measurement import (
     Served,
     accelerated,
     greedy_config,
-    median_ratio,
     one_padded_batch,
-    shared_prefix,
     take_turns,
 )
 
 from ..harness.bench import Bench
+from ..harness.requests import median_ratio, shared_prefix
 from ..harness.tables import Row, Table
 from ..setups import accel, stock
 from .batching import agreeing

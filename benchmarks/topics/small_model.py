@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hf_accel.cli.measurement import BASELINE, Generation, median_ratio, take_turns, time_generate
+from hf_accel.cli.measurement import BASELINE, Generation, take_turns, time_generate
 
 from ..harness.bench import Bench, Entrant
+from ..harness.requests import median_ratio
 from ..harness.tables import Table
 from ..setups import accel, stock
 

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from hf_accel import SpeculativeConfig
-from hf_accel.cli.measurement import Requests, accelerated, draw, median_ratio, take_turns
+from hf_accel.cli.measurement import Requests, accelerated, draw, take_turns
 from hf_accel.undo.state import state_of
 
 from ..harness.bench import Bench, Entrant
 from ..harness.oracle import OracleDrafter
+from ..harness.requests import median_ratio
 from ..harness.tables import Row, Table
 from ..setups import accel
 from .batching import agreeing

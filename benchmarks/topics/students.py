@@ -12,12 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.cli.measurement import median_ratio, take_turns, time_generate
+from hf_accel.cli.measurement import take_turns, time_generate
 from hf_accel.distill.drafts.student import choose_layers
 
 from ..harness.bench import Bench
 from ..harness.models import load_model
 from ..harness.processes import call_all
+from ..harness.requests import median_ratio
 from ..harness.settings import Settings
 from ..harness.tables import Row, Table
 from .drafters import target_of

@@ -6,15 +6,15 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from hf_accel import stats
@@ -116,16 +116,6 @@ def take_turns(
     return results
 
 
-def spread_share(seconds: Sequence[float]) -> float:
-    """Return the difference between the slowest and the fastest round, as a share of the median."""
-    return (max(seconds) - min(seconds)) / statistics.median(seconds)
-
-
-def median_ratio(baseline: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return how many times faster than the baseline, which ran in the same rounds."""
-    return statistics.median(ratios(baseline, seconds))
-
-
 def ratios(baseline: Sequence[float], seconds: Sequence[float]) -> list[float]:
     """Return for each round how many times faster it was than the baseline."""
     return [b / s for b, s in zip(baseline, seconds, strict=True)]
@@ -216,26 +206,6 @@ def draw(
     return Requests(f"{distribution}, mean {mean:g}", prompts, lengths)
 
 
-def poisson(workload: Requests, *, per_second: float, seed: int) -> Requests:
-    """Return the same requests with random arrivals at this rate, the first at once."""
-    generator = random.Random(seed)
-    gaps = [0.0, *(generator.expovariate(per_second) for _ in workload.prompts[1:])]
-    return Requests(workload.name, workload.prompts, workload.lengths, list(accumulate(gaps)))
-
-
-def shared_prefix(*, requests: int, shared: int, own: int, new: int, vocabulary: int, seed: int) -> Requests:
-    """Make prompts that begin with the same `shared` tokens, followed by `own` different ones."""
-    tokens = _tokens(random.Random(seed), vocabulary)
-    system = [next(tokens) for _ in range(shared)]
-    prompts = [system + [next(tokens) for _ in range(own)] for _ in range(requests)]
-    return Requests(f"{requests} requests after {shared} shared tokens", prompts, [new] * requests)
-
-
-def _tokens(generator: random.Random, vocabulary: int) -> Iterator[int]:
-    while True:
-        yield generator.randrange(vocabulary)
-
-
 # -- requests computed -------------------------------------------------------------------------------
 
 
@@ -267,9 +237,6 @@ class Served:
         return self
 
 
-Serve = Callable[[PreTrainedModel, Requests], Served]
-
-
 def one_padded_batch(model: Any, workload: Requests) -> Served:
     """Run one generate() over all prompts, padded on the left, until the longest has ended.
 
@@ -285,17 +252,6 @@ def one_padded_batch(model: Any, workload: Requests) -> Served:
     seconds = time.perf_counter() - start
     found = output[:, width:].tolist()
     return Served(seconds, [row[:length] for row, length in zip(found, workload.lengths, strict=True)])
-
-
-def in_turn(model: Any, workload: Requests) -> Served:
-    """Run a generate() for each prompt."""
-    start = time.perf_counter()
-    tokens = []
-    for prompt, length in zip(workload.prompts, workload.lengths, strict=True):
-        ids = torch.tensor([prompt], device=model.device)
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(length))
-        tokens.append(output[0, len(prompt) :].tolist())
-    return Served(time.perf_counter() - start, tokens)
 
 
 def accelerated(model: Any, workload: Requests, **keywords: Any) -> Served:
