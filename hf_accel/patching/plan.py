@@ -307,7 +307,7 @@ def _shapes(members: list[LinearPlan]) -> str:
 FUSED_KINDS = {
     KIND: ("decoder layers", "one native call each"),
     LAYER: ("encoder layers", "one native call each"),
-    STACK: ("encoders", "without padding from end to end"),
+    STACK: ("encoders", "padding is left out; zeros stand there"),
     "norm": ("RMSNorms", "one native call"),
     "rotary": ("rotary embeddings", "one native call"),
     "mlp": ("gated MLPs", "one call, then down"),

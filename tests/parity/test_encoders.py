@@ -14,12 +14,12 @@ import torch
 import torch.nn.utils.prune
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import hf_accel
 from hf_accel.fused import encoder_programme
 from hf_accel.fused.encoder_programme import EncoderProgramme
-from hf_accel.fused.hf.encoder_calls import MOST_KINDS, EncoderCalls
+from hf_accel.fused.hf.encoder_calls import MOST_KINDS, EncoderCalls, EncoderLayerCalls
 from hf_accel.kernels import cpu as kernels
 from hf_accel.recognition.encoder_trace import EncoderTrace
 from hf_accel.undo.state import FUSED
@@ -545,8 +545,24 @@ def test_attention_of_another_backend_keeps_the_modules() -> None:
 def test_the_plan_says_so() -> None:
     lines = {line.what: line for line in hf_accel.plan(build(), weights=None).lines if line.topic == "fused"}
     assert lines["3 encoder layers"].choice == "one native call each"
-    assert lines["1 encoders"].choice == "without padding from end to end"
+    assert lines["1 encoders"].choice == "padding is left out; zeros stand there"
     odd = build(hidden_act="tanh")
     reasons = [line for line in hf_accel.plan(odd, weights=None).lines if line.what == "3 encoder layers"]
     assert [line.choice for line in reasons] == ["module by module"]
     assert reasons[0].reason == "it calls tanh"
+
+
+@torch.no_grad()
+def test_frames_of_padding_keep_their_numbers() -> None:
+    """A CTC head writes out what stands in the frames of padding too, so that zeros there would change the text."""
+    config = Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, conv_dim=(16, 16),
+        conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, vocab_size=20, do_stable_layer_norm=True,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model, sound, mask = Wav2Vec2ForCTC(config).eval(), torch.randn(2, 2000), torch.ones(2, 2000, dtype=torch.long)
+    mask[1, 800:] = 0
+    expected = model(sound, attention_mask=mask).logits
+    hf_accel.patch(model, weights=None)
+    assert any(isinstance(vars(module).get(FUSED), EncoderLayerCalls) for module in model.modules())
+    torch.testing.assert_close(model(sound, attention_mask=mask).logits, expected)

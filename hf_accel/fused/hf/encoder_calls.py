@@ -79,13 +79,15 @@ class EncoderCalls(ABC):
     something has changed that this depends on.
 
     A copy or a pickle starts without it, because it may hold addresses.
+    leaves_padding: whether the module may return zeros at padding; else its own code serves batches with padding.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaves_padding: bool) -> None:
+        self.leaves_padding = leaves_padding
         self._known: dict[Kind, Known] = {}
 
     def __reduce__(self) -> Any:
-        return type(self), ()
+        return type(self), (self.leaves_padding,)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's result; None if its own code must run."""
@@ -97,7 +99,9 @@ class EncoderCalls(ABC):
             return None
         compute = self.known(module, (form, x.dtype, x.shape[2])).computation()
         layout = None if compute is None else layout_of(mask, x.shape[0], x.shape[1])
-        return None if compute is None or layout is None else compute(x, layout)
+        if compute is None or layout is None or (layout.index is not None and not self.leaves_padding):
+            return None
+        return compute(x, layout)
 
     def known(self, module: nn.Module, kind: Kind) -> Known:
         """Return what is known of calls of this kind now."""

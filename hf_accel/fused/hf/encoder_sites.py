@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...attention.hf import ATTENTION_NAME
+from ...models import is_within
 from ...recognition.code import source_of
 from ...recognition.encoder_trace import MASK, EncoderTrace, StackTrace, usual_form
 from ...recognition.trace import UntraceableError
@@ -32,7 +34,7 @@ def encoder_sites(
     for name, layer, attention in _layers(model, ahead):
         reason = _causal(model, name) or _refusal(layer, dtype, linears=linears, attention=attention)
         if reason is None:
-            sites.append(FusedSite(name, layer, LAYER, EncoderForward, EncoderLayerCalls()))
+            sites.append(FusedSite(name, layer, LAYER, EncoderForward, EncoderLayerCalls(_reads_tokens(model, name))))
         else:
             dropped.append(Dropped(name, LAYER, reason))
     return [*sites, *_stacks(model, dtype, {site.module for site in sites})], dropped
@@ -63,6 +65,19 @@ def _causal(model: nn.Module, name: str) -> str | None:
         if "create_causal_mask" in code:
             return "its tokens see those before them alone"
     return None
+
+
+def _reads_tokens(model: nn.Module, name: str) -> bool:
+    """Return whether the innermost model around a module reads tokens, which heads and users tell from padding.
+
+    Frames of sound are another matter: a CTC head reads those of padding too, and they are written out.
+    """
+    around = [
+        outer
+        for place, outer in model.named_modules()
+        if isinstance(outer, PreTrainedModel) and is_within(name, place)
+    ]
+    return bool(around) and around[-1].main_input_name == "input_ids"
 
 
 def _refusal(
@@ -103,4 +118,4 @@ def _stacks(model: nn.Module, dtype: torch.dtype, layers: set[nn.Module]) -> Ite
             StackTrace(dtype, layers).stack(module, 1, usual_form(type(module)))
         except UntraceableError:
             continue
-        yield FusedSite(name, module, STACK, EncoderForward, EncoderStackCalls())
+        yield FusedSite(name, module, STACK, EncoderForward, EncoderStackCalls(_reads_tokens(model, name)))
