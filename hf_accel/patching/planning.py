@@ -48,6 +48,7 @@ from .survey import (
     pages_refusal,
     sites_for,
     split_of,
+    tied_embedding,
 )
 from .twin import twin
 
@@ -220,7 +221,9 @@ def _plan_sites(
         elif isinstance(site, ExpertsSite):
             experts.append(_plan_experts(site, kept, where))
         else:
-            yield _plan_linear(site, kept, where)
+            linear = _plan_linear(site, kept, where)
+            asked = site.is_tied and config.embedding is not None
+            yield _share_with_embedding(model, linear) if asked else linear
     yield from _whole_experts(experts)
 
 
@@ -247,6 +250,18 @@ def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> Linea
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
     reason = "; ".join([*refusals, *(note for note in (choice.note, measured) if note)]) or "first choice"
     return LinearPlan(site, config, reason, choice)
+
+
+def _share_with_embedding(model: PreTrainedModel, linear: LinearPlan) -> LinearPlan:
+    """Let the embedding look its rows up in the tied head, if it is known to do no more than that."""
+    if linear.choice is None:
+        return linear
+    found, refusal = tied_embedding(model, linear.site)
+    if not linear.choice.backend.finds_rows:
+        refusal = f"{linear.choice.backend.name} does not find single rows of what it has packed"
+    if refusal is not None:
+        return replace(linear, reason=f"{linear.reason}; the embedding keeps its own table: {refusal}")
+    return replace(linear, embedding=found, reason=f"{linear.reason}; {found} looks its rows up in it")
 
 
 def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> LinearPlan:
@@ -288,8 +303,9 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
 
 def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
     """Return where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
-    sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
-    found = checkpoint_files(model.config._name_or_path) if sites else {}
+    replaced = [p for p in linears if p.replaces]
+    sites = [p.site for p in replaced if p.embedding is None]
+    found = checkpoint_files(model.config._name_or_path) if replaced else {}
     if not found:
         return None
     files: dict[str, Stored] = {**found, **stored_experts(model, found)}
@@ -297,7 +313,12 @@ def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[
         for site in sites:
             if not all(workers.put(partial(readable, site.tensor_name, site.parameter, files))):
                 return None
-        return files if all(workers.finish()) else None
+        if not all(workers.finish()):
+            return None
+    for p in replaced:  # a tied table may be stored by the other name, and then stays in memory
+        if p.embedding is not None and not readable(p.stored_name, p.site.parameter, files):
+            files.pop(p.stored_name, None)
+    return files
 
 
 # -- attention -----------------------------------------------------------------------------------------
