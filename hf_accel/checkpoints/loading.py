@@ -112,7 +112,7 @@ class LoadingQuantizer(AccelQuantizer):
             reader = reader_of(settings.stored_as or {"quant_method": METHOD, "modules": settings.modules})
             assert reader is not None
             with torchs_defaults():
-                self.conversions = prepare(model, reader, files)
+                self.conversions = prepare(model, reader, files, settings.tables)
         else:
             if settings.check_files is not None and files:
                 with torchs_defaults():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from .formats import QuantizedWeight
+from .formats import Layout, QuantizedWeight
 from .layer import QuantLinear
 from .writable import WritableWeight, plain
 
@@ -107,6 +107,11 @@ class QuantEmbedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rows of the INT8 head"
+
+
+def is_table(layout: Layout) -> bool:
+    """Return whether rows of such a weight can be looked up: INT8 with a scale for each output."""
+    return layout.label == "int8" and layout.group_size is None and not layout.minima
 
 
 def become_float(embedding: QuantEmbedding, weight: Tensor) -> None:

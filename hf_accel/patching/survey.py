@@ -233,6 +233,11 @@ def _reason_to_skip(
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
 
 
+def has_one_table(model: PreTrainedModel, site: LinearSite, config: WeightConfig) -> bool:
+    """Return whether `config` lets the embedding look its rows up in this tied head."""
+    return site.is_head and site.is_tied and config.embedding is not None and tied_embedding(model, site)[1] is None
+
+
 def tied_embedding(model: PreTrainedModel, site: LinearSite) -> tuple[str, str | None]:
     """Return the name of the embedding that has the weight of a tied head, and why it must stay; None if it need not.
 
