@@ -56,7 +56,8 @@ def prepare(
 ) -> list[WeightConverter]:
     """Replace the layer of each weight that a checkpoint holds quantized by an empty one, to be loaded into.
 
-    model: on the meta device. tables: of embeddings that have no weight of their own, the head's name. Returns the steps by which transformers' loader hands the parts of a layer to the
+    model: on the meta device. tables: of embeddings that have no weight of their own, the head's name.
+    Returns the steps by which transformers' loader hands the parts of a layer to the
     reader. Raises UnsupportedError for what this model cannot have or the reader does not know, HfAccelError for files
     that do not hold what they should; the model then stays as it was.
     """

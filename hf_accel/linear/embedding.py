@@ -88,7 +88,7 @@ class QuantEmbedding(nn.Embedding):
         """Give the head another weight; one of another number of rows is kept here, in floating point."""
         if value.dim() != 2 or value.shape[1] != self.embedding_dim:
             raise UnsupportedError(
-                f"a weight {list(value.shape)} cannot be written to an embedding of {self.embedding_dim} numbers a token"
+                f"a weight {list(value.shape)} cannot be written to an embedding of {self.embedding_dim} numbers"
             )
         if len(value) == self.num_embeddings:
             self.head.write(value)

@@ -102,7 +102,7 @@ def _parse_modules(modules: object) -> dict[str, dict[str, Any]]:
 
 
 def _parse_tables(tables: object, modules: Collection[str]) -> dict[str, str]:
-    found = dict(tables) if isinstance(tables, Mapping) else {} if tables is None else {"": tables}
+    found: dict[str, Any] = dict(tables) if isinstance(tables, Mapping) else {} if tables is None else {"": tables}
     for name, head in found.items():
         if not isinstance(name, str) or head not in modules:
             raise UnsupportedError(f"tables={tables!r} must give the quantized head of each embedding by its name")

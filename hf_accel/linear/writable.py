@@ -20,8 +20,8 @@ HANDS_OUT = ("numpy", "__array__", "untyped_storage")
 class Writable(Protocol):
     """A quantized layer. writes: how often its weight was replaced."""
 
-    writes: int
-
+    @property
+    def writes(self) -> int: ...
     @property
     def quantized(self) -> QuantizedWeight: ...
     @property

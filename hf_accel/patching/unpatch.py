@@ -152,7 +152,7 @@ def resized_table(journal: Journal) -> Write | None:
 
 @torch.no_grad()
 def give_tokens(model: PreTrainedModel, journal: Journal, write: Write) -> None:
-    """Give the original embedding the resized one's rows, but its own numbers where they are still the quantized ones."""
+    """Give the original embedding the resized one's rows, and its own numbers where these are the quantized ones."""
     resized, original, weight = write.new, write.old, write.old._parameters["weight"]
     head = next(w.new for w in journal.writes if isinstance(w.new, QuantLinear) and w.old.weight is weight)
     rows = min(len(weight), resized.num_embeddings)
