@@ -82,7 +82,7 @@ def prepare(
     _check_whole(layers, experts)
     embeddings = {name: _embedding(model, name, layers[head]) for name, head in (tables or {}).items()}
     if headers is not None:
-        _check_others(model, layers, sites, others, embeddings)
+        _check_others(model, layers, sites, others, embeddings=embeddings)
     _put_layers(model, layers, experts)
     for name, embedding in embeddings.items():
         model.set_submodule(name, embedding)
@@ -209,6 +209,7 @@ def _check_others(
     layers: Mapping[str, QuantModule],
     sites: Mapping[str, LinearSite],
     others: Mapping[str, Found],
+    *,
     embeddings: Collection[str],
 ) -> None:
     """Check everything but the quantized weights."""

@@ -157,7 +157,7 @@ class WeightConfig:
     head: "int8" (default) quantizes the output head too (it is read for every token), None leaves it. With NF4 it is
         left, as a checkpoint of bitsandbytes' holds no INT8 head.
     embedding: "int8" lets the input embedding of a tied model look its rows up in the INT8 head, so that one table is
-        in memory and not two; None (default) keeps it in floating point, beside the head.
+        in memory and not two; None (default) keeps it in floating point, next to the head.
     only_if_faster: leave a layer alone where its quantized form was measured to be slower than stock.
     """
 

@@ -173,7 +173,7 @@ class Backend(ABC):
     def rows(self, packed: Any, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Look up rows of a weight with a scale for each output: indices [n] -> [n, in], dequantized.
 
-        A backend that has them without unpacking all says so by `finds_rows`. Raises IndexError for others.
+        `finds_rows` is true of a backend that has them without unpacking all. Raises IndexError for others.
         """
         weight = self.unpack(packed)
         return scaled(weight.integers().index_select(0, indices), weight.weight_scale.index_select(0, indices), dtype)
