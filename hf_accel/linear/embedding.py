@@ -54,7 +54,7 @@ class QuantEmbedding(nn.Embedding):
         out = rows.view(*input.shape, self.embedding_dim)
         return out if self.scalar_embed_scale is None else out * torch.tensor(self.scalar_embed_scale).to(out)
 
-    # -- the weight, as QuantLinear has it --------------------------------------------------------------
+    # -- the weight, as in QuantLinear --------------------------------------------------------------------
 
     @property
     def quantized(self) -> QuantizedWeight:
