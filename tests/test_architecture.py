@@ -122,7 +122,7 @@ KEYWORDS = {
     ],
     "WeightConfig": [
         "format", "group_size", "symmetric", "activations", "method", "calibration", "resume", "average_bits",
-        "skip", "head", "only_if_faster",
+        "skip", "head", "embedding", "only_if_faster",
     ],
     "quantization_report": ["reference"],
     "CacheConfig": ["block_size", "max_tokens", "prefix_sharing"],

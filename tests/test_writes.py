@@ -14,7 +14,7 @@ WRITERS = {
     "patching.patch": {"journal", "config"},
     "patching.pack": {"journal", "dict"},
     # a head and configs that a user has changed since, which stay
-    "patching.unpatch": {"setattr", "dict"},
+    "patching.unpatch": {"setattr", "dict", "data"},
     "patching.nf4_model": {"journal", "config"},
     "patching.originals": {"journal", "config"},
     "attention.hf.stock": {"config"},
@@ -45,6 +45,8 @@ WRITERS = {
     # notes on a tensor of one forward pass, and on a process that is being started
     "cache.hf.layers": {"setattr"},
     "linear.layer": {"dict"},
+    # ours, which is the original class again when it is resized
+    "linear.embedding": {"class", "dict", "setattr"},
     # tensors that a quantized layer lends
     "linear.writable": {"class", "data"},
     # the package's own module

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release
 from ..linear import ExpertWeights, LinearSpec, QuantExperts, QuantLinear, QuantModule
+from ..linear.embedding import QuantEmbedding, is_table
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.formats import state
 from ..patching.originals import broken_ties
@@ -49,10 +50,13 @@ def reader_of(config: Mapping[str, Any]) -> Reader | None:
     return None if reader is None else reader(config)
 
 
-def prepare(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> list[WeightConverter]:
+def prepare(
+    model: PreTrainedModel, reader: Reader, files: Sequence[str], tables: Mapping[str, str] | None = None
+) -> list[WeightConverter]:
     """Replace the layer of each weight that a checkpoint holds quantized by an empty one, to be loaded into.
 
-    model: on the meta device. Returns the steps by which transformers' loader hands the parts of a layer to the
+    model: on the meta device. tables: of embeddings that have no weight of their own, the head's name.
+    Returns the steps by which transformers' loader hands the parts of a layer to the
     reader. Raises UnsupportedError for what this model cannot have or the reader does not know, HfAccelError for files
     that do not hold what they should; the model then stays as it was.
     """
@@ -74,9 +78,12 @@ def prepare(model: PreTrainedModel, reader: Reader, files: Sequence[str]) -> lis
                 reader.check(model, layers[name], stored)
             check_parts(stored)
     _check_whole(layers, experts)
+    embeddings = {name: _embedding(model, name, layers[head]) for name, head in (tables or {}).items()}
     if headers is not None:
-        _check_others(model, layers, sites, others)
+        _check_others(model, layers, sites, others, embeddings=embeddings)
     _put_layers(model, layers, experts)
+    for name, embedding in embeddings.items():
+        model.set_submodule(name, embedding)
     return _handing_over(reader, layers) if isinstance(reader, ForeignReader) else []
 
 
@@ -119,6 +126,24 @@ def _linear(model: PreTrainedModel, name: str) -> LinearSite:
             f"the checkpoint quantizes {name!r}, which is a {type(module).__name__} here, no plain Linear; {AGAIN}"
         )
     return LinearSite(name, module, is_head=False, is_tied=False, skip=None)
+
+
+def _embedding(model: PreTrainedModel, name: str, head: QuantModule) -> QuantEmbedding:
+    """Make the embedding that looks up in a head. Raises UnsupportedError if the model has none of that name."""
+    try:
+        original = model.get_submodule(name)
+    except AttributeError:
+        original = nn.Module()
+    fits = isinstance(head, QuantLinear) and isinstance(original, nn.Embedding) and is_table(head.layout)
+    if not fits or (original.num_embeddings, original.embedding_dim) != (head.out_features, head.in_features):
+        raise UnsupportedError(
+            f"quantization_config in config.json, tables: {name!r} is no embedding of {type(model).__name__} with the "
+            f"shape of its head; {AGAIN}"
+        )
+    assert isinstance(original, nn.Embedding) and isinstance(head, QuantLinear)
+    made = QuantEmbedding(original, head)
+    vars(made)["_is_hf_initialized"] = True
+    return made
 
 
 def _empty(site: LinearSite, spec: LinearSpec, ordered: bool, *, bias: bool) -> QuantModule:
@@ -176,9 +201,12 @@ def _check_others(
     layers: Mapping[str, QuantModule],
     sites: Mapping[str, LinearSite],
     others: Mapping[str, Found],
+    *,
+    embeddings: Collection[str],
 ) -> None:
     """Check everything but the quantized weights."""
     replaced = {name for site in sites.values() for name in (site.tensor_name, f"{site.name}.bias")}
+    replaced |= {f"{name}.weight" for name in embeddings}
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     floats |= {f"{name}.bias": layer.bias for name, layer in layers.items() if isinstance(layer.bias, Tensor)}
     stored = with_shared(others, [names & floats.keys() for names in shared_names(model, layers)])

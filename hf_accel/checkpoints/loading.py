@@ -59,13 +59,13 @@ def _originals(
     packed: Mapping[str, Packed], model: PreTrainedModel, linears: Sequence[LinearPlan]
 ) -> dict[str, Stored] | None:
     """Return where the originals are stored; None unless all are stored."""
-    wanted = [linear for linear in linears if linear.choice is not None and not linear.site.is_tied]
+    wanted = [linear for linear in linears if linear.replaces]
     sources = {p.site.tensor_name: packed[p.site.name].source for p in wanted if p.site.name in packed}
     found = {name: source.stored for name, source in sources.items() if source is not None}
     # Experts are joined while they are read, so that they are packed later.
     rest = find_on_disk(model, [p for p in wanted if p.site.name not in packed]) or {}
-    found |= {p.site.tensor_name: rest[p.site.tensor_name] for p in wanted if p.site.tensor_name in rest}
-    return found if len(found) == len(wanted) else None
+    found |= {p.stored_name: rest[p.stored_name] for p in wanted if p.stored_name in rest}
+    return found if all(p.stored_name in found for p in wanted if p.embedding is None) else None
 
 
 def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
@@ -112,7 +112,7 @@ class LoadingQuantizer(AccelQuantizer):
             reader = reader_of(settings.stored_as or {"quant_method": METHOD, "modules": settings.modules})
             assert reader is not None
             with torchs_defaults():
-                self.conversions = prepare(model, reader, files)
+                self.conversions = prepare(model, reader, files, settings.tables)
         else:
             if settings.check_files is not None and files:
                 with torchs_defaults():

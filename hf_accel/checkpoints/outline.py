@@ -92,7 +92,7 @@ def _stored_equally(
     in.
     """
     files: dict[str, Stored] = {**stored, **stored_experts(model, stored)}
-    names = [p.site.tensor_name for p in linears if p.choice is not None and not p.site.is_tied]
+    names = [p.stored_name for p in linears if p.replaces]
     if not stored or any(name not in files for name in names):
         return None
     first = next((name for name in names if name in stored), None)

@@ -160,6 +160,8 @@ class WeightConfig:
     skip: names, or ends of names, of Linear modules that stay as they are.
     head: "int8" (default) quantizes the output head too (it is read for every token), None leaves it. With NF4 it is
         left, as a checkpoint of bitsandbytes' holds no INT8 head.
+    embedding: "int8" lets the input embedding of a tied model look its rows up in the INT8 head, so that one table is
+        in memory and not two; None (default) keeps it in floating point, next to the head.
     only_if_faster: leave a layer alone where its quantized form was measured to be slower than stock.
     """
 
@@ -175,6 +177,7 @@ class WeightConfig:
     average_bits: float | None = None
     skip: Sequence[str] = ()
     head: Literal["int8"] | None = BY_FORMAT
+    embedding: Literal["int8"] | None = None
     only_if_faster: bool = False
 
     def __post_init__(self) -> None:
@@ -195,6 +198,7 @@ class WeightConfig:
             raise UnsupportedError("activations='fp8' is for FP8 weights; choose weights='fp8', or activations='int8'")
         one_of("activations", self.activations, ("auto", None, "int8", "fp8"))
         one_of("head", self.head, ("int8", None))
+        one_of("embedding", self.embedding, ("int8", None))
         one_of("only_if_faster", self.only_if_faster, (True, False))
         if self.bits == 8 and not self.symmetric:
             raise UnsupportedError(

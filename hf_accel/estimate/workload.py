@@ -23,7 +23,7 @@ from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
 from ..models import head_dim, num_kv_heads
-from ..patching.survey import ExpertsSite, LinearSite, linear_sites, sites_for
+from ..patching.survey import ExpertsSite, LinearSite, has_one_table, linear_sites, sites_for
 from .roofline import Work
 from .shapes import decoder_config
 
@@ -221,7 +221,7 @@ def _linear(model: PreTrainedModel, site: LinearSite, config: WeightConfig | Non
         shape=tuple(site.weight.shape),
         itemsize=site.weight.itemsize,
         spec=None if kept is None or site.skip is not None else LinearSpec.of(site.weight, kept),
-        tied=site.is_tied,
+        tied=site.is_tied and not (config is not None and has_one_table(model, site, config)),
     )
 
 

@@ -34,6 +34,7 @@ from ..errors import UnsupportedError
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
+from .embedding import QuantEmbedding
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
 from .layer import QuantModule
 from .layer_settings import SCALE_DTYPES
@@ -48,6 +49,7 @@ class AccelConfig(QuantizationConfigMixin):
     by save_pretrained, together with the modules that are quantized, so that from_pretrained(folder) needs nothing but
     `import hf_accel`.
 
+    tables: of embeddings that look their rows up in a quantized head, the head's name by theirs.
     stored_as: the quantization_config of a checkpoint of another program, while hf_accel.load() reads it.
     check_files: how hf_accel.load() has the files of a float checkpoint checked; None: from_pretrained() only warns.
     """
@@ -60,6 +62,7 @@ class AccelConfig(QuantizationConfigMixin):
         weights: Weights = "int8",
         *,
         modules: Mapping[str, Mapping[str, Any]] | None = None,
+        tables: Mapping[str, str] | None = None,
         stored_as: Mapping[str, Any] | None = None,
         **others: Unpack[KeywordsWithoutWeights],
     ) -> None:
@@ -70,13 +73,15 @@ class AccelConfig(QuantizationConfigMixin):
         check_patch_keywords("AccelConfig", (name for name in keywords if name != "config"))
         self.patch = PatchConfig.build(**keywords)
         self.modules = _parse_modules(modules)
+        self.tables = _parse_tables(tables, self.modules)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; AccelConfig(**config.to_dict()) is equal."""
         keywords = {name: value for name, value in self.patch.to_dict().items() if name in self.patch.explicit}
         modules = {"modules": self.modules} if self.modules else {}
         stored_as = {"stored_as": self.stored_as} if self.stored_as else {}
-        return {"quant_method": self.quant_method, **keywords, **modules, **stored_as}
+        tables = {"tables": self.tables} if self.tables else {}
+        return {"quant_method": self.quant_method, **keywords, **modules, **tables, **stored_as}
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
@@ -96,6 +101,14 @@ def _parse_modules(modules: object) -> dict[str, dict[str, Any]]:
     return {name: dict(settings) for name, settings in modules.items()}
 
 
+def _parse_tables(tables: object, modules: Collection[str]) -> dict[str, str]:
+    found: dict[str, Any] = dict(tables) if isinstance(tables, Mapping) else {} if tables is None else {"": tables}
+    for name, head in found.items():
+        if not isinstance(name, str) or head not in modules:
+            raise UnsupportedError(f"tables={tables!r} must give the quantized head of each embedding by its name")
+    return found
+
+
 class AccelQuantizer(HfQuantizer):
     """The answers to transformers about a model with quantized layers, when it saves or trains it."""
 
@@ -111,6 +124,15 @@ class AccelQuantizer(HfQuantizer):
         self.quantization_config.modules = {
             n: layer.layout.module_settings(layer.activations) for n, layer in layers.items()
         }
+        names = {id(layer): name for name, layer in layers.items()}
+        embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
+        alone = next((name for name, embedding in embeddings.items() if id(embedding.head) not in names), None)
+        if alone is not None:
+            raise UnsupportedError(
+                f"{alone!r} looks its rows up in a head that is not in this model, and cannot be saved without it; "
+                "save the whole model, or call hf_accel.unpatch(model) before"
+            )
+        self.quantization_config.tables = {name: names[id(e.head)] for name, e in embeddings.items()}
         return None, {}
 
     def is_serializable(self) -> bool:

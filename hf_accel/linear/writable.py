@@ -20,8 +20,8 @@ HANDS_OUT = ("numpy", "__array__", "untyped_storage")
 class Writable(Protocol):
     """A quantized layer. writes: how often its weight was replaced."""
 
-    writes: int
-
+    @property
+    def writes(self) -> int: ...
     @property
     def quantized(self) -> QuantizedWeight: ...
     @property
@@ -141,7 +141,8 @@ class WritableWeight(Tensor):
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         elif not (isinstance(value, WritableWeight) and value.is_weight_of(lent.layer)):
             lent.layer.write(plain(value))
-            lent.replace(plain(value))
+            if value.shape == lent.values.shape:  # else the layer is none of ours any more
+                lent.replace(plain(value))
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Set the numbers as Tensor.set_ does; torch calls it without asking `__torch_function__`."""

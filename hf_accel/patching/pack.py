@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedError
 from ..hardware import release, trim
 from ..linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight, QuantLinear, Workers
+from ..linear.embedding import QuantEmbedding
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.layer import RankPart
 from ..linear.nf4 import BitsAndBytes, nf4_layer
@@ -27,9 +28,9 @@ from ..tensors import is_sharded
 from ..undo.journal import Journal
 from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
-from .survey import ExpertsSite, LinearSite
+from .survey import ExpertsSite
 
-LAYERS = nn.Linear | QuantExperts  # what is put in
+LAYERS = nn.Linear | QuantExperts | QuantEmbedding  # what is put in
 PROGRESS_SECONDS = 1.0  # seconds without a progress bar
 TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for threads that pack no more
 
@@ -76,12 +77,13 @@ def replace_linears(
 
     def replace(packed: Packed) -> None:
         nonlocal freed
-        site = by_name[packed.name].site
+        linear = by_name[packed.name]
+        site = linear.site
         if isinstance(site, ExpertsSite):
             place_experts(packed, site)
         else:
-            _place(packed, site, todo, journal)
-        freed += _let_go(packed, site, todo, originals)
+            _place(packed, linear, todo, journal)
+        freed += _let_go(packed, linear, todo, originals)
         if freed >= TRIM:
             trim()
             freed = 0
@@ -141,9 +143,9 @@ def pack_quantized(
 
 def _source(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Source | None:
     """Return where the original can be read again; None if it is kept."""
-    if on_disk is None or linear.site.is_tied:
+    stored = linear.stored_name
+    if on_disk is None or not linear.replaces or stored not in on_disk:
         return None
-    stored = linear.site.tensor_name
     return Source.of(linear.site.parameter, on_disk[stored], stored)
 
 
@@ -169,8 +171,9 @@ def _check_finite(linear: LinearPlan) -> None:
         )
 
 
-def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> None:
-    """Put the quantized layer where the Linear was."""
+def _place(packed: Packed, linear: LinearPlan, todo: Plan, journal: Journal) -> None:
+    """Put the quantized layer where the Linear was, and where the embedding was one that looks up in it."""
+    site = linear.site
     bias = site.bias if packed.bias is None else packed.bias
     layer: nn.Linear
     if isinstance(packed.choice.backend, BitsAndBytes):
@@ -180,6 +183,11 @@ def _place(packed: Packed, site: LinearSite, todo: Plan, journal: Journal) -> No
     else:
         layer = QuantLinear.from_packed(packed.weight, bias, choice=packed.choice)
     _put_in(layer, site.module, packed.name, model=todo.model, journal=journal)
+    if linear.embedding is not None:
+        assert isinstance(layer, QuantLinear)
+        embedding: Any = todo.model.get_submodule(linear.embedding)
+        table = QuantEmbedding(embedding, layer)
+        _put_in(table, embedding, linear.embedding, model=todo.model, journal=journal)
 
 
 def _part(packed: Packed, bias: nn.Parameter | None, todo: Plan) -> QuantLinear:
@@ -210,10 +218,11 @@ def _put_in(layer: nn.Module, original: nn.Module, full_name: str, *, model: nn.
     journal.item(model.get_submodule(parent_name), "_modules", name, layer)
 
 
-def _let_go(packed: Packed, site: LinearSite, todo: Plan, originals: Originals) -> int:
+def _let_go(packed: Packed, linear: LinearPlan, todo: Plan, originals: Originals) -> int:
     """Free the weight of the Linear that was replaced, if it may go; returns the bytes."""
+    site = linear.site
     size = site.tensor.nbytes
-    if site.is_tied or todo.config.keep_original is True:
+    if not linear.replaces or todo.config.keep_original is True:
         return 0
     if todo.config.keep_original is False:
         originals.lose(site.parameter)

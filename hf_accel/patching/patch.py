@@ -34,6 +34,7 @@ from ..generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantLinear, QuantModule
+from ..linear.embedding import QuantEmbedding
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..models import layers_config, unwrapped
 from ..tensors import torchs_defaults
@@ -228,7 +229,11 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     layers = {name: one.layout.module_settings(one.activations) for name, one in described.items()}
     if not layers:
         return
-    settings = AccelConfig(modules=layers)
+    held = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
+    names = {id(module): name for name, module in model.named_modules()}
+    tables = {name: names[id(embedding.head)] for name, embedding in held.items()}
+    tables |= {linear.embedding: linear.site.name for linear in todo.quantized if linear.embedding is not None}
+    settings = AccelConfig(modules=layers, tables=tables)
     settings.patch = todo.config
     journal.attribute(model, "hf_quantizer", AccelQuantizer(settings))
     journal.attribute(model, "is_quantized", True)

@@ -29,12 +29,26 @@ from .survey import AttentionSite, ExpertsSite, LinearSite
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """The plan of one Linear. choice None: it stays, because of `reason`."""
+    """The plan of one Linear. choice None: it stays, because of `reason`.
+
+    embedding: the name of the embedding that looks its rows up in this weight from now on; None: there is none.
+    """
 
     site: LinearSite
     config: WeightConfig
     reason: str
     choice: BackendChoice | None = None
+    embedding: str | None = None
+
+    @property
+    def replaces(self) -> bool:
+        """True if nothing in the model needs the float weight any more."""
+        return self.choice is not None and (not self.site.is_tied or self.embedding is not None)
+
+    @property
+    def stored_name(self) -> str:
+        """The name of the float weight in a checkpoint: of a tied one that of the embedding."""
+        return self.site.tensor_name if self.embedding is None else f"{self.embedding}.weight"
 
     @property
     def bytes_read(self) -> int:
@@ -43,8 +57,8 @@ class LinearPlan:
 
     @property
     def bytes_held(self) -> int:
-        """Change of the weight bytes in memory: a tied head gets a copy, the embedding keeps the original."""
-        return self.bytes_read + (self.site.weight.nbytes if self.choice is not None and self.site.is_tied else 0)
+        """Change of the weight bytes in memory: where the embedding keeps the original, a tied head is a copy."""
+        return self.bytes_read + (0 if self.choice is None or self.replaces else self.site.weight.nbytes)
 
 
 @dataclass(frozen=True)
@@ -380,7 +394,7 @@ def _undo_line(plan: Plan) -> Line:
         return Line("undo", "unpatch()", "exact", "no weight is replaced")
     if kept is False:
         return Line("undo", "unpatch()", "impossible", "keep_original=False drops the original weights")
-    size = sum(p.site.weight.nbytes for p in plan.quantized if not p.site.is_tied)
+    size = sum(p.site.weight.nbytes for p in plan.quantized if p.replaces)
     if kept is True or not plan.on_disk:
         why = "keep_original=True" if kept is True else "no safetensors checkpoint holds the same weights"
         return Line("undo", "unpatch()", "exact", f"originals stay in memory, {size / 1e6:,.1f} MB: {why}")

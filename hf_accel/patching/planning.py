@@ -50,6 +50,7 @@ from .survey import (
     pages_refusal,
     sites_for,
     split_of,
+    tied_embedding,
 )
 from .twin import twin
 
@@ -210,7 +211,9 @@ def plan_linears(
 def _plan_sites(
     model: PreTrainedModel, config: WeightConfig, where: _Where, eight_bits: Collection[str]
 ) -> Iterable[LinearPlan]:
+    """Plan each site. Raises UnsupportedError if embedding= was asked for and the head cannot serve the embedding."""
     experts: list[LinearPlan] = []
+    stays: str | None = "it has no head that shares its weight with the embedding"
     for site in sites_for(model, config):
         kept = config.for_head if site.is_head else config
         if kept is config and site.name in eight_bits:
@@ -222,8 +225,15 @@ def _plan_sites(
         elif isinstance(site, ExpertsSite):
             experts.append(_plan_experts(site, kept, where))
         else:
-            yield _plan_linear(site, kept, where)
+            linear = _plan_linear(site, kept, where)
+            if site.is_head and site.is_tied and config.embedding is not None:
+                linear, stays = _share_with_embedding(model, linear)
+            yield linear
     yield from _whole_experts(experts)
+    if config.embedding is not None and stays is not None:
+        raise UnsupportedError(
+            f"embedding={config.embedding!r} is not possible for {type(model).__name__}: {stays}; leave embedding= out"
+        )
 
 
 class _Where(NamedTuple):
@@ -249,6 +259,18 @@ def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> Linea
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
     reason = "; ".join([*refusals, *(note for note in (choice.note, measured) if note)]) or "first choice"
     return LinearPlan(site, config, reason, choice)
+
+
+def _share_with_embedding(model: PreTrainedModel, linear: LinearPlan) -> tuple[LinearPlan, str | None]:
+    """Let the embedding look its rows up in the tied head, or return why not, as a clause."""
+    if linear.choice is None:
+        return linear, f"its head stays as it is: {linear.reason}"
+    found, refusal = tied_embedding(model, linear.site)
+    if not linear.choice.backend.finds_rows:
+        refusal = f"{linear.choice.backend.name} does not find single rows of what it has packed"
+    if refusal is not None:
+        return linear, refusal
+    return replace(linear, embedding=found, reason=f"{linear.reason}; {found} looks its rows up in it"), None
 
 
 def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> LinearPlan:
@@ -290,8 +312,9 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
 
 def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
     """Return where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
-    sites = [p.site for p in linears if p.choice is not None and not p.site.is_tied]
-    found = checkpoint_files(model.config._name_or_path) if sites else {}
+    replaced = [p for p in linears if p.replaces]
+    sites = [p.site for p in replaced if p.embedding is None]
+    found = checkpoint_files(model.config._name_or_path) if replaced else {}
     if not found:
         return None
     files: dict[str, Stored] = {**found, **stored_experts(model, found)}
@@ -299,7 +322,12 @@ def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[
         for site in sites:
             if not all(workers.put(partial(readable, site.tensor_name, site.parameter, files))):
                 return None
-        return files if all(workers.finish()) else None
+        if not all(workers.finish()):
+            return None
+    for p in replaced:  # a tied table may be stored by the other name, and then stays in memory
+        if p.embedding is not None and not readable(p.stored_name, p.site.parameter, files):
+            files.pop(p.stored_name, None)
+    return files
 
 
 # -- attention -----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, 
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length, spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import attention_code, code_of, source_of
+from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded, local_tensor
 from .check import check_skip, named
 
@@ -229,6 +230,39 @@ def _reason_to_skip(
     if _weight_is_read(model, name):
         return "has its weight read by the module around it"
     return _reason_by_role(model.config, module, head)
+
+
+SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
+
+
+def has_one_table(model: PreTrainedModel, site: LinearSite, config: WeightConfig) -> bool:
+    """Return whether `config` lets the embedding look its rows up in this tied head."""
+    return site.is_head and site.is_tied and config.embedding is not None and tied_embedding(model, site)[1] is None
+
+
+def tied_embedding(model: PreTrainedModel, site: LinearSite) -> tuple[str, str | None]:
+    """Return the name of the embedding that has the weight of a tied head, and why it must stay; None if it need not.
+
+    Known are embeddings that look up, and those of Gemma, which multiply by a number then.
+    """
+    embedding: Any = model.get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embedding), "")
+    kind = type(embedding).__name__
+    if set(_weight_owners(model)[id(site.parameter)]) != {site.module, embedding} or not name:
+        return name, "other modules have it too"
+    if [module for _, module in model.named_modules(remove_duplicate=False)].count(embedding) > 1:
+        return name, f"{kind} is in the model twice"
+    if is_sharded(site.parameter) or hasattr(embedding, "_hf_hook") or has_own_forward(embedding):
+        return name, f"{kind} is moved or split by others"
+    if type(embedding) is not nn.Embedding:
+        body = [line.strip() for line in (source_of(type(embedding).forward) or "").splitlines()]
+        if body[1:] != [SCALED_LOOK_UP] or not isinstance(getattr(embedding, "scalar_embed_scale", None), float):
+            return name, f"the forward of {kind} is not known"
+    if embedding.max_norm is not None:
+        return name, f"{kind} has a max_norm, which changes rows that are looked up"
+    if _weight_is_read(model, name):
+        return name, "the module around it reads its weight"
+    return name, None
 
 
 def _weight_is_read(model: PreTrainedModel, name: str) -> bool:

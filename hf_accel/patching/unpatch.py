@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import HfAccelError, UnsupportedError
 from ..fused.composed_activation import NativeActivation
 from ..linear import QuantLinear, QuantModule
+from ..linear.embedding import QuantEmbedding
 from ..tensors import torchs_defaults
 from ..undo.journal import Journal, Write
 from ..undo.state import PART_OF, PatchState, find_state
@@ -49,13 +51,16 @@ def _take_out(model: PreTrainedModel, state: PatchState) -> None:
     _check_layers(model, journal)
     check_nf4(model)
     resized = resized_head(model, journal)
+    table = resized_table(journal)
     kept = [write for write in journal.writes if write is not resized]
     Journal.of(kept).check(model)
     state.originals.restore()
     layers = _catch_up(model, journal)
+    if table is not None:
+        give_tokens(model, journal, table)
     folded = [(w.owner, w.new) for w in journal.writes if w.container == "_parameters"]
     if resized is not None:
-        give_rows(model, resized)
+        give_rows(model, resized, journal.writes)
     keep_settings(journal)
     journal.writes = kept
     journal.undo(model)
@@ -121,20 +126,46 @@ def resized_head(model: PreTrainedModel, journal: Journal) -> Write | None:
 
 
 @torch.no_grad()
-def give_rows(model: PreTrainedModel, write: Write) -> None:
+def give_rows(model: PreTrainedModel, write: Write, writes: Sequence[Write]) -> None:
     """Give a resized head the original's numbers in each row that is still the quantized one's.
 
     A head that was tied is the embedding again, which was resized as well.
     """
     head, ours, original = write.mapping()[write.key], write.new, write.old
     weight = original.weight
-    if weight.shape == head.weight.shape and any(m._parameters.get("weight") is weight for m in model.modules()):
+    owners = [*model.modules(), *(w.old for w in writes if isinstance(w.old, nn.Embedding))]
+    if weight.shape == head.weight.shape and any(m._parameters.get("weight") is weight for m in owners):
         head._parameters["weight"] = weight
         return
     rows = min(len(weight), len(head.weight))
     rounded = ours.quantized.dequantize(ours.compute_dtype, outputs=slice(rows)).to(head.weight)
     same = (head.weight[:rows] == rounded).all(1)
     head.weight[:rows][same] = weight[:rows][same].to(head.weight)
+
+
+def resized_table(journal: Journal) -> Write | None:
+    """Return the write of an embedding that looked up in the head until resize_token_embeddings() gave it other rows,
+    in floating point.
+    """
+    for write in journal.writes:
+        old, new = write.old, write.new
+        if write.container == "_modules" and isinstance(old, nn.Embedding) and isinstance(new, nn.Embedding):
+            return write if not isinstance(new, QuantEmbedding) else None
+    return None
+
+
+@torch.no_grad()
+def give_tokens(model: PreTrainedModel, journal: Journal, write: Write) -> None:
+    """Give the original embedding the resized one's rows, and its own numbers where these are the quantized ones."""
+    resized, original, weight = write.new, write.old, write.old._parameters["weight"]
+    head = next(w.new for w in journal.writes if isinstance(w.new, QuantLinear) and w.old.weight is weight)
+    rows = min(len(weight), resized.num_embeddings)
+    made = resized.weight.detach().to(weight.dtype, copy=True)
+    rounded = head.quantized.dequantize(head.compute_dtype, outputs=slice(rows)).to(made)
+    same = (made[:rows] == rounded).all(1)
+    made[:rows][same] = weight[:rows][same].to(made)
+    weight.data = made
+    original.num_embeddings, original.padding_idx = resized.num_embeddings, resized.padding_idx
 
 
 def keep_settings(journal: Journal) -> None:

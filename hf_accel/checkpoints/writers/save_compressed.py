@@ -26,6 +26,7 @@ from ...hardware.atomic import replaced_folder
 from ...keywords import one_of
 from ...linear import QuantExperts, QuantLinear, quantize
 from ...linear.activations import EightBits
+from ...linear.embedding import QuantEmbedding
 from ...linear.formats import Format, state
 from ...models import layers_config
 from ...patching.check import first_names
@@ -80,6 +81,9 @@ def save_compressed(
         held = copy.get_submodule(name)
         assert isinstance(held, QuantExperts)
         copy.set_submodule(name, held.original())
+    for name, module in list(copy.named_modules()):
+        if isinstance(module, QuantEmbedding):
+            copy.set_submodule(name, module.as_float())
     content = _content(copy, activations)
     if experts:
         content.lines.append(Line("experts", f"{len(experts)} layers", "dequantized", "written in floating point"))

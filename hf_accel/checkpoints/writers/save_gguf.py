@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...errors import UnsupportedError
 from ...hardware.atomic import replaced_file
 from ...linear import QuantLinear
+from ...linear.embedding import QuantEmbedding
 from ...linear.formats import ByteWeight, LowBitWeight, QuantizedWeight
 from ...patching.printed import Line
 from ..readers.ggml_blocks import TYPES
@@ -107,12 +109,19 @@ def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
             yield _quantized(f"{name}.weight", module, model.config, dtype)
+        elif isinstance(module, QuantEmbedding):
+            shape, table = (module.num_embeddings, module.embedding_dim), module.head
+            yield _dense(f"{name}.weight", partial(_floats, table, dtype), shape, dtype=dtype)
     for name, parameter in model.named_parameters():
         rows = rotated_rows(name, model.config)
         yield _dense(name, parameter.detach, tuple(parameter.shape), dtype=dtype, rows=rows)
     factors = frequency_factors(model.config)
     if factors is not None:
         yield _dense("rope_freqs.weight", lambda: factors, tuple(factors.shape), dtype=torch.float32)
+
+
+def _floats(layer: QuantLinear, dtype: torch.dtype) -> Tensor:
+    return layer.quantized.dequantize(dtype)
 
 
 def _quantized(name: str, layer: QuantLinear, config: Any, dtype: torch.dtype) -> Entry:

@@ -104,6 +104,13 @@ def unpack(weight: PackedWeight) -> Tensor:
     return stored
 
 
+def stored_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
+    """Return `unpack(weight)[outputs]`, of 8 bits. An output is a word of four inputs every 64 words of its block."""
+    words = weight.packed.view(torch.int32).view(-1, -(-weight.in_features // 4), BLOCK)
+    found = words[outputs // BLOCK, :, outputs % BLOCK] ^ -0x7F7F7F80  # 0x80 in each byte
+    return found.view(torch.int8)[:, : weight.in_features]
+
+
 def quantize(
     bits: int, weight: Tensor, group_size: int, *, symmetric: bool = True
 ) -> tuple[PackedWeight, Tensor] | None:

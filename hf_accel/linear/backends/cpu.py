@@ -18,6 +18,7 @@ from ...kernels.cpu.integer_linear import (
     quantize,
     recorded_linear,
     stored_by_group,
+    stored_rows,
     stored_scales,
     unpack,
 )
@@ -33,6 +34,7 @@ from ..formats import (
     check_group_size,
     kind_of,
     pack_zero_points,
+    scaled,
 )
 from ..methods.rtn import refuse_not_finite
 from .backend import Backend, GroupedExperts, LinearSpec
@@ -86,6 +88,7 @@ class Cpu(Backend):
     activations = "int8"
     row_invariant = True
     own_formats_only = False
+    finds_rows = True
 
     def refuses(self, spec: LinearSpec) -> str | None:
         reason = super().refuses(spec) or kernels.refusal()
@@ -129,6 +132,14 @@ class Cpu(Backend):
         zeros = stored_by_group(packed.weight, "zeros")
         zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)
+
+    def rows(self, packed: CpuWeight, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        if packed.weight.bits != 8 or packed.weight.scales.ndim != 1:
+            return super().rows(packed, indices, dtype)
+        scale_dtype = packed.layout.scale_dtype
+        assert scale_dtype is not None
+        scales = packed.weight.scales[: packed.weight.out_features].index_select(0, indices)
+        return scaled(stored_rows(packed.weight, indices), scales.to(scale_dtype).unsqueeze(1), dtype)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
         if is_recorded():

@@ -27,6 +27,7 @@ class Reference(Backend):
 
     name = "reference"
     own_formats_only = False
+    finds_rows = True
 
     def __init__(self, activations: EightBits | None) -> None:
         self.activations = activations

@@ -21,6 +21,7 @@ class TorchInt8(Backend):
     layouts = ("int8",)
     device_types = ("cpu",)
     dtypes = (torch.bfloat16,)
+    finds_rows = True
 
     def refuses(self, spec: LinearSpec) -> str | None:
         reason = super().refuses(spec)

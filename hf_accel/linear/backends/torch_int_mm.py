@@ -28,6 +28,7 @@ class TorchIntMM(Backend):
     activations = "int8"
     reference = "reference by row"
     row_invariant = True
+    finds_rows = True
 
     def refuses(self, spec: LinearSpec) -> str | None:
         reason = super().refuses(spec)

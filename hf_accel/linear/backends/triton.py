@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels import triton as kernels
 from ...tensors import is_recorded
 from ..activations import EightBits
-from ..formats import ByteWeight, Float4Weight, Int4Weight, Layout, QuantizedWeight, kind_of
+from ..formats import ByteWeight, Float4Weight, Int4Weight, Layout, QuantizedWeight, kind_of, scaled
 from .backend import FEW_ROWS, Backend, GroupedExperts, LinearSpec, Rounding
 
 BLOCKS = {
@@ -104,6 +104,7 @@ class Triton(Backend):
     device_types = kernels.DEVICES
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     own_formats_only = False
+    finds_rows = True
 
     def __init__(self, *, row_invariant: bool, rounding: Rounding = "never", rounded_to: EightBits = "int8") -> None:
         self.row_invariant, self.rounding, self.rounded_to = row_invariant, rounding, rounded_to
@@ -188,6 +189,12 @@ class Triton(Backend):
             zero_point = _apart(_by_block(packed.zero_point))[: packed.out_features].contiguous()
         made = Int4Weight.from_integers(integers, scale, zero_point)
         return made if minimum is None else Int4Weight(made.weight_packed, scale, made.weight_shape, None, minimum)
+
+    def rows(self, packed: Any, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        if packed.layout.label != "int8" or len(packed.scale) != 1:
+            return super().rows(packed, indices, dtype)
+        found = _by_block(packed.integers.index_select(1, indices)).flatten(1)[:, : packed.in_features]
+        return scaled(found, packed.scale[0].index_select(0, indices).unsqueeze(1), dtype)
 
     def run(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
         if is_recorded():
