@@ -39,7 +39,10 @@ Form = TypeVar("Form")
 
 def refusal(device_type: str) -> str | None:
     """Return why neither library computes on tensors of this kind of device, as a clause; None if one does."""
-    return triton.refusal(device_type) if device_type != "cpu" or "cpu" in triton.DEVICES else cpu.refusal()
+    if device_type != "cpu":
+        return triton.refusal(device_type)
+    native = cpu.refusal()
+    return native if native is None or triton.refusal("cpu") is not None else None
 
 
 def computes(x: object) -> bool:

@@ -29,7 +29,7 @@ class QuantEmbedding(nn.Embedding):
             setattr(self, name, getattr(original, name))
         self.scale_grad_by_freq, self.sparse = original.scale_grad_by_freq, original.sparse
         self.float_class = type(original)
-        self.scalar_embed_scale = scale_of(original)
+        self.scalar_embed_scale = number_after(original)
         self.share(table)
         self._lent: weakref.ref[WritableWeight] | None = None
 
@@ -127,6 +127,6 @@ def become_float(embedding: QuantEmbedding, weight: Tensor) -> None:
         embedding.register_buffer("embed_scale", torch.tensor(scale).to(weight), persistent=False)
 
 
-def scale_of(embedding: nn.Embedding) -> float | None:
+def number_after(embedding: nn.Embedding) -> float | None:
     """Return what transformers' scaled embeddings multiply by; None for a plain one."""
     return None if type(embedding) is nn.Embedding else getattr(embedding, "scalar_embed_scale", None)

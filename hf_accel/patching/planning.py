@@ -22,6 +22,7 @@ from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import detect, read_bandwidth
+from ..kernels import triton
 from ..kernels.cpu.library import FLOATS
 from ..linear import ExpertWeights, LinearSpec, QuantLinear, QuantModule, Workers
 from ..linear import choose as choose_linear
@@ -196,8 +197,8 @@ def plan_linears(
 
     row_invariant: whether backends that are row-invariant come before the others.
     """
-    on_cpu = (device_type or model.device.type) == "cpu"  # where no backend has tiles
-    measuring = None if row_invariant or on_cpu else Measuring()
+    has_tiles = (device_type or model.device.type) in triton.DEVICES
+    measuring = None if row_invariant or not has_tiles else Measuring()
     if measuring is not None:
         for module in model.modules():
             if isinstance(module, QuantModule):  # of a quantized checkpoint

@@ -26,7 +26,7 @@ pytestmark = interpreted
 def triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU no backend of the CPU is for its tensors."""
     without_native_kernels(monkeypatch, "switched off by a test")
-    monkeypatch.setattr(registry, "BACKENDS", tuple(b for b in registry.BACKENDS if b.device_type != "cpu"))
+    monkeypatch.setattr(registry, "BACKENDS", tuple(b for b in registry.BACKENDS if b.device_types != ("cpu",)))
 
 
 @pytest.fixture
