@@ -39,7 +39,6 @@ from benchmarks.topics import (
     decode,
     distill_memory,
     drafts,
-    encoder_kernels,
     encoders,
     experts,
     float_rows,
@@ -99,7 +98,6 @@ TABLES = {  # topic -> rows of each of its tables
     "tiles": [4] * 8,
     "float_rows": [2, 2, 2],
     "weight_formats": [2, 4],
-    "encoder_kernels": [2],
     "encoders": [2],
     "experts": [2, 2],
     "never_slower": [8, 2, 2],
@@ -147,12 +145,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "ROUNDS": 1, "NEW_TOKENS": 2}.items():
             patch.setattr(weight_formats, name, value)
         patch.setattr(weight_formats, "GPT_OSS", weight_formats.GPT_OSS | weight_formats.SMALL)
-        small = {"ENCODERS": {"small": encoder_kernels.Encoder(32, 2, 64)}, "SECONDS": 0}
-        small["BATCHES"] = {"1 x 16": [16], "of 3 and 5": [3, 5]}
-        for name, value in small.items():
-            patch.setattr(encoder_kernels, name, value)
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-        for name, value in {"MODELS": {"small": sizes}, "BATCHES": small["BATCHES"], "SECONDS": 0}.items():
+        for name, value in {
+            "MODELS": {"small": sizes},
+            "BATCHES": {"1 x 16": [16], "of 3 and 5": [3, 5]},
+            "SECONDS": 0,
+        }.items():
             patch.setattr(encoders, name, value)
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
         for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():

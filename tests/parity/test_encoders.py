@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import platform
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from hf_accel.fused import encoder_programme
 from hf_accel.fused.encoder_programme import EncoderProgramme
 from hf_accel.fused.hf.encoder_calls import MOST_KINDS, EncoderCalls, EncoderLayerCalls
 from hf_accel.kernels import cpu as kernels
+from hf_accel.kernels.cpu.build import levels_for
 from hf_accel.recognition.encoder_trace import EncoderTrace
 from hf_accel.undo.state import FUSED
 from tests.families.models import enliven
@@ -131,6 +134,22 @@ def test_outputs_are_stocks(family: str, dtype: torch.dtype, threads: int) -> No
             assert not found.last_hidden_state[given["attention_mask"] == 0].any()
     bare = {"input_ids": batch([6, 6])["input_ids"]}
     same(ours(**bare), stock(**bare), torch.ones(2, 6), 2e-5 if dtype is torch.float32 else 0.04)
+
+
+@pytest.mark.parametrize("level", levels_for(platform.machine()))
+@pytest.mark.parametrize("family", ["Bert", "RobertaPreLayerNorm"])
+@torch.no_grad()
+def test_every_instruction_set_computes_layers(family: str, level: str) -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(kernels.using_isa(level))
+        except hf_accel.UnsupportedError as error:
+            pytest.skip(str(error))
+        stock, ours, given = build(family), hf_accel.patch(build(family), weights=None), batch([11, 3, 7, 1])
+        with counted() as calls:
+            found = ours(**given)
+        assert calls == NATIVE
+        same(found, stock(**given), given["attention_mask"])
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
