@@ -67,7 +67,21 @@ BOOKKEEPING = {  # and what that may use
 }
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
-LONGEST_FILE = 475
+LONGEST_FILE = 360
+LONGER = {  # files that hold one subject in more lines, which may only become fewer
+    "cache/group.py": 414,
+    "cache/hf/paged.py": 364,
+    "fused/modules.py": 406,
+    "generation/engine/engine_loop.py": 432,
+    "generation/hf/continuous.py": 425,
+    "generation/scheduling/scheduler.py": 447,
+    "hardware/device.py": 412,
+    "patching/plan.py": 430,
+    "patching/planning.py": 447,
+    "patching/survey.py": 470,
+    "recognition/code.py": 458,
+    "recognition/trace.py": 475,
+}
 
 PUBLIC_NAMES = [
     "AccelConfig",
@@ -285,7 +299,13 @@ def test_bookkeeping_needs_no_torch(module: str) -> None:
 @pytest.mark.parametrize("path", [pytest.param(p, id=module_name(p) or "hf_accel") for p in FILES])
 def test_files_are_small_and_well_named(path: Path) -> None:
     assert not FORBIDDEN_NAMES & {part.removesuffix(".py") for part in path.relative_to(PACKAGE).parts}
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+    most = LONGER.get(path.relative_to(PACKAGE).as_posix(), LONGEST_FILE)
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_long_files_are_counted() -> None:
+    lines = {name: len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in LONGER}
+    assert {name: count for name, count in lines.items() if count <= LONGEST_FILE} == {}, "take these from the list"
 
 
 def test_public_names_are_a_decision() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -85,9 +85,7 @@ def layout_of(mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
 
 
 def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) -> RowLayout:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
+    starts = [0, *accumulate(lengths)]
     longest, begins = max(lengths), integers(starts, dtype=torch.int32)
     ragged = Ragged(begins, integers(lengths, dtype=torch.int32), longest, longest)
     calls = [

@@ -98,7 +98,7 @@ class QuantEmbedding(nn.Embedding):
     def as_float(self) -> nn.Embedding:
         """Return a float embedding of the same numbers."""
         made = type(self)(self, self.head)
-        made.float_class, made.scalar_embed_scale = self.float_class, self.scalar_embed_scale
+        made.float_class = self.float_class
         become_float(made, self.quantized.dequantize(self.compute_dtype))
         return made
 

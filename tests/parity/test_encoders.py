@@ -585,3 +585,21 @@ def test_frames_of_padding_keep_their_numbers() -> None:
     hf_accel.patch(model, weights=None)
     assert any(isinstance(vars(module).get(FUSED), EncoderLayerCalls) for module in model.modules())
     torch.testing.assert_close(model(sound, attention_mask=mask).logits, expected)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("family", ["ViT", "DeiT", "CLIPVision", "SiglipVision"])
+@torch.no_grad()
+def test_images(family: str, weights: str | None) -> None:
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64, num_attention_heads=4, intermediate_size=96, num_hidden_layers=2, image_size=16, patch_size=4
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    enliven(model)
+    stock, pixels = copy.deepcopy(model), torch.randn(2, 3, 16, 16)
+    with counted() as calls:
+        found = hf_accel.patch(model, weights=weights)(pixel_values=pixels).last_hidden_state
+    assert calls["layers"] == 2
+    expected = stock(pixel_values=pixels).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=0, atol=(0.05 if weights else 2e-5) * float(expected.abs().max()))
