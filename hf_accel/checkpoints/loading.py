@@ -209,7 +209,7 @@ class Packer:
             source = None if self._lose else Source.of(tensor, file, stored_as)
         assert linear.choice is not None
         spec = LinearSpec.of(linear.site.matrices(tensor)[0], linear.config)
-        choice = choose(spec, row_invariant=linear.choice.row_invariant)
+        choice = choose(spec, row_invariant=linear.choice.row_invariant, finds_rows=linear.embedding is not None)
         packed = pack_weight(linear, tensor, choice, source=source)
         release(tensor)  # transformers holds its mapping until the whole model is loaded
         return packed

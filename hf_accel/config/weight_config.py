@@ -277,7 +277,9 @@ class WeightConfig:
         if self.head is None:
             return None
         activations: Activations = "int8" if self.activations == "fp8" else self.activations
-        return WeightConfig(bits=8, activations=activations, only_if_faster=self.only_if_faster)
+        return WeightConfig(
+            bits=8, activations=activations, embedding=self.embedding, only_if_faster=self.only_if_faster
+        )
 
     @property
     def label(self) -> str:

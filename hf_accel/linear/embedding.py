@@ -36,6 +36,8 @@ class QuantEmbedding(nn.Embedding):
     def share(self, table: QuantLinear | None) -> None:
         """Look up in `table` from now on. It is the model's head, and no child of this module as well."""
         vars(self)["table"] = table
+        if table is not None:
+            table.finds_rows = True  # of another backend, if it is packed again
 
     @property
     def head(self) -> QuantLinear:

@@ -51,6 +51,7 @@ class QuantModule(nn.Module):
         self.activations = spec.activations
         self.requested_backend = backend
         self.row_invariant = False  # whether a row-invariant backend was asked for
+        self.finds_rows = False  # whether an embedding looks its rows up in it
         self.choice: BackendChoice | None = None
         self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
@@ -103,7 +104,8 @@ class QuantModule(nn.Module):
 
     @property
     def chosen(self) -> BackendChoice:
-        return self.choice or choose(self.packed_spec, self.requested_backend, row_invariant=self.row_invariant)
+        asked = {"row_invariant": self.row_invariant, "finds_rows": self.finds_rows}
+        return self.choice or choose(self.packed_spec, self.requested_backend, **asked)
 
     def _pack(self, choice: BackendChoice, weight: QuantizedWeight) -> Any:
         return choice.backend.pack(weight)

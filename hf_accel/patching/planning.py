@@ -227,7 +227,7 @@ def _plan_sites(
             experts.append(_plan_experts(site, kept, where))
         else:
             linear = _plan_linear(site, kept, where)
-            if site.is_head and site.is_tied and config.embedding is not None:
+            if _is_shared(site, kept):
                 linear, stays = _share_with_embedding(model, linear)
             yield linear
     yield from _whole_experts(experts)
@@ -247,12 +247,17 @@ class _Where(NamedTuple):
     measuring: Measuring | None
 
 
+def _is_shared(site: LinearSite, config: WeightConfig) -> bool:
+    return site.is_head and site.is_tied and config.embedding is not None
+
+
 def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> LinearPlan:
     spec = LinearSpec.of(site.matrices(site.tensor)[0], config, device_type=where.device_type)
     refusal = nf4_refusal(spec, site.bias) if config.is_nf4 else None
     if refusal is not None:
         return LinearPlan(site, config, refusal)
-    choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec, row_invariant=where.row_invariant)
+    asked = {"row_invariant": where.row_invariant, "finds_rows": _is_shared(site, config)}
+    choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec, **asked)
     of_experts = isinstance(site, ExpertsSite)
     measured = None if where.measuring is None else where.measuring.measure(choice, of_experts=of_experts)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
@@ -267,8 +272,6 @@ def _share_with_embedding(model: PreTrainedModel, linear: LinearPlan) -> tuple[L
     if linear.choice is None:
         return linear, f"its head stays as it is: {linear.reason}"
     found, refusal = tied_embedding(model, linear.site)
-    if not linear.choice.backend.finds_rows:
-        refusal = f"{linear.choice.backend.name} does not find single rows of what it has packed"
     if refusal is not None:
         return linear, refusal
     return replace(linear, embedding=found, reason=f"{linear.reason}; {found} looks its rows up in it"), None

@@ -65,10 +65,13 @@ class BackendChoice:
 
 
 @functools.cache
-def choose(spec: LinearSpec, name: str = "auto", *, row_invariant: bool = False) -> BackendChoice:
+def choose(
+    spec: LinearSpec, name: str = "auto", *, row_invariant: bool = False, finds_rows: bool = False
+) -> BackendChoice:
     """The first backend, of those called `name`, that does not refuse.
 
-    row_invariant: whether backends that are row-invariant come before the others.
+    row_invariant: whether backends that are row-invariant come before the others. finds_rows: whether it must find
+    single rows of what it has packed.
     Raises UnsupportedError for an unknown name, and if every backend of that name refuses.
     """
     names = ("auto", *dict.fromkeys(backend.name for backend in BACKENDS))
@@ -77,6 +80,8 @@ def choose(spec: LinearSpec, name: str = "auto", *, row_invariant: bool = False)
     refusals: dict[str, str] = {}
     for backend in sorted(_candidates(spec, name), key=lambda backend: row_invariant and not backend.row_invariant):
         reason = backend.refuses(spec)
+        if reason is None and finds_rows and not backend.finds_rows:
+            reason = "it does not find single rows of what it has packed"
         if reason is None:
             refusals.pop(backend.name, None)  # of another variant of it
             return BackendChoice(spec, backend, tuple(refusals.items()), row_invariant)
