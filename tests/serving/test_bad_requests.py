@@ -199,10 +199,12 @@ def test_refused(running: Running, client: httpx.Client, good: str, path: str, b
         (COMPLETIONS, {"stop": [""]}, "stop.0: string should have at least 1 character"),
         (COMPLETIONS, {"stop": 5}, "stop: input should be a valid string"),
         (CHAT, {"tool_choice": "required"}, "tool_choice: only 'auto' or 'none' is served"),
+        (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+         "chat_template_kwargs: chat_template is not served"),
         ("/v1/embeddings", {}, "POST /v1/embeddings is not served; POST /v1/chat/completions, /v1/completions, "
          "/v1/responses are"),
     ],
-    ids=["echo", "empty stop", "stop of another type", "tool choice", "path"],
+    ids=["echo", "empty stop", "stop of another type", "tool choice", "chat template", "path"],
 )  # fmt: skip
 def test_what_is_said(client: httpx.Client, path: str, given: dict[str, Any], message: str) -> None:
     answer = client.post(path, json={**BASE.get(path, {}), **given})
