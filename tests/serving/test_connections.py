@@ -7,6 +7,7 @@ import importlib
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,12 +150,11 @@ def test_a_head_that_does_not_come(served: Served, monkeypatch: pytest.MonkeyPat
 
 def test_silent_connections_give_way(served: Served) -> None:
     """Ten times as many as are taken: each new one gets the place of the oldest, and is served."""
-    silent = [served.connect() for _ in range(10 * LIMITS.most_connections)]
-    with served.connect(GET) as sent:
-        assert status(one_answer(sent)) == 200
-    assert [one.recv(1) for one in silent[: -LIMITS.most_connections]] == [b""] * 9 * LIMITS.most_connections
-    for one in silent:
-        one.close()
+    with ExitStack() as closing:
+        silent = [closing.enter_context(served.connect()) for _ in range(10 * LIMITS.most_connections)]
+        with served.connect(GET) as sent:
+            assert status(one_answer(sent)) == 200
+        assert [one.recv(1) for one in silent[: -LIMITS.most_connections]] == [b""] * 9 * LIMITS.most_connections
     until(lambda: not served.server.server_state.connections)
 
 
