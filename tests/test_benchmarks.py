@@ -99,7 +99,7 @@ TABLES = {  # topic -> rows of each of its tables
     "tiles": [4] * 8,
     "float_rows": [2, 2, 2],
     "weight_formats": [2, 4],
-    "encoders": [2, 1, 1, 3],  # a model of words, one of images, their cosines, and a classifier
+    "encoders": [2, 1, 2, 3],  # a model of words, one of images, their cosines, and a classifier
     "experts": [2, 2],
     "never_slower": [8, 2, 2],
     "quality": [6],

@@ -19,10 +19,11 @@ from ..harness.tables import Table
 from ..harness.texts import SHIPPED
 
 PACKAGES = ("asyncio", "ctypes", "email", "idlelib", "importlib", "multiprocessing", "tkinter", "unittest")
-SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 LENGTH, BATCH = 48, 32  # tokens of a passage, passages of a step
-STEPS, TESTED = 240, 2000
-RATE = 5e-4
+STEPS, TESTED = 1000, 2000
+RATE = 2e-3
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 NOTE = (
     "A BERT that was trained here on passages of Python's library, to tell packages of it apart, over the last fifth "
     "of each module, which it was not trained on. kept: of the accuracy of stock in float32."
@@ -79,7 +80,9 @@ def drawn(packages: list[Tensor], count: int, generator: torch.Generator) -> tup
 def trained(packages: list[Tensor], words: int, *, steps: int, seed: int) -> Any:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    config = BertConfig(**SIZES, vocab_size=words, num_labels=len(packages), max_position_embeddings=LENGTH)
+    config = BertConfig(
+        **SIZES, vocab_size=words, num_labels=len(packages), max_position_embeddings=LENGTH, **NO_DROPOUT
+    )
     model = BertForSequenceClassification(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
