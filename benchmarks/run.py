@@ -185,6 +185,7 @@ def model_of(topic: str, bench: Bench) -> str:
     own = {
         "small_model": str(small_model.SHIPPED),
         "never_slower": "random models of several shapes",
+        "encoders": "random encoders of several shapes",
         "experts": "random experts of several shapes",
         "quality": quality.checkpoint(bench.settings),
         "methods": quality.checkpoint(bench.settings),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import BertConfig, BertModel, DynamicCache, LlamaConfig, PreTrainedModel
 
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.checks import random_tokens
@@ -15,9 +16,11 @@ from benchmarks.harness.models import load_model, weight_bytes
 from benchmarks.harness.settings import Settings
 from benchmarks.setups import SETUPS, llama_cpp, openvino
 from benchmarks.setups.base import Setup
+from benchmarks.setups.encoder_graphs import runtimes, why_missing
 from benchmarks.setups.gguf_file import gguf_refuses
 from benchmarks.setups.model_folder import folder_of
 from benchmarks.setups.openvino_file import openvino_file, openvino_refuses
+from benchmarks.topics.encoders import Encoder, cosine, hidden_of, inputs_of
 from hf_accel.patching.twin import twin
 
 LLAMA_CPP, OPENVINO = llama_cpp.SETUPS[0], openvino.SETUPS[0]
@@ -179,3 +182,19 @@ def test_other_models_are_not_converted() -> None:
     assert openvino_refuses(config) is None
     config.model_type = "qwen3"
     assert openvino_refuses(config) == "only llama models are converted to OpenVINO here, this is qwen3"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime_int8", "openvino", "openvino_int8"])
+def test_a_graph_of_an_encoder_computes_the_same_at_other_sizes(name: str, tmp_path: Path) -> None:
+    if reason := why_missing(name):
+        pytest.skip(reason)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    encoder = Encoder(lambda: BertModel(BertConfig(**sizes), add_pooling_layer=False), {})
+    torch.manual_seed(0)
+    model = encoder.make().eval()
+    few, other, one = (inputs_of(encoder, lengths) for lengths in ([5, 8], [3, 20, 9], [16]))
+    call = runtimes(model, few, [few, other], tmp_path)[name]()
+    for given in (few, other, one):
+        close = cosine(call(given), hidden_of(model)(given), given)
+        assert close > (0.99 if name.endswith("int8") else 0.999999)

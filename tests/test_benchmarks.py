@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedModel, ViTConfig, ViTModel
 
 import hf_accel
 from benchmarks import plots, run
@@ -39,6 +39,7 @@ from benchmarks.topics import (
     decode,
     distill_memory,
     drafts,
+    encoder_accuracy,
     encoders,
     experts,
     float_rows,
@@ -98,7 +99,7 @@ TABLES = {  # topic -> rows of each of its tables
     "tiles": [4] * 8,
     "float_rows": [2, 2, 2],
     "weight_formats": [2, 4],
-    "encoders": [2],
+    "encoders": [2, 1, 2, 3],  # a model of words, one of images, their cosines, and a classifier
     "experts": [2, 2],
     "never_slower": [8, 2, 2],
     "quality": [6],
@@ -147,11 +148,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(weight_formats, "GPT_OSS", weight_formats.GPT_OSS | weight_formats.SMALL)
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
         for name, value in {
-            "MODELS": {"small": sizes},
-            "BATCHES": {"1 x 16": [16], "of 3 and 5": [3, 5]},
+            "MODELS": {
+                "words": encoders.Encoder(
+                    lambda: BertModel(BertConfig(**sizes)), {"1 x 16": [16], "of 3 and 5": [3, 5]}
+                ),
+                "images": encoders.Encoder(lambda: ViTModel(ViTConfig(**sizes)), {"1 image": [1]}, images=True),
+            },
+            "QUICK": ("words", "images"),
             "SECONDS": 0,
         }.items():
             patch.setattr(encoders, name, value)
+        for name, value in {"SIZES": sizes, "STEPS": 16, "TESTED": 256}.items():
+            patch.setattr(encoder_accuracy, name, value)
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
         for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():
             patch.setattr(experts, name, value)
@@ -208,6 +216,39 @@ def test_every_topic_writes_rows_for_every_setup(read: Callable[[str], dict[str,
     for row in (row for table in result["tables"] for row in table["rows"]):
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, (int, float)))
         assert all(value > 0 for name, value in row.items() if isinstance(value, float) and name.endswith("seconds"))
+
+
+def test_encoders_are_near_to_stock(read: Callable[[str], dict[str, Any]]) -> None:
+    *speeds, cosines, accuracy = read("encoders")["tables"]
+    for row in cosines["rows"]:
+        assert row["exact_cosine"] > 1 - 1e-9
+        assert 0.999 < row["int8_cosine"] < 1 - 1e-9
+    for row in (row for table in speeds for row in table["rows"]):
+        assert row["exact_ratio"] > 0 and row["int8_ratio"] > 0
+    assert [row["kept_share"] for row in accuracy["rows"][:2]] == [1, 1]
+
+
+@torch.inference_mode()
+def test_a_runtime_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    small = encoders.Encoder(lambda: BertModel(BertConfig(**sizes)), {"of 3 and 5": [3, 5]})
+    monkeypatch.setattr(encoders, "MODELS", {"small": small})
+    monkeypatch.setattr(encoders, "why_missing", lambda name: None)
+
+    def runtimes(model: torch.nn.Module, *_: Any) -> dict[str, Any]:
+        def without_mask() -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+            return lambda given: model(input_ids=given["input_ids"]).last_hidden_state.flip(-1)
+
+        right = lambda: encoders.hidden_of(model)  # noqa: E731
+        return {"onnxruntime": without_mask, "openvino": right, "openvino_int8": without_mask}
+
+    monkeypatch.setattr(encoders, "runtimes", runtimes)
+    (row,), close = encoders.measured("small", 0, 0.0, tmp_path)
+    assert row["onnxruntime_ratio"] is None
+    assert row["openvino_ratio"] > 0
+    assert row["openvino_int8_ratio"] > 0  # its rounding is only shown
+    assert close["onnxruntime_cosine"] < encoders.LEAST_COSINE
+    assert close["left_out"].startswith("onnxruntime: its outputs have a cosine of ")
 
 
 def test_stock_is_its_own_baseline(read: Callable[[str], dict[str, Any]]) -> None:

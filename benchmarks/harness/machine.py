@@ -16,7 +16,10 @@ from hf_accel.hardware import Hardware, detect, read_bandwidth
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
 
-PACKAGES = ("torch", "transformers", "triton", "bitsandbytes", "torchao", "llama_cpp_python", "openvino", "nncf")
+PACKAGES = (
+    "torch", "transformers", "triton", "bitsandbytes", "torchao", "llama_cpp_python", "openvino", "nncf",
+    "onnxruntime", "onnx",
+)  # fmt: skip
 
 
 class NoKernelsError(Exception):

@@ -1,7 +1,7 @@
 """Tables of measurements: made by the topics, stored as JSON, printed as Markdown.
 
 The end of a column's name says what is in it: seconds, bytes, share (of 1), ratio (against stock), percent (of
-change), perplexity, nats.
+change), perplexity, nats, cosine.
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ def cell(column: str, value: Any) -> str:
         return f"{value:,.2f}x"
     if kind == "percent":
         return f"{value:+.3f} %"
-    if kind in ("perplexity", "nats"):
+    if kind in ("perplexity", "nats", "cosine"):
         return f"{value:.5f}"
     return f"{value:,.1f}" if isinstance(value, float) else str(value)
