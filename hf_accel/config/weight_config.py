@@ -30,7 +30,8 @@ NF4: dict[str, tuple[object, ...]] = {  # the only values that bitsandbytes, and
     "average_bits": (None,), "head": (None,), "only_if_faster": (False,),
 }  # fmt: skip
 FP8: dict[str, tuple[object, ...]] = {
-    "average_bits": (None,), "bits": (8,), "activations": ("auto", None, "fp8"), "method": ("rtn",),
+    "average_bits": (None,), "bits": (8,), "group_size": (None,), "activations": ("auto", None, "fp8"),
+    "method": ("rtn",),
 }  # fmt: skip
 BY_FORMAT: Any = Default("by format=")
 LLM_INT8 = (
@@ -88,7 +89,7 @@ class Layout:
 
     @property
     def is_own(self) -> bool:
-        """True if rounding to nearest makes such weights; the others were quantized by other programs."""
+        """True if torch's own kernels multiply by such weights: with 8 bits they know no scales of groups."""
         return not self.minima and (self.group_size is None) == (self.bits == 8)
 
     @property
@@ -142,11 +143,12 @@ def _meant(value: object) -> str | None:
 class WeightConfig:
     """The format in which Linear weights are stored and multiplied. WeightConfig(4) is WeightConfig(bits=4).
 
-    bits: 8 (one scale per output channel), or 4, 3 or 2 (one scale per group). No kernel multiplies by 3 or 2 bits:
-        plain torch does, slowly, to see what they lose.
+    bits: 8, 4, 3 or 2. No kernel multiplies by 3 or 2 bits: plain torch does, slowly, to see what they lose.
     format: "int", or "fp8" with bits=8: float8_e4m3fn, one scale per output channel, or "nf4" with bits=4:
         bitsandbytes' own layers instead of ours, see `weights="nf4"`.
-    group_size: inputs that share a scale, for 4 bits or fewer: 32, 64 or 128 (default); 64 for NF4.
+    group_size: inputs that share a scale: 32, 64 or 128. None, the default for 8 bits and for no others, gives each
+        output channel one scale. With INT8 activations, inputs of a group share theirs too, of 128 inputs where it is
+        None: groups of 32 lose least, and take longer. 4 bits or fewer: 128 (default). NF4: 64. FP8: None.
     symmetric: False, for 4 bits or fewer, gives each group a zero point too, so that no level is lost on a lopsided
         range.
     activations: "int8", or "fp8" with FP8 weights, quantizes each row of the input on the fly, None keeps it in
@@ -168,7 +170,7 @@ class WeightConfig:
     bits: Bits = 8
     _: KW_ONLY
     format: WeightFormat = "int"
-    group_size: GroupSize = BY_FORMAT
+    group_size: GroupSize | None = BY_FORMAT
     symmetric: bool = True
     activations: Activations = "auto"
     method: Method = "rtn"
@@ -189,10 +191,11 @@ class WeightConfig:
         one_of("bits", self.bits, get_args(Bits))
         check_format("format", self.format, get_args(WeightFormat))
         if isinstance(self.group_size, Default):
-            object.__setattr__(self, "group_size", NF4_BLOCK if self.is_nf4 else 128)
+            usual = NF4_BLOCK if self.is_nf4 else None if self.bits == 8 else 128
+            object.__setattr__(self, "group_size", usual)
         if isinstance(self.head, Default):
             object.__setattr__(self, "head", None if self.is_nf4 else "int8")
-        one_of("group_size", self.group_size, GROUP_SIZES)
+        one_of("group_size", self.group_size, (*GROUP_SIZES, None) if self.bits == 8 else GROUP_SIZES)
         one_of("symmetric", self.symmetric, (True, False))
         if self.activations == "fp8" and self.format != "fp8":
             raise UnsupportedError("activations='fp8' is for FP8 weights; choose weights='fp8', or activations='int8'")
@@ -236,8 +239,7 @@ class WeightConfig:
     def layout(self) -> Layout:
         """The layout of such a weight; for NF4, that of integers of as many bytes, except for the scales' dtype."""
         format: Format = "fp8" if self.format == "fp8" else "int"
-        grouped = None if self.bits == 8 else self.group_size
-        return Layout(bits=self.bits, format=format, group_size=grouped, symmetric=self.symmetric)
+        return Layout(bits=self.bits, format=format, group_size=self.group_size, symmetric=self.symmetric)
 
     @property
     def is_nf4(self) -> bool:
@@ -269,11 +271,14 @@ class WeightConfig:
 
     def with_eight_bits(self) -> WeightConfig:
         """Return the config of a layer that average_bits gives 8 bits."""
-        return dataclasses.replace(self, bits=8, symmetric=True, average_bits=None, calibration=None)
+        return dataclasses.replace(self, bits=8, group_size=None, symmetric=True, average_bits=None, calibration=None)
 
     @property
     def for_head(self) -> WeightConfig | None:
-        """The config of the output head: always INT8, since it decides which token wins; None leaves it alone."""
+        """The config of the output head: always INT8 with a scale for each token, since it decides which one wins.
+
+        None leaves it alone.
+        """
         if self.head is None:
             return None
         activations: Activations = "int8" if self.activations == "fp8" else self.activations

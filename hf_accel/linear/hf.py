@@ -71,8 +71,9 @@ class AccelConfig(QuantizationConfigMixin):
         self.stored_as = None if stored_as is None else dict(stored_as)
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any registered name
         check_patch_keywords("AccelConfig", (name for name in keywords if name != "config"))
-        self.patch = PatchConfig.build(**keywords)
         self.modules = _parse_modules(modules)
+        keywords["weights"] = _without_idle_groups(weights, self.modules)
+        self.patch = PatchConfig.build(**keywords)
         self.tables = _parse_tables(tables, self.modules)
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,6 +89,18 @@ class AccelConfig(QuantizationConfigMixin):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()})"
+
+
+def _without_idle_groups(weights: Weights, modules: Mapping[str, Mapping[str, Any]]) -> Weights:
+    """Return the weights of a saved config without a group_size that had no meaning.
+
+    Earlier versions wrote "group_size": 128 for 8 bits too, whose scales belonged to outputs nevertheless.
+    """
+    if not isinstance(weights, Mapping) or weights.get("bits") != 8 or weights.get("group_size") != 128:
+        return weights
+    grouped = any(each.get("bits") == 8 and each.get("group_size") is not None for each in modules.values())
+    idle = weights.get("format") == "fp8" or (modules and not grouped)
+    return {name: value for name, value in weights.items() if name != "group_size"} if idle else weights
 
 
 def _parse_modules(modules: object) -> dict[str, dict[str, Any]]:

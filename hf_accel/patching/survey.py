@@ -158,11 +158,11 @@ def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
     sites = list(linear_sites(model, config.skip))
     experts = list(experts_sites(model, config.skip))
     if config.layout.group_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows
-        _check_groups(sites, config.layout.group_size)
+        _check_groups(sites, config.bits, config.layout.group_size)
     return [*sites, *experts]
 
 
-def _check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
+def _check_groups(sites: Iterable[LinearSite], bits: int, group_size: int) -> None:
     """Raise UnsupportedError unless groups of this size divide the inputs of every Linear that would be quantized."""
     widths = {site.name: site.weight.shape[1] for site in sites if not site.is_head and site.skip is None}
     cut = [name for name, width in widths.items() if width % group_size]
@@ -170,10 +170,10 @@ def _check_groups(sites: Iterable[LinearSite], group_size: int) -> None:
         return
     fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths.values())]
     ends = sorted({name.rpartition(".")[2] for name in cut})
-    resized = f"weights={{'bits': 4, 'group_size': {max(fitting)}}}" if fitting else "weights='int8'"
+    resized = f"weights={{'bits': {bits}, 'group_size': {max(fitting)}}}" if fitting else "weights='int8'"
     raise UnsupportedError(
         f"group_size={group_size} does not divide the {widths[cut[0]]} inputs of {cut[0]!r}; use {resized}, or leave "
-        f"such layers as they are: weights={{'bits': 4, 'group_size': {group_size}, 'skip': {ends}}}"
+        f"such layers as they are: weights={{'bits': {bits}, 'group_size': {group_size}, 'skip': {ends}}}"
     )
 
 

@@ -428,7 +428,7 @@ def test_changed_for_a_part_of_a_sequence() -> None:
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["embedding", "forward_hook", "data_copied"])
 def test_quantized(name: str, weights: str) -> None:
-    with Asked(build("llama"), weights=hf_accel.WeightConfig(bits=int(weights[3:]), group_size=32)) as asked:
+    with Asked(build("llama"), weights={"int8": "int8", "int4": {"bits": 4, "group_size": 32}}[weights]) as asked:
         before = asked.answers()
         CHANGES[name](asked.model)
         fresh = copy.deepcopy(asked.model)

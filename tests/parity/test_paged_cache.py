@@ -173,7 +173,7 @@ def test_another_patch_drops_the_prefixes() -> None:
     model = build("llama")
     cache = paged(model)
     for weights in ("int8", "int4"):
-        with hf_accel.patched(model, weights=hf_accel.WeightConfig(bits=int(weights[3:]), group_size=32)):
+        with hf_accel.patched(model, weights={"int8": "int8", "int4": {"bits": 4, "group_size": 32}}[weights]):
             cache.reset()
             greedy(model, prompts(1, 13), past_key_values=cache)
     assert cache.statistics()["prefix_hits"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from .dequantize import dequantized
 from .families import DECODER, FAMILIES, build, inputs, prompts
 
 INT4 = [{"bits": 4, "group_size": size} for size in (32, 64, 128)]
+INT8 = [{"bits": 8}, *({"bits": 8, "group_size": size} for size in (128, 64, 32))]
 
 
 INT4_TOLERANCE = 0.02  # of the whole: torch's INT4 kernel rounds few rows of float32 inputs to bfloat16
@@ -63,7 +65,7 @@ def test_int4(family: str) -> None:
     assert relative_error(logits(patched), logits(dequantized(stock, patched))) < INT4_TOLERANCE
 
 
-@pytest.mark.parametrize("settings", INT4, ids=str)
+@pytest.mark.parametrize("settings", [*INT8[1:], *INT4], ids=str)
 def test_group_sizes(settings: dict[str, Any]) -> None:
     stock = llama()
     patched = quantized(stock, **settings, activations=None)
@@ -96,7 +98,7 @@ def round_input(size: int) -> Callable[..., tuple[Tensor, ...]]:
     return hook
 
 
-@pytest.mark.parametrize("settings", [{"bits": 8}, *INT4], ids=str)
+@pytest.mark.parametrize("settings", [*INT8, *INT4], ids=str)
 def test_rounded_activations(settings: dict[str, Any]) -> None:
     stock = llama()
     patched = quantized(stock, **settings, activations="int8")
@@ -124,6 +126,26 @@ def test_quantization_error(settings: dict[str, Any], bound: float) -> None:
     patched = quantized(stock, **settings, activations=None, head=None)
     error = relative_error(logits(patched), logits(stock))
     assert bound / 4 < error < bound
+
+
+def test_error_of_int8_falls_with_the_group_size() -> None:
+    """That of weights and that of activations, which share the groups."""
+    stock = llama()
+    for activations in (None, "int8"):
+        errors = [relative_error(logits(quantized(stock, **s, activations=activations)), logits(stock)) for s in INT8]
+        assert errors == sorted(errors, reverse=True), activations
+
+
+@torch.no_grad()
+def test_groups_of_int8_are_saved_and_read(tmp_path: Path) -> None:
+    patched = quantized(llama(), bits=8, group_size=32)
+    layer = patched.model.layers[0].mlp.down_proj
+    assert layer.quantized.weight_scale.shape == (128, 8)
+    assert "int8 group 32 by " in str(hf_accel.plan(llama(), weights={"bits": 8, "group_size": 32}))
+    patched.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert again.model.layers[0].mlp.down_proj.layout.group_size == 32
+    assert torch.equal(logits(again), logits(patched))
 
 
 def test_error_falls_with_bits_and_group_size() -> None:

@@ -117,17 +117,17 @@ def quantize(
     """Round a weight [out, in] to nearest and pack it. Returns it with its scales [out, groups].
 
     Returns None if the weight holds NaN or infinity. The levels, scales and zero points have the same bits as those of
-    linear.methods.rtn. group_size and symmetric are used for 4 bits only.
+    linear.methods.rtn. group_size: for 8 bits, all inputs where scales belong to outputs. symmetric is used for 4 bits
+    only.
     """
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    group = in_features if bits == 8 else group_size
     packed = _packed_bytes(bits, out_features, in_features)
-    scales = weight.new_empty(out_features, in_features // group)
+    scales = weight.new_empty(out_features, in_features // group_size)
     zeros = None if symmetric or bits == 8 else scales.new_empty(scales.shape, dtype=torch.uint8)
     finite = scales.new_zeros(1, dtype=torch.bool)
     _quantize_weight(
-        FORMATS[bits], DTYPES[weight.dtype], threads(), out_features, in_features, group,
+        FORMATS[bits], DTYPES[weight.dtype], threads(), out_features, in_features, group_size,
         weight.data_ptr(), weight.stride(0), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
         packed.data_ptr(), finite.data_ptr(),
     )  # fmt: skip

@@ -16,11 +16,12 @@ from ..formats import FLOAT8, Float4Weight, Layout, QuantizedWeight, check_group
 def quantize(weight: Tensor, config: WeightConfig) -> QuantizedWeight:
     """Quantize a floating-point weight [out, in] as `config` says; scales get the weight's dtype.
 
-    Symmetric, 8 bits: the largest magnitude of an output channel becomes 127, 448 in FP8. Symmetric, fewer bits: the
-    number of largest magnitude in a group of inputs becomes the lowest level, -8, -4 or -2, by a negative scale if it
-    is positive (ggml's Q4_0), so that no level is lost. Asymmetric, fewer bits: the range of a group, widened to hold
-    0, is cut into 15, 7 or 3 steps, and a zero point says which level is 0, exactly. The error is at most half a step,
-    or one for a number opposite to the largest and nearly as large, and what rounding the scale to its dtype cuts off.
+    Symmetric, 8 bits: the largest magnitude of an output channel, or of a group of inputs, becomes 127, 448 in FP8.
+    Symmetric, fewer bits: the number of largest magnitude in a group of inputs becomes the lowest level, -8, -4 or -2,
+    by a negative scale if it is positive (ggml's Q4_0), so that no level is lost. Asymmetric, fewer bits: the range of
+    a group, widened to hold 0, is cut into 15, 7 or 3 steps, and a zero point says which level is 0, exactly. The
+    error is at most half a step, or one for a number opposite to the largest and nearly as large, and what rounding
+    the scale to its dtype cuts off.
     Raises UnsupportedError for NaN or infinity and for a group size that does not divide the inputs.
     """
     weight = weight.detach()

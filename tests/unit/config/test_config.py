@@ -30,12 +30,23 @@ def test_defaults() -> None:
         ("int4", WeightConfig(bits=4, group_size=128)),
         ("auto", WeightConfig(only_if_faster=True)),
         ({"bits": 4, "group_size": 32}, WeightConfig(bits=4, group_size=32)),
+        ({"bits": 8, "group_size": None}, WeightConfig()),
         ({"bits": 4, "symmetric": False}, WeightConfig(bits=4, symmetric=False)),
         (WeightConfig(skip="lm_head"), WeightConfig(skip=("lm_head",))),
     ],
 )
 def test_weights(word: Any, config: WeightConfig | None) -> None:
     assert PatchConfig.build(weights=word).weights == config
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+def test_groups_of_eight_bits(group_size: Any) -> None:
+    config = WeightConfig(group_size=group_size)
+    assert config.layout.group_size == group_size and config.for_head is not None
+    assert config.for_head.layout.group_size is None
+    four = WeightConfig(average_bits=5, method="gptq", group_size=group_size or 128)
+    assert four.layout.group_size == (group_size or 128) and four.with_eight_bits().layout.group_size is None
+    assert WeightConfig().group_size is WeightConfig(format="fp8").group_size is None
 
 
 @pytest.mark.parametrize(
@@ -66,6 +77,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {"format": "nvfp4"}}, "format='nvfp4' is not made here: .* Blackwell"),
     ({"weights": {"bits": True}}, "bits=True is not known"),
     ({"weights": {"bits": 4, "group_size": 48}}, "group_size=48 is not known; choose one of 32, 64, 128"),
+    ({"weights": {"bits": 8, "group_size": 48}}, "group_size=48 is not known; choose one of 32, 64, 128, None"),
+    ({"weights": {"bits": 4, "group_size": None}}, "group_size=None is not known; choose one of 32, 64, 128$"),
+    ({"weights": {"format": "fp8", "group_size": 128}}, "with format='fp8', group_size=128 is not known; use None"),
     ({"weights": {"activations": "fp8"}}, "activations='fp8' is for FP8 weights; choose weights='fp8'"),
     ({"weights": {"head": "int4"}}, "head='int4' is not known"),
     ({"weights": {"symmetric": False}}, r"symmetric=False is for 4 bits or fewer, INT8 .* leave it True"),

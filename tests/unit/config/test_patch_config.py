@@ -87,6 +87,17 @@ def test_a_saved_config_of_an_earlier_version() -> None:
     assert settings.patch.explicit == CONFIG.keys() - {"quant_method"}
 
 
+def test_groups_that_earlier_versions_wrote_for_eight_bits() -> None:
+    """They had no meaning: scales belonged to outputs, as the settings of the layers say."""
+    written = {**CONFIG, "weights": {**CONFIG["weights"], "bits": 8, "group_size": 128}}
+    by_output, by_group = {"q_proj": {"bits": 8}}, {"q_proj": {"bits": 8, "group_size": 128}}
+    found = [AccelConfig.from_dict({**written, "modules": modules}) for modules in (by_output, by_group)]
+    assert [each.patch.weights.group_size for each in found if each.patch.weights] == [None, 128]
+    fp8 = {"bits": 8, "format": "fp8", "group_size": 128}
+    settings = AccelConfig.from_dict({**CONFIG, "weights": fp8, "modules": {"q_proj": fp8}})
+    assert settings.patch.weights == hf_accel.WeightConfig(format="fp8")
+
+
 SCRIPT = """
 from transformers import AutoModelForCausalLM
 import hf_accel

@@ -63,14 +63,16 @@ def by_rows(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[tuple[int, ..
     return shapes
 
 
-@pytest.mark.parametrize(("weights", "nbytes"), [("int8", 1 + 2 / 64), ("int4", 0.5 + 2 / 32)])
+@pytest.mark.parametrize(
+    ("bits", "group", "nbytes"), [(8, None, 1 + 2 / 64), (8, 32, 1 + 2 / 32), (4, 32, 0.5 + 2 / 32)]
+)
 def test_the_most_frequent_matrix_is_timed_by_what_would_run(
-    monkeypatch: pytest.MonkeyPatch, weights: str, nbytes: float
+    monkeypatch: pytest.MonkeyPatch, bits: Any, group: Any, nbytes: float
 ) -> None:
     shapes = by_rows(monkeypatch, lambda rows: 1e-3 * rows)
     asked: list[LinearSpec] = []
     monkeypatch.setattr(this_machine, "choose", lambda spec: (asked.append(spec), choose(spec))[1])
-    config = WeightConfig(bits=int(weights[-1]), group_size=32)
+    config = WeightConfig(bits=bits, group_size=group)
     machine = measure_machine(workload(weights=config), "cpu")
     assert shapes == [(rows, 128) for rows in MEASURED_ROWS]  # gate and up: two of each layer
     assert [spec.device_type for spec in asked] == ["cpu"]

@@ -11,9 +11,9 @@ from hf_accel.linear.backends.cpu import Cpu
 from hf_accel.linear.methods import rtn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# bits, experts, outputs, inputs, group size, symmetric
+# bits, experts, outputs, inputs, group size of the weight, symmetric
 SHAPES = [
-    (8, 1, 1, 1, 128, True), (8, 5, 37, 100, 128, True), (8, 9, 64, 128, 128, True), (8, 3, 130, 300, 128, True),
+    (8, 1, 1, 1, None, True), (8, 5, 37, 100, None, True), (8, 9, 64, 128, 128, True), (8, 3, 130, 300, None, True),
     (4, 4, 100, 192, 64, True), (4, 7, 65, 96, 32, False), (4, 2, 64, 256, 128, False),
 ]  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_bits_are_those_of_each_expert_alone(isa, shape, dtype):
 
 def test_any_number_of_threads_gives_the_same_bits(isa):
     generator = torch.Generator().manual_seed(0)
-    weights = make((8, 6, 200, 160, 128, True), torch.bfloat16, generator)
+    weights = make((8, 6, 200, 160, None, True), torch.bfloat16, generator)
     starts = torch.tensor([0, 1, 1, 30, 31, 90, 100])
     x = torch.randn(100, 160, generator=generator).bfloat16()
     before, results = torch.get_num_threads(), []
@@ -62,7 +62,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa):
 
 def test_a_bias_that_was_moved_is_read_where_it_is(isa):
     generator = torch.Generator().manual_seed(0)
-    weights, biases = make((8, 2, 8, 16, 128, True), torch.float32, generator), torch.nn.Parameter(torch.zeros(2, 8))
+    weights, biases = make((8, 2, 8, 16, None, True), torch.float32, generator), torch.nn.Parameter(torch.zeros(2, 8))
     call = IntegerExperts(weights, biases)
     x, starts = torch.zeros(2, 16), torch.tensor([0, 1, 2])
     with torch.no_grad():

@@ -30,7 +30,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def make(bits: int, outputs: int, inputs: int, group: int, *, dtype: torch.dtype = torch.float32):
     """A packed weight, its integers and its scales [out, groups]."""
-    quantized = rtn.quantize(torch.randn(outputs, inputs).to(dtype), WeightConfig(bits=bits, group_size=group))
+    quantized = rtn.quantize(
+        torch.randn(outputs, inputs).to(dtype), WeightConfig(bits=bits, group_size=None if bits == 8 else group)
+    )
     stored = quantized.weight if isinstance(quantized, Int8Weight) else quantized.weight_packed.view(torch.uint8)
     packed = pack(bits, stored, quantized.weight_scale)
     return packed, quantized.integers().numpy().astype(np.int64), quantized.weight_scale.float().numpy()
@@ -290,12 +292,19 @@ def test_no_rows(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("bits", "outputs", "inputs", "group"), SHAPES)
+@pytest.mark.parametrize(
+    ("bits", "outputs", "inputs", "group"),
+    [
+        *((8, *shape[1:3], None) for shape in SHAPES if shape[0] == 8),
+        *((8, *shape) for shape in ASYMMETRIC),
+        *SHAPES[5:],
+    ],
+)
 def test_quantize_and_pack_in_one_as_round_to_nearest(isa, bits, outputs, inputs, group, dtype):
     weight = torch.randn(inputs, outputs).to(dtype).t()  # rows are not contiguous
     weight[0, 0] = 0
     expected = rtn.quantize(weight, WeightConfig(bits=bits, group_size=group))
-    result = quantize(bits, weight, group)
+    result = quantize(bits, weight, group or inputs)
     assert result is not None
     packed, scales = result
     assert torch.equal(scales, expected.weight_scale)

@@ -21,6 +21,7 @@ CONFIGS = [
         (4, 32, True),
         (4, 32, False),
         (4, 128, True),
+        (8, None, True),
         (8, 128, True),
         (3, 32, True),
         (2, 32, False),
@@ -40,7 +41,7 @@ def test_no_group_loses_more_than_rounded_to_nearest(config: WeightConfig, dtype
     for seed, (outputs, rows) in enumerate(itertools.product([1, 9, 50], [1, 40, 1000])):
         torch.manual_seed(seed)
         weight, statistics = torch.randn(outputs, 256).to(dtype), Statistics.of(correlated(rows, 256))
-        group_size = 256 if config.bits == 8 else config.group_size
+        group_size = config.group_size or 256
         ours = by_group(weight, awq.quantize(weight, statistics, config), statistics, group_size)
         nearest = by_group(weight, rtn.quantize(weight, config), statistics, group_size)
         # Symmetric without a zero point, the widest range has one level more on the larger side, and the others lie

@@ -21,6 +21,7 @@ CONFIGS = [
         (4, 32, True),
         (4, 32, False),
         (4, 128, True),
+        (8, None, True),
         (8, 128, True),
         (3, 32, False),
         (2, 32, True),

@@ -47,12 +47,13 @@ def test_worked_numbers_in_int4():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("bits", "group_size", "level"), [(8, 384, 127), (4, 32, -8), (4, 64, -8), (4, 128, -8), (3, 32, -4), (2, 128, -2)]
+    ("bits", "group_size", "level"),
+    [(8, 384, 127), (8, 32, 127), (8, 128, 127), (4, 32, -8), (4, 64, -8), (4, 128, -8), (3, 32, -4), (2, 128, -2)],
 )
 def test_every_number_is_within_half_a_stored_scale(dtype, bits, group_size, level):
     """level: of the largest magnitude. A number opposite to it is cut off where there is no level for it."""
     dense = torch.randn(300, 384).to(dtype)
-    config = WeightConfig(bits=bits, group_size=group_size if bits < 8 else 128)
+    config = WeightConfig(bits=bits, group_size=group_size if group_size < 384 else None)
     weight = quantize(dense, config)
     groups = dense.double().numpy().reshape(300, -1, group_size)
     absmax = np.abs(groups).max(axis=-1)
