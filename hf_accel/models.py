@@ -32,7 +32,9 @@ def unwrapped(model: Any, *, keep_adapters: bool = False) -> Any:
 
 def is_transformers_model(given: object) -> bool:
     """Return whether the object is a PreTrainedModel, without importing transformers."""
-    return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(given).__mro__)
+    return any(
+        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(given).__mro__
+    )
 
 
 def models_within(given: object) -> dict[str, Any]:
@@ -49,8 +51,11 @@ def models_within(given: object) -> dict[str, Any]:
         return found
     held = {name: without_adapters(value) for name, value in getattr(given, "__dict__", {}).items()}
     models = {name: value for name, value in held.items() if is_transformers_model(value)}
-    return {name: model for index, (name, model) in enumerate(models.items())
-            if not any(model is other for other in list(models.values())[:index])}
+    return {
+        name: model
+        for index, (name, model) in enumerate(models.items())
+        if not any(model is other for other in list(models.values())[:index])
+    }
 
 
 def model_of(given: Any, *, keep_adapters: bool = False) -> Any:

@@ -175,9 +175,7 @@ def of_sound() -> Any:
     )  # fmt: skip
     model = transformers.Wav2Vec2ForCTC(config).eval()
     extractor = transformers.Wav2Vec2FeatureExtractor()
-    return pipeline(
-        "automatic-speech-recognition", model=model, tokenizer=tokenizer(), feature_extractor=extractor
-    )  # type: ignore[call-overload]
+    return pipeline("automatic-speech-recognition", model=model, tokenizer=tokenizer(), feature_extractor=extractor)  # type: ignore[call-overload]
 
 
 def of_text(task: str, kind: str) -> Any:
@@ -243,7 +241,7 @@ def test_a_cross_encoder(tmp_path: Any) -> None:
     model = of_bert("BertForSequenceClassification")
     model.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    ranker = package.CrossEncoder(str(tmp_path), device="cpu", num_labels=1)
+    ranker = package.CrossEncoder(str(tmp_path), device="cpu", num_labels=2)
     pairs = [("w7 w8", "w9 w10 w11"), ("w12", "w13")]
     expected = ranker.predict(pairs)
     assert hf_accel.patch(ranker, weights=None) is ranker
