@@ -36,8 +36,8 @@ def plan(
     """Return the plan of `patch(model, **keywords)`, with its reasons, without changing anything.
 
     model: a model, what holds one (as patch() takes it), or the path or name of a float checkpoint, of which no weight
-    is read. dtype: to load a checkpoint in; None takes that of config.json. Raises UnsupportedError for a checkpoint that is quantized already, and for
-    what only its weights could tell (AWQ, average_bits).
+    is read. dtype: to load a checkpoint in; None takes that of config.json. Raises UnsupportedError for a checkpoint
+    that is quantized already, and for what only its weights could tell (AWQ, average_bits).
     """
     settings = PatchConfig.build(**keywords)
     if isinstance(model, (str, os.PathLike)):

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedError
 from ..models import evaluating, vocabulary_size
 
-SAMPLES = 320  # values of sound for each place of a sequence: 20 ms at 16 kHz, as Wav2Vec2 and its like count
+VALUES_A_PLACE = 320  # values of sound for each place of a sequence: 20 ms at 16 kHz, as Wav2Vec2 and its like count
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close the outputs of two encoders are.
+    """The outputs of two encoders, compared.
 
     output: the name of the one compared. rows: its vectors that were compared, without those at padding. cosine: the
     lowest between two vectors. difference: the largest, relative to the largest number of the reference.
@@ -52,7 +52,9 @@ def encoder_inputs(model: Any, lengths: list[int]) -> dict[str, Tensor]:
         channels = getattr(own, "num_channels", 3)
         return _placed(model, {name: torch.randn(len(lengths), channels, height, width, generator=generator)})
     if name == "input_values":
-        return _placed(model, {name: torch.randn(len(lengths), SAMPLES * (max(lengths) + 1), generator=generator)})
+        return _placed(
+            model, {name: torch.randn(len(lengths), VALUES_A_PLACE * (max(lengths) + 1), generator=generator)}
+        )
     raise UnsupportedError(
         f"{type(model).__name__} starts from {name}, and random inputs are made for input_ids, pixel_values and "
         "input_values; call the model yourself, patched and not"

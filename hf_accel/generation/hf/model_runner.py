@@ -269,7 +269,8 @@ def weights_changed(model: Any) -> None:
     on with the keys and values that they have.
 
     model: a patched model, or one that holds any number of them, as a PEFT model or a pipeline does; each model
-    that shares the weights needs a call of its own. For a model that is not patched there is nothing to do. Any thread may call this.
+    that shares the weights needs a call of its own. For a model that is not patched there is nothing to do. Any thread
+    may call this.
 
     Raises UnsupportedError for a part of a patched model.
     """
