@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .errors import UnsupportedError
 from .tensors import is_sharded
 
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -27,6 +28,59 @@ def unwrapped(model: Any, *, keep_adapters: bool = False) -> Any:
     while "_orig_mod" in getattr(model, "_modules", ()) or isinstance(model, PARALLEL):
         model = model.module if isinstance(model, PARALLEL) else model._orig_mod
     return model if keep_adapters else without_adapters(model)
+
+
+def is_transformers_model(given: object) -> bool:
+    """Return whether the object is a PreTrainedModel, without importing transformers."""
+    return any(
+        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(given).__mro__
+    )
+
+
+def models_within(given: object) -> dict[str, Any]:
+    """Return the transformers models that a module or another object holds, by the names of their attributes.
+
+    Parts of a model that is found are left out, and a model that is found twice is named once. Other objects than
+    modules, as pipelines, are looked into one level deep.
+    """
+    if isinstance(given, nn.Module):
+        found: dict[str, Any] = {}
+        for name, module in given.named_modules():
+            if is_transformers_model(module) and not any(is_within(name, outer) for outer in found):
+                found[name] = module
+        return found
+    held = {name: without_adapters(value) for name, value in getattr(given, "__dict__", {}).items()}
+    models = {name: value for name, value in held.items() if is_transformers_model(value)}
+    return {
+        name: model
+        for index, (name, model) in enumerate(models.items())
+        if not any(model is other for other in list(models.values())[:index])
+    }
+
+
+def model_of(given: Any, *, keep_adapters: bool = False) -> Any:
+    """Return the transformers model that an object holds: a SentenceTransformer, a CrossEncoder, a pipeline, a module
+    of the user's own, a PEFT model. An object that holds none is returned unchanged.
+
+    keep_adapters: whether a PEFT model is returned unchanged, since generating needs its adapters.
+    Raises UnsupportedError where several are held, since none of them is the model that is meant.
+    """
+    inner = without_adapters(given)
+    if is_transformers_model(inner) or isinstance(inner, type):
+        return given if keep_adapters else inner
+    found = models_within(inner)
+    if len(found) > 1:
+        names = ", ".join(f"{_path(name)} (a {type(model).__name__})" for name, model in found.items())
+        raise UnsupportedError(
+            f"this {type(inner).__name__} holds {len(found)} transformers models, {names}; pass one of them, or each "
+            "in turn"
+        )
+    return next(iter(found.values()), inner)
+
+
+def _path(name: str) -> str:
+    """Write the name of a module as Python does: .0.model is [0].model."""
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
 
 
 def is_within(name: str, outer: str) -> bool:

@@ -6,10 +6,10 @@ import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config.patch_config import PatchConfig, PatchKeywords, takes_patch_keywords
@@ -28,16 +28,16 @@ SMALL_TENSOR = 2**20  # bytes; more are pages of their own
 
 @takes_patch_keywords
 def plan(
-    model: nn.Module | str | os.PathLike[str],
+    model: Any,
     *,
     dtype: torch.dtype | None = None,
     **keywords: Unpack[PatchKeywords],
 ) -> Plan:
     """Return the plan of `patch(model, **keywords)`, with its reasons, without changing anything.
 
-    model: a model, or the path or name of a float checkpoint, of which no weight is read. dtype: to load a checkpoint
-    in; None takes that of config.json. Raises UnsupportedError for a checkpoint that is quantized already, and for
-    what only its weights could tell (AWQ, average_bits).
+    model: a model, what holds one (as patch() takes it), or the path or name of a float checkpoint, of which no weight
+    is read. dtype: to load a checkpoint in; None takes that of config.json. Raises UnsupportedError for a checkpoint
+    that is quantized already, and for what only its weights could tell (AWQ, average_bits).
     """
     settings = PatchConfig.build(**keywords)
     if isinstance(model, (str, os.PathLike)):

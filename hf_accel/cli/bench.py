@@ -7,22 +7,27 @@ from typing import Annotated, Any
 
 import typer
 
-from .models import check_text_model, load_float
+from .models import check_text_model, is_encoder_path, load_float
 from .options import Asked, Dtype, common
 from .output import BadInputError
 
-TOPICS = ("decode", "prefill", "batch", "memory", "ladder")
+TOPICS = ("decode", "prefill", "batch", "memory", "ladder", "encode")
+BATCHES = {"batch": 16, "encode": 8}
 
 
 @common()
 def bench(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="[TOPIC] PATH", help=f"One of {', '.join(TOPICS)} (decode if left out), and a model."),
+        typer.Argument(
+            metavar="[TOPIC] PATH", help=f"One of {', '.join(TOPICS)} (decode or encode if left out), and a model."
+        ),
     ],
-    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt: 512, or 128 for encode.")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate; for batch, their mean.")] = 16,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences at a time: 1, or 16 for batch.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences at a time: 1, 16 for batch, 8 for encode.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each model takes its turn.")] = 3,
     dtype: Dtype = "auto",
     *,
@@ -35,10 +40,16 @@ def bench(
       hf-accel bench examples/stdlib-tiny
       hf-accel bench ladder examples/stdlib-tiny --context 128
       hf-accel bench batch Qwen/Qwen3-0.6B --weights int4 --json
+      hf-accel bench sentence-transformers/all-MiniLM-L6-v2 --batch 8
     """
     topic, path = _topic_and_path(words)
     keywords = asked.keywords()
-    check_text_model(path, "bench", decoder_only=True)
+    encodes = is_encoder_path(path)
+    topic = topic or ("encode" if encodes else "decode")
+    if topic == "encode" and not encodes:
+        raise BadInputError(f"bench encode is for encoders, and {path} is none; choose another topic")
+    if topic != "encode":
+        check_text_model(path, "bench", decoder_only=True)
     with asked.output.progress("loading the model") as now:
         model = load_float(path, dtype=dtype)
         from . import topics
@@ -46,10 +57,16 @@ def bench(
 
         now("looking whether the machine is quiet")
         busy = busy_cores(0.5)
-        sizes = topics.Sizes(context, new_tokens, batch or (16 if topic == "batch" else 1), rounds)
+        sizes = topics.Sizes(
+            context or (128 if topic == "encode" else 512), new_tokens, batch or BATCHES.get(topic, 1), rounds
+        )
         now("patching")
         if topic == "memory":
             rows = topics.memory(model, keywords, sizes)
+        elif topic == "encode":
+            from .encoders import encode
+
+            rows = encode(model, keywords, sizes, now)
         else:
             chosen = topics.TOPICS[topic]
             rows = chosen.measure(model, keywords, sizes, now).rows(chosen.what)
@@ -61,10 +78,10 @@ def bench(
     asked.output.write(document, _text(document, rows, quiet=quiet))
 
 
-def _topic_and_path(words: Sequence[str]) -> tuple[str, str]:
+def _topic_and_path(words: Sequence[str]) -> tuple[str | None, str]:
     match list(words):
         case [path] if path not in TOPICS:
-            return "decode", path
+            return None, path
         case [topic, path] if topic in TOPICS:
             return topic, path
         case [topic, _]:
@@ -85,7 +102,10 @@ def _text(document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, qui
         else:
             size = f"{1e3 * row['seconds']:12,.2f} ms"
             spread = f"  ({row['lowest_ratio']:.2f} to {row['highest_ratio']:.2f})"
-            if row["name"] != rows[0]["name"]:
+            if "cosine" in row:
+                spread += f"  {row['per_second']:,.1f} inputs/s"
+                spread += "" if row["name"] == rows[0]["name"] else f", cosine {row['cosine']:.5f}"
+            elif row["name"] != rows[0]["name"]:
                 spread += f"  KL {row['kl']:.2g}, same top token {row['same_top']:.0%}"
         lines.append(f"{row['name']:<20} {row['what']:<28} {size}  {row['ratio']:6.2f}x{spread}")
     return "\n".join(lines)

@@ -124,6 +124,20 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
         )
 
 
+def is_encoder_path(path: str) -> bool:
+    """Return whether PATH holds a model that does not generate: an encoder, with a head or without."""
+    place = checked_path(path)
+    if place.endswith(".gguf"):
+        return False
+    from transformers import AutoConfig, PreTrainedModel
+
+    from hf_accel.estimate.shapes import class_of
+
+    with explained(path):
+        kind = class_of(AutoConfig.from_pretrained(place))
+    return issubclass(kind, PreTrainedModel) and not kind.can_generate()
+
+
 def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, **keywords: Any) -> Any:
     """Load a model patched with `keywords`; a checkpoint that is quantized already keeps its bits."""
     place, wanted = checked_path(path), named_dtype(dtype)

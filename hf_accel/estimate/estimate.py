@@ -14,7 +14,7 @@ from ..config import KVDtype, WeightConfig, parse_weights
 from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
 from ..linear import LinearSpec
-from ..models import without_adapters
+from ..models import model_of
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
 from .shapes import decoder_config, held_specs, is_encoder, patched_settings, shapes_of
@@ -41,7 +41,8 @@ def estimate(
 ) -> Estimate:
     """Return bytes, seconds and cost of a decoder or an encoder, from its shapes alone: no weight is loaded.
 
-    model: a config, a path or name of one, or a model; a patched one counts as what it was before.
+    model: a config, a path or name of one, a model, or what holds one, as patch() takes it; a patched model counts as
+        what it was before.
     context: tokens of each sequence; batch: sequences.
     weights: as in `patch`; left out, the formats that the layers of a patched or quantized model have, else None, as
         they are. Linears and experts that patch() knows take the bits and scales asked for, the head 8; embeddings
@@ -60,7 +61,8 @@ def estimate(
     """
     positive_int("context", context)
     positive_int("batch", batch)
-    patched = patched_settings(without_adapters(model)) if isinstance(model, nn.Module) else (None, None)
+    model = model_of(model)
+    patched = patched_settings(model) if isinstance(model, nn.Module) else (None, None)
     held = held_specs(model) if isinstance(weights, Default) and isinstance(model, nn.Module) else {}
     weights = patched[0] if isinstance(weights, Default) else weights
     kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype

@@ -15,14 +15,18 @@ from transformers.pytorch_utils import Conv1D
 from ..config import PatchConfig
 from ..errors import UnsupportedError
 from ..linear.hf import holds_experts
-from ..models import without_adapters
+from ..models import PARALLEL, model_of
 from ..undo.state import MARKS, PART_OF, PatchState, find_state
 
 
 def transformers_model(given: Any) -> PreTrainedModel:
-    """Return the transformers model, also one inside of a PEFT wrapper. Raises UnsupportedError if there is none."""
-    inner = without_adapters(given)
-    if not isinstance(inner, PreTrainedModel):
+    """Return the transformers model that the object is or holds (`model_of`).
+
+    Raises UnsupportedError if there is none, if there are several, and for one that torch.compile or torch's data
+    parallelism has wrapped already.
+    """
+    inner = model_of(given)
+    if not isinstance(inner, PreTrainedModel) or _wrapper_within(given) is not None:
         what = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}"
         raise UnsupportedError(f"hf_accel works on a transformers PreTrainedModel, not on {what}; {_way_out(given)}")
     return inner
@@ -37,19 +41,25 @@ def _way_out(given: Any) -> str:
         return "pass the model that it is the tokenizer of"
     if isinstance(given, type):
         return "pass a model of it, as its from_pretrained returns one"
-    within = _within(given)
-    if within == "_orig_mod":
-        return "it is compiled: pass model._orig_mod, or patch before torch.compile"
-    if within is not None:
-        return f"pass the transformers model in it, its .{within}"
-    return "pass the model that from_pretrained returned"
+    wrapper = _wrapper_within(given)
+    if wrapper is not None:
+        name, attribute = wrapper
+        where = f"model.{name}.{attribute}" if name else f"model.{attribute}"
+        if attribute == "_orig_mod":
+            return f"it is compiled: pass {where}, or patch before torch.compile"
+        return f"pass the transformers model in it, {where}"
+    return "pass the model that from_pretrained returned, or an object that holds one"
 
 
-def _within(given: Any) -> str | None:
-    """Return the attribute of a wrapper, a pipeline or a Trainer that holds a transformers model; None without one."""
-    modules = given.named_modules() if isinstance(given, nn.Module) else ()
-    found = next((name for name, module in modules if isinstance(module, PreTrainedModel)), None)
-    return "model" if found is None and isinstance(getattr(given, "model", None), PreTrainedModel) else found
+def _wrapper_within(given: Any) -> tuple[str, str] | None:
+    """Return the name of a wrapper of torch's around the model of a module, and the attribute that holds the model."""
+    modules = given.named_modules() if isinstance(given, nn.Module) and not isinstance(given, PreTrainedModel) else ()
+    for name, module in modules:
+        if isinstance(module, PreTrainedModel):
+            return None
+        if "_orig_mod" in module._modules or isinstance(module, PARALLEL):
+            return name, "_orig_mod" if "_orig_mod" in module._modules else "module"
+    return None
 
 
 def is_patched_with(model: PreTrainedModel, settings: PatchConfig) -> bool:

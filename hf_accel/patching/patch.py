@@ -36,7 +36,7 @@ from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantLinear, QuantModule
 from ..linear.embedding import QuantEmbedding
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
-from ..models import layers_config, unwrapped
+from ..models import layers_config, model_of, unwrapped
 from ..tensors import torchs_defaults
 from ..undo.journal import Journal, mixed_class
 from ..undo.state import (
@@ -61,7 +61,7 @@ from .survey import attention_modules, common_group_size
 from .twin import twin
 from .unpatch import unpatch
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model")
 
 
 @checked_keywords(**MEANT_BY_PATCH)
@@ -81,6 +81,8 @@ def patch(
 ) -> Model:
     """Accelerate a transformers model in place and return it; `unpatch` undoes it exactly.
 
+    model: a PreTrainedModel, or what holds one: a SentenceTransformer, a CrossEncoder, a pipeline, a module of yours,
+        a PEFT model. All functions of hf_accel take the same.
     weights: "int8" (default), "int4", "fp8", "nf4" (bitsandbytes'), None (as is), "auto", or a WeightConfig.
     attention: "auto" (default), the name of a backend, or None for stock.
     cache: "paged" (default), None for stock, or a CacheConfig.
@@ -115,24 +117,24 @@ def patched(model: Model, **keywords: Unpack[PatchKeywords]) -> Iterator[Model]:
     What the block has unpatched itself, or unpatched and patched again, stays as it left it. A model that was patched
     before, with the same keywords, stays patched.
     """
-    before = find_state(unwrapped(model))
-    state = state_of(unwrapped(patch(model, **keywords)))
+    before = find_state(model_of(unwrapped(model)))
+    state = state_of(model_of(unwrapped(patch(model, **keywords))))
     try:
         yield model
     finally:
-        if state is not before and find_state(unwrapped(model)) is state:
+        if state is not before and find_state(model_of(unwrapped(model))) is state:
             unpatch(model)
 
 
-def is_patched(model: nn.Module) -> bool:
-    """Return whether patch() was at work on the model, or on the one that PEFT or torch.compile has wrapped."""
-    return find_state(unwrapped(model)) is not None
+def is_patched(model: object) -> bool:
+    """Return whether patch() was at work on the model, or on the one that PEFT, torch.compile or a pipeline holds."""
+    return find_state(model_of(unwrapped(model))) is not None
 
 
-def stats(model: nn.Module) -> dict[str, Any]:
+def stats(model: object) -> dict[str, Any]:
     """Return statistics of the model's last generate(): seconds, tokens per second, blocks, waste, prefix hits."""
     if is_patched(model):
-        return dict(state_of(unwrapped(model)).generation.statistics)
+        return dict(state_of(model_of(unwrapped(model))).generation.statistics)
     raise UnsupportedError(f"the model is not patched: {type(transformers_model(model)).__name__} has no statistics")
 
 

@@ -20,7 +20,7 @@ from .check import transformers_model
 from .nf4_model import check_nf4
 from .pack import LAYERS
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model")
 # Settings that patch(), and save_pretrained() of a patched model, write into its copy of a config.
 OUR_FIELDS = ("quantization_config", "tie_word_embeddings", "architectures", "dtype")
 

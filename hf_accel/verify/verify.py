@@ -17,6 +17,7 @@ from transformers.utils import logging
 from ..errors import HfAccelError, UnsupportedError
 from ..generation.hf.vocabulary import check_ids, token_ids
 from ..keywords import check_keywords, positive_int
+from ..models import model_of
 from ..patching.check import transformers_model
 from ..patching.pack import PROGRESS_SECONDS
 from ..patching.patch import is_patched, stock_twin
@@ -60,9 +61,11 @@ def verify(
 
     Raises UnsupportedError without anything to compare with, and HfAccelError if original weights cannot be read back.
     """
-    transformers_model(model)
+    transformers_model(model)  # refuses what is none
+    model = model_of(model, keep_adapters=True)
     positive_int("max_new_tokens", max_new_tokens)
     _check_generate(model, generate)
+    reference = reference if isinstance(reference, str | Path) else model_of(reference, keep_adapters=True)
     if reference is model:
         raise UnsupportedError("reference= is the model itself; leave it out to compare with an unpatched copy")
     ids = _prompts(model, prompts, tokenizer, "prompt")

@@ -48,14 +48,14 @@ NO_ENCODER_DECODER = "describes an encoder-decoder; estimate() knows decoders an
 COMMANDS: dict[str, list[object]] = {
     "plan": [],
     "estimate": ["--context", 64, "--bandwidth", "1e9"],
-    "bench": ["--context", 8],
+    "bench": ["--context", 8, "--batch", 3, "--rounds", 1],
     "generate": ["--prompt", "x", "--max-new-tokens", 2],
     "verify": ["--max-new-tokens", 2],
     "serve": ["--port", 0],
 }
 # What is said on stdout, or else in the one line on stderr. verify of an encoder-decoder is not tried here.
-PASSES = {"plan": "a pass", "estimate": "a pass"}
-REFUSED = dict.fromkeys(("bench", "generate", "verify", "serve"), GENERATES_NOT)
+PASSES = {"plan": "a pass", "estimate": "a pass", "bench": "cosine"}
+REFUSED = dict.fromkeys(("generate", "verify", "serve"), GENERATES_NOT)
 SAID: dict[str, dict[str, str]] = {
     **dict.fromkeys(("encoder", "classifier", "images"), PASSES | REFUSED),
     "text to text": {
@@ -87,6 +87,20 @@ def test_each_command(run: Run, folders: dict[str, Path], name: str, command: st
     else:
         assert (result.exit_code, result.stderr) == (0, ""), result.output
         assert said in result.stdout and ("decode" in result.stdout) == (said == "decode")
+
+
+def test_the_rows_of_an_encoder(run: Run, folders: dict[str, Path]) -> None:
+    words = ["--context", 8, "--batch", 3, "--rounds", 2, "--weights", "none", "--json"]
+    document = json.loads(run("bench", folders["encoder"], *words).stdout)
+    assert document["topic"] == "encode"
+    assert [row["what"] for row in document["rows"]] == [
+        what for what in ("one input", "3 of one length", "3 of 1 to 8") for _ in range(2)
+    ]
+    for row in document["rows"]:
+        assert row["cosine"] > 0.99999 and row["seconds"] > 0 and row["per_second"] > 0
+    images = json.loads(run("bench", "encode", folders["images"], *words).stdout)
+    assert {row["what"] for row in images["rows"]} == {"one input", "3 of one length"}
+    assert "is for encoders" in one_line(run("bench", "encode", TINY))
 
 
 def test_what_an_estimate_of_an_encoder_lacks(run: Run, folders: dict[str, Path]) -> None:

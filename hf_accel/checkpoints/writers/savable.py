@@ -16,7 +16,7 @@ from ...errors import HfAccelError, UnsupportedError
 from ...hardware.atomic import check_replaceable
 from ...linear.formats import FLOAT8
 from ...linear.hf import is_split
-from ...models import unwrapped
+from ...models import model_of, unwrapped
 from ...patching.check import check_model, first_names
 from ...patching.originals import files_of
 from ...patching.printed import Line, Printed, Row, row_of, table
@@ -32,7 +32,7 @@ MODEL_FILES = re.compile(
 
 def savable(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model to write. Raises UnsupportedError for adapters and for others' quantization."""
-    inner = check_model(unwrapped(model))
+    inner = check_model(model_of(unwrapped(model)))
     other = other_quantizer(inner)
     if other is not None:
         raise UnsupportedError(f"the model is quantized by {other}; model.save_pretrained writes it as what it is")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...config import CacheConfig, parse_speculative
 from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
-from ...models import vocabulary_size, without_adapters
+from ...models import model_of, vocabulary_size
 from ...undo.state import state_of
 from ..engine.engine_loop import make_loop
 from ..engine.stream import Request, Sample
@@ -77,7 +77,7 @@ class Engine:
         max_running: int | None = None,
         speculative: Any = NOT_GIVEN,
     ) -> None:
-        self.model = without_adapters(model)
+        self.model = model_of(model)
         self.tokenizer = tokenizer
         state = _state(self.model)
         settings = state.cache or CacheConfig()

@@ -17,7 +17,7 @@ from ...cache.group import PageGroup, PassInputs, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
-from ...models import positions_depend_on_length
+from ...models import model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers
 from ...undo.state import PART_OF, find_state, state_of
 
@@ -256,7 +256,7 @@ class ModelRunner:
         return logits if self.selects or everything else logits[inputs.keep]
 
 
-def weights_changed(model: nn.Module) -> None:
+def weights_changed(model: Any) -> None:
     """Forget what was computed with the weights that the model had before.
 
         with torch.no_grad():
@@ -268,11 +268,13 @@ def weights_changed(model: nn.Module) -> None:
     rows that torch does not count (through `.data`, numpy or DLPack), and to be certain at once. Requests that run go
     on with the keys and values that they have.
 
-    model: a patched model, or one that holds any number of them, as a PEFT model does; each model that shares the
-    weights needs a call of its own. For a model that is not patched there is nothing to do. Any thread may call this.
+    model: a patched model, or one that holds any number of them, as a PEFT model or a pipeline does; each model
+    that shares the weights needs a call of its own. For a model that is not patched there is nothing to do. Any thread
+    may call this.
 
     Raises UnsupportedError for a part of a patched model.
     """
+    model = model if isinstance(model, nn.Module) else model_of(model)
     outer = vars(model).get(PART_OF)
     if outer is not None:
         raise UnsupportedError(

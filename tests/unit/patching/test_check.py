@@ -38,13 +38,15 @@ NOT_A_MODEL: dict[str, tuple[Callable[[], Any], str]] = {
     "a class": (lambda: LlamaModel, "the class LlamaModel; pass a model of it, as its from_pretrained returns one"),
     "a config": (lambda: build("llama").config, r"make a model of it first, as with .*from_config\(config\)"),
     "a tokenizer": (letters, "pass the model that it is the tokenizer of"),
-    "a pipeline": (lambda: TextGenerationPipeline(build("llama"), letters()), r"in it, its \.model$"),
     "compiled": (
         lambda: torch.compile(build("llama"), backend="eager"),
         r"compiled: pass model\._orig_mod, or patch before",
     ),
-    "data parallel": (lambda: nn.DataParallel(build("llama")), r"in it, its \.module$"),
-    "wrapped": (lambda: Wrapped(build("llama")), r"in it, its \.inner\.0$"),
+    "data parallel": (lambda: nn.DataParallel(build("llama")), r"in it, model\.module$"),
+    "compiled within": (
+        lambda: Wrapped(torch.compile(build("llama"), backend="eager")),  # type: ignore[arg-type]
+        r"compiled: pass model\.inner\.0\._orig_mod, or patch before",
+    ),
 }
 
 
