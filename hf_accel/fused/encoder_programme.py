@@ -297,12 +297,13 @@ class EncoderProgramme(NativeOperations):
                 case "rope":
                     assert tables is not None
                     sizes = ((values[name], values["dim"]) for name in ("heads", "kv_heads"))
-                    qk = (
+                    q, k = (
                         at(span, size[0] * size[1]).view(-1, *size).transpose(0, 1)[None]
                         for span, size in zip(places, sizes, strict=True)
                     )
                     form = self.rotations[id(operation)]
-                    turned = rope(*qk, *tables, interleaved=form.interleaved, round_each=form.round_each)
+                    interleaved, round_each = form.interleaved, form.round_each
+                    turned = rope(q, k, *tables, interleaved=interleaved, round_each=round_each)
                     results = [each[0].transpose(0, 1).reshape(len(x), -1) for each in turned]
                 case "layer_norm":
                     terms = [at(span, values["dim"]) for span in places]

@@ -165,7 +165,8 @@ def test_windows_rotations_and_gates() -> None:
 FORMS: dict[str, tuple[Any, bool]] = {
     "first": (lambda act, x, y: act(x) * y, True), "second": (lambda act, x, y: x * act(y), True),
     "none": (lambda act, x, y: x * y, False), "both": (lambda act, x, y: act(x) * act(y), False),
-    "square": (lambda act, x, y: (lambda z: z * z)(act(x)), False), "with itself": (lambda act, x, y: act(x) * x, True),
+    "square": (lambda act, x, y: (lambda z: z * z)(act(x)), False),
+    "with itself": (lambda act, x, y: act(x) * x, True),
     "read again": (lambda act, x, y: (lambda z: z * y + z)(act(x)), False),
 }  # fmt: skip
 
