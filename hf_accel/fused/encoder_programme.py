@@ -168,7 +168,7 @@ class EncoderProgramme(NativeOperations):
 
     def __init__(self, trace: EncoderTrace, scale: float, table_dtype: torch.dtype | None = None) -> None:
         self.dtype, self.width, self.arity, self.scale = trace.dtype, trace.widths[INPUT], trace.arity, scale
-        self.table_dtype, self.window = table_dtype, window_of(trace.operations)
+        self.table_dtype, self.window = table_dtype, attended_window(trace.operations)
         self.rotations: dict[int, RotaryForm] = {}  # by the number of the operation
         dims = {operation.values["dim"] for operation in trace.operations if operation.kind == "rope"}
         if len(dims) > 1:
@@ -303,8 +303,8 @@ class EncoderProgramme(NativeOperations):
                     )
                     form = self.rotations[id(operation)]
                     interleaved, round_each = form.interleaved, form.round_each
-                    turned = rope(q, k, *tables, interleaved=interleaved, round_each=round_each)
-                    results = [each[0].transpose(0, 1).reshape(len(x), -1) for each in turned]
+                    rotated = rope(q, k, *tables, interleaved=interleaved, round_each=round_each)
+                    results = [each[0].transpose(0, 1).reshape(len(x), -1) for each in rotated]
                 case "layer_norm":
                     terms = [at(span, values["dim"]) for span in places]
                     results = self._norm(operation.modules[0], terms, keep=len(operation.outputs) == 2)
@@ -322,7 +322,7 @@ class EncoderProgramme(NativeOperations):
         return [layer_norm(terms[0], norm.weight, norm.bias, norm.eps, y=y)]
 
 
-def window_of(operations: Iterable[Operation]) -> int | None:
+def attended_window(operations: Iterable[Operation]) -> int | None:
     """Return the window that a layer's attention is given, None for all tokens. Raises UntraceableError."""
     window = next(each for each in operations if each.kind == "attend").values["options"].get("sliding_window")
     if window is not None and (type(window) is not int or window < 1):

@@ -25,7 +25,7 @@ from ...recognition.trace import UntraceableError
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..encoder_programme import EncoderProgramme, RowLayout, Tables, window_of
+from ..encoder_programme import EncoderProgramme, RowLayout, Tables, attended_window
 from .layer_calls import attend_of
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
@@ -49,10 +49,10 @@ MOST_KINDS = 8  # of calls that are kept
 
 @dataclass(frozen=True)
 class Computation:
-    """What computes a call in place of the module's code.
+    """A computation of a call in place of the module's code.
 
-    run: [B, T, width], its layout, and cos and sin of its tokens -> what the code would return. first: the programme of
-    the first layer, which knows the layout of a mask, and whether cos and sin are read.
+    run: [B, T, width], its layout, and cos and sin of its tokens -> what the code would return. first: the first
+    layer's programme, which knows the layout of a mask, and whether cos and sin are read.
     """
 
     run: Callable[[Tensor, RowLayout, Tables | None], Any]
@@ -244,7 +244,7 @@ def scale_of(trace: EncoderTrace, *, masked: bool) -> float:
     (module,), values = operation.modules, operation.values
     planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
     trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
-    window_of(trace.operations)  # which must be known
+    attended_window(trace.operations)  # which must be known
     if causal or values["options"].get("softcap") or values["masked"] is not masked:
         raise UntraceableError("its attention is not that of all tokens to all that the mask shows")
     if planned is not None and not isinstance(planned.backend, CpuBackend):

@@ -13,7 +13,7 @@ from transformers.models.modernbert.modeling_modernbert import ModernBertEncoder
 from transformers.models.vit.modeling_vit import ViTLayer
 
 from hf_accel.attention.hf import ATTENTION_NAME
-from hf_accel.fused.encoder_programme import window_of
+from hf_accel.fused.encoder_programme import attended_window
 from hf_accel.recognition.encoder_trace import CallForm, EncoderTrace, StackTrace, bound, usual_form
 from hf_accel.recognition.trace import INPUT, OUTPUT, UntraceableError
 
@@ -153,7 +153,7 @@ def test_windows_rotations_and_gates() -> None:
     kinds = ["linear", "rope", "attend", "linear", "layer_norm", "linear", "gate", "linear", "add"]
     assert [operation.kind for operation in whole] == kinds
     assert [operation.kind for operation in near] == ["layer_norm", *kinds]
-    assert (window_of(whole), window_of(near)) == (None, 4), "three on both sides, and its own"
+    assert (attended_window(whole), attended_window(near)) == (None, 4), "three on both sides, and its own"
     product, rotation, attention = near[1:4]
     assert [span.offset for span in rotation.inputs] == [0, 24] and attention.inputs[2].offset == 48
     assert {span.stride for span in rotation.inputs} == {72} and product.outputs[0].stride == 72
