@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,15 +12,18 @@ from torch import Tensor
 
 from ..kernels.cpu.attention import EVERY_KEY, attend
 from ..kernels.cpu.decoder_layer import run_layer
-from ..kernels.cpu.library import DTYPES, FLOATS, threads
-from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm
+from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS, threads
+from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rope, rounds_each
 from ..kernels.layouts import KV, AttentionOptions, Ragged
 from ..recognition.encoder_trace import EncoderTrace
 from ..recognition.trace import INPUT, OUTPUT, Operation, Span, UntraceableError
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN, integers, is_plain_tensor
 from .layer_programme import KINDS, NativeOperations
+from .modules import RotaryForm, form_of_rotation
 from .projections import UNLIMITED
+
+Tables = tuple[Tensor, Tensor]  # cos and sin
 
 # The tokens of a native call, unless one sequence has more: its memory stays in the caches.
 CALL_TOKENS = 1024
@@ -51,6 +54,54 @@ class RowLayout:
         out = rows.new_zeros(self.shape[0] * self.shape[1], rows.shape[1])
         return out.index_copy_(0, self.index, rows).view(*self.shape, -1)
 
+    def tables(self, tables: Tables) -> Tables | None:
+        """[B or 1, T, dim] -> [N, dim]: of the places of the tokens; None for tables of another form."""
+        cos, sin = tables
+        shapes = [(batch, self.shape[1], cos.shape[-1]) for batch in (1, self.shape[0])]
+        if cos.shape not in shapes or sin.shape != cos.shape or sin.dtype is not cos.dtype:
+            return None
+        if not all(type(each) in PLAIN and each.is_cpu for each in tables):
+            return None
+        cos, sin = (self.rows(each.expand(self.shape[0], -1, -1)).contiguous() for each in tables)
+        return cos, sin
+
+
+def windowed_layout(mask: Tensor | None, batch: int, tokens: int, window: int) -> RowLayout | None:
+    """Return the layout of a batch whose queries see the keys at a distance of less than `window`, on both sides.
+
+    The mask must say so of each query that is no padding, [B or 1, 1, T, T]. Padding must be on the right, because it
+    counts in distances. If no token is as far from another, it is a mask as that of `layout_of`.
+    """
+    if tokens <= window:
+        return layout_of(mask, batch, tokens)
+    if type(mask) not in PLAIN or mask.ndim != 4 or not mask.is_cpu:  # type: ignore[union-attr]
+        return None
+    assert mask is not None
+    if mask.shape[0] not in (1, batch) or mask.shape[1:] != (1, tokens, tokens):
+        return None
+    columns = mask[:, 0].diagonal(dim1=1, dim2=2)  # a token sees itself
+    layout = layout_of(columns[:, None, None], batch, tokens)
+    seen = _seen(mask[:, 0])
+    if layout is None or seen is None:
+        return None
+    real = seen.diagonal(dim1=1, dim2=2)
+    if bool((real[:, 1:] & ~real[:, :-1]).any()):
+        return None
+    places = torch.arange(tokens)
+    near = (places[:, None] - places).abs() < window
+    agrees = (seen == (real[:, None, :] & near)) | ~real[:, :, None]
+    return layout if bool(agrees.all()) else None
+
+
+def _seen(mask: Tensor) -> Tensor | None:
+    """Return which keys a mask shows, as bool; None if its numbers do more than show and hide them."""
+    if mask.dtype is torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return None
+    seen = mask == 0
+    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else None
+
 
 def layout_of(mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
     """Return the layout of a batch whose attention has this mask; None for a mask that does not say which are padding.
@@ -68,14 +119,10 @@ def layout_of(mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
     columns = mask[:, 0, 0]
     if queries > 1 and mask.stride(2) and not bool((mask == mask[:, :, :1]).all()):
         return None
-    if mask.dtype is not torch.bool:
-        if not mask.is_floating_point():
-            return None
-        hidden = columns <= torch.finfo(mask.dtype).min
-        columns = columns == 0
-        if not bool((columns | hidden).all()):
-            return None
-    columns = columns.expand(batch, tokens)
+    seen = _seen(columns)
+    if seen is None:
+        return None
+    columns = seen.expand(batch, tokens)
     lengths: list[int] = columns.sum(1).tolist()
     if min(lengths) == tokens:
         return _layout((batch, tokens), None, lengths)
@@ -114,10 +161,19 @@ class EncoderProgramme(NativeOperations):
 
     It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
     Raises UntraceableError for an operation that has no kernel.
+
+    table_dtype: of cos and sin. window: a query sees the keys at a distance of less than this, None for all. tables:
+    the size of the cos and sin of a token, None if the layer reads none.
     """
 
-    def __init__(self, trace: EncoderTrace, scale: float) -> None:
+    def __init__(self, trace: EncoderTrace, scale: float, table_dtype: torch.dtype | None = None) -> None:
         self.dtype, self.width, self.arity, self.scale = trace.dtype, trace.widths[INPUT], trace.arity, scale
+        self.table_dtype, self.window = table_dtype, attended_window(trace.operations)
+        self.rotations: dict[int, RotaryForm] = {}  # by the number of the operation
+        dims = {operation.values["dim"] for operation in trace.operations if operation.kind == "rope"}
+        if len(dims) > 1:
+            raise UntraceableError("it rotates heads of different sizes")
+        self.tables: int | None = min(dims, default=None)
         self.reads, self.max_tokens = trace.reads, UNLIMITED
         self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
         self.operations = trace.operations
@@ -134,9 +190,27 @@ class EncoderProgramme(NativeOperations):
             case "attend":
                 return {
                     "kind": KINDS["attend_rows"], "heads": values["heads"], "kv_heads": values["heads"],
-                    "dim": values["dim"], "value_dim": values["dim"], "scale": self.scale, "ahead": EVERY_KEY,
+                    "dim": values["dim"], "value_dim": values["dim"], "scale": self.scale,
+                    "window": self.window or 0, "ahead": EVERY_KEY if self.window is None else self.window - 1,
                 }  # fmt: skip
+            case "gate":
+                return {"dim": values["dim"], "activation": ACTIVATIONS[values["activation"]]}
+            case "rope":
+                return self._rope(operation)
         return super()._fields(operation)
+
+    def _rope(self, operation: Operation) -> dict[str, Any]:
+        values, form = operation.values, None
+        if self.table_dtype is not None:
+            form = form_of_rotation(values["function"], self.dtype, self.table_dtype)
+        if form is None or self.table_dtype is None:
+            raise UntraceableError("its rotation has no native call")
+        self.rotations[id(operation)] = form
+        return {
+            "heads": values["heads"], "kv_heads": values["kv_heads"], "dim": values["dim"],
+            "interleaved": form.interleaved,
+            "round_each": rounds_each(self.dtype, self.table_dtype, round_each=form.round_each),
+        }  # fmt: skip
 
     def _layer_norm(self, operation: Operation) -> dict[str, Any]:
         (norm,) = operation.modules
@@ -169,20 +243,34 @@ class EncoderProgramme(NativeOperations):
         for each in self._hooks:
             yield from each.values()
 
-    def __call__(self, x: Tensor, layout: RowLayout) -> Tensor:
-        """x: [N, width], contiguous, of the dtype of the trace: the tokens of the layout -> [N, width]."""
+    def layout_of(self, mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
+        """Return the layout of a batch with this mask; None if the layer attends in another way than the mask says."""
+        if self.window is None:
+            return layout_of(mask, batch, tokens)
+        return windowed_layout(mask, batch, tokens, self.window)
+
+    def __call__(self, x: Tensor, layout: RowLayout, tables: Tables | None = None) -> Tensor:
+        """x: [N, width], contiguous, of the dtype of the trace: the tokens of the layout -> [N, width].
+
+        tables: cos and sin, [N, self.tables] of table_dtype, contiguous.
+        """
         if len(x) > self.max_tokens:
-            return self._one_by_one(x, layout.ragged)
+            return self._one_by_one(x, layout.ragged, tables)
         out, dtype, count = torch.empty_like(x), DTYPES[self.dtype], threads()
+        table_dtype, size = 0, self.tables or 0
+        if size:
+            assert tables is not None and self.table_dtype is not None
+            table_dtype = DTYPES[self.table_dtype]
         for part, starts in layout.calls:
             rows = x[part]
+            cos, sin = (0, 0) if tables is None else (each[part].data_ptr() for each in tables)
             run_layer(
-                *self._fixed, rows.data_ptr(), out[part].data_ptr(), 0, 0, len(rows), 1, 0, 0,
-                0, 0, 0, 0, 0, 0, starts.data_ptr(), 0, 0, len(starts) - 1, 0, dtype, 0, 0, 0, count,
+                *self._fixed, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
+                0, 0, 0, 0, 0, 0, starts.data_ptr(), 0, 0, len(starts) - 1, 0, dtype, table_dtype, 0, 0, count,
             )  # fmt: skip
         return out
 
-    def _one_by_one(self, x: Tensor, ragged: Ragged) -> Tensor:
+    def _one_by_one(self, x: Tensor, ragged: Ragged, tables: Tables | None) -> Tensor:
         """Compute the layer with the products of its linear layers, of which torch's are faster for many rows."""
         buffers = {INPUT: x}
 
@@ -200,7 +288,23 @@ class EncoderProgramme(NativeOperations):
                 case "attend":
                     heads = values["heads"], values["dim"]
                     q, k, v = (at(span, heads[0] * heads[1]).view(-1, *heads) for span in places)
-                    results = [attend(q, KV(k, v), AttentionOptions(self.scale, causal=False), ragged).flatten(1)]
+                    options = AttentionOptions(self.scale, causal=False, window=self.window)
+                    ahead = None if self.window is None else self.window - 1
+                    results = [attend(q, KV(k, v), options, ragged, ahead=ahead).flatten(1)]
+                case "gate":
+                    gate, up = (at(span, values["dim"]) for span in places)
+                    results = [activate(gate, values["activation"], y=up)]
+                case "rope":
+                    assert tables is not None
+                    sizes = ((values[name], values["dim"]) for name in ("heads", "kv_heads"))
+                    q, k = (
+                        at(span, size[0] * size[1]).view(-1, *size).transpose(0, 1)[None]
+                        for span, size in zip(places, sizes, strict=True)
+                    )
+                    form = self.rotations[id(operation)]
+                    interleaved, round_each = form.interleaved, form.round_each
+                    rotated = rope(q, k, *tables, interleaved=interleaved, round_each=round_each)
+                    results = [each[0].transpose(0, 1).reshape(len(x), -1) for each in rotated]
                 case "layer_norm":
                     terms = [at(span, values["dim"]) for span in places]
                     results = self._norm(operation.modules[0], terms, keep=len(operation.outputs) == 2)
@@ -216,3 +320,11 @@ class EncoderProgramme(NativeOperations):
             return list(add_layer_norm(terms[0], terms[1], norm.weight, norm.bias, eps=norm.eps))
         y = terms[1] if len(terms) == 2 else None
         return [layer_norm(terms[0], norm.weight, norm.bias, norm.eps, y=y)]
+
+
+def attended_window(operations: Iterable[Operation]) -> int | None:
+    """Return the window that a layer's attention is given, None for all tokens. Raises UntraceableError."""
+    window = next(each for each in operations if each.kind == "attend").values["options"].get("sliding_window")
+    if window is not None and (type(window) is not int or window < 1):
+        raise UntraceableError("its window is not a number of tokens")
+    return window

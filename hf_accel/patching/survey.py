@@ -285,7 +285,7 @@ def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> s
 STOCK_ATTENTION = (
     "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION_NAME,
 )  # fmt: skip
-WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
+WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask", "create_masks_for_generate")
 
 
 def model_attention_refusal(model: PreTrainedModel) -> str | None:

@@ -32,8 +32,8 @@ from .trace import (
 )
 from .trial import PLAIN_ACTIVATIONS, activation_name
 
-MASK = "attention_mask"
-PASSED_ON = (MASK, "position_ids")  # tensors that a layer may only pass on to its attention
+MASK, TABLES = "attention_mask", "position_embeddings"
+PASSED_ON = (MASK, "position_ids", TABLES)  # tensors that a layer may only pass on to its attention
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,29 @@ class CallForm:
     """The arguments of a call, apart from the numbers in tensors.
 
     states: the name of the hidden states. tensors: those of PASSED_ON that are tensors. plain: the name, type and
-    value of each other argument; True is not 1.
+    value of each other argument; True is not 1. table_dtype: of cos and sin, if they are given.
     """
 
     states: str
     tensors: frozenset[str] = frozenset()
     plain: tuple[tuple[str, type, Any], ...] = ()
+    table_dtype: torch.dtype | None = None
 
 
-def usual_form(kind: type[nn.Module]) -> CallForm:
-    """Return the form of a call with hidden states, and with a mask if the code takes one."""
+def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> CallForm:
+    """Return the form of a call with hidden states, and with a mask, and cos and sin of `dtype`, if the code takes
+    them.
+    """
     names = parameter_names(kind.forward)
     if not names:
         raise UntraceableError("it takes no hidden states")
-    return CallForm(names[0], frozenset({MASK}.intersection(names)))
+    tensors = frozenset({MASK, TABLES}.intersection(names))
+    return CallForm(names[0], tensors, table_dtype=dtype if TABLES in tensors else None)
+
+
+def tables_of(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the cos and sin of a call that is `bound`; None if it has none."""
+    return dict(zip(parameter_names(kind.forward), args, strict=False)).get(TABLES, kwargs.get(TABLES))
 
 
 def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, CallForm] | None:
@@ -72,7 +81,13 @@ def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any])
     plain = tuple((name, type(value), value) for name, value in named.items() if name not in tensors)
     if not all(issubclass(item[1], PLAIN_TYPES) for item in plain):
         return None
-    return x, mask, CallForm(names[0], tensors, plain)
+    table_dtype = None
+    if TABLES in tensors:
+        tables = named[TABLES]
+        if type(tables) is not tuple or list(map(type, tables)) != [torch.Tensor] * 2:
+            return None
+        table_dtype = tables[0].dtype
+    return x, mask, CallForm(names[0], tensors, plain, table_dtype)
 
 
 @lru_cache(maxsize=256)
@@ -100,6 +115,9 @@ class EncoderTrace(Trace):
         last = self.operations[-1] if self.operations else None
         if last is None or sum(operation.kind == "attend" for operation in self.operations) != 1:
             raise UntraceableError("it does not attend once")
+        written = {INPUT, *(span.buffer for operation in self.operations for span in operation.outputs)}
+        if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
+            raise UntraceableError("it reads an activation again that it multiplied")
         whole = isinstance(result, StandIn) and result.shape == (BATCH, TOKENS, width) and result.factor == 1
         if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm"):
             raise UntraceableError("it returns something else than its last sum or norm")
@@ -109,7 +127,8 @@ class EncoderTrace(Trace):
     def call(self, module: nn.Module, width: int, form: CallForm) -> Any:
         """Return the result of a module's code on hidden states [B, T, width]."""
         self.widths[INPUT] = self.widths[OUTPUT] = width
-        tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors} | {MASK: self.mask}
+        tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
+        tensors |= {MASK: self.mask, TABLES: self.tables}
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
         kwargs[form.states] = StandIn(self, Span(INPUT, 0, width), width)
         try:
@@ -151,6 +170,24 @@ class EncoderTrace(Trace):
         self._require(x, heads=False)
         out = self.buffer(x.width)
         self.operations.append(Operation("activation", [x.span], [out], values={"activation": name}))
+        return StandIn(self, out, x.width)
+
+    def multiply(self, x: StandIn, other: Any) -> StandIn:
+        return self.gate(x, other) if isinstance(other, StandIn) else super().multiply(x, other)
+
+    def gate(self, x: StandIn, y: StandIn) -> StandIn:
+        """Record act(x) * y, in either order, as one operation in place of the activation."""
+        place, other = next(
+            ((i, b) for a, b in ((x, y), (y, x)) for i, operation in enumerate(self.operations)
+             if operation.kind == "activation" and operation.outputs == [a.span]), (None, None),
+        )  # fmt: skip
+        for each in (x, y):
+            self._require(each, heads=False)
+        if place is None or other is None or x.width != y.width or x.span == y.span:
+            raise UntraceableError("it multiplies two tensors of which none is an activation")
+        activation, out = self.operations.pop(place), self.buffer(x.width)
+        values = activation.values | {"dim": x.width}
+        self.operations.append(Operation("gate", [*activation.inputs, other.span], [out], values=values))
         return StandIn(self, out, x.width)
 
     def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:

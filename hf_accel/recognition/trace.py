@@ -23,7 +23,7 @@ from .code import ROTATION, with_rotation
 from .trial import GatedNames, gated_names
 from .unchanged import HOOKS, Read, has_own_forward
 
-Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation"]
+Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate"]
 
 # The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
 TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
@@ -224,7 +224,7 @@ class Trace:
         return StandIn(self, out, x.width, heads=x.heads, transposed=x.transposed)
 
     def rotate(self, original: Any, *args: Any, **kwargs: Any) -> tuple[StandIn, StandIn]:
-        if len(args) != 4 or kwargs or (args[2], args[3]) != self.tables:
+        if len(args) != 4 or not _as_usual(original, kwargs) or (args[2], args[3]) != self.tables:
             raise UntraceableError("it rotates in a way of its own")
         q, k = args[:2]
         for x in (q, k):
@@ -272,12 +272,25 @@ class Trace:
         self.operations.append(Operation("add", [x.span, y.span], [out], values={"dim": x.width, "factor": y.factor}))
         return StandIn(self, out, x.width)
 
+    def multiply(self, x: StandIn, other: Any) -> StandIn:
+        """Multiply by something else than a number."""
+        raise UntraceableError("it multiplies by more than a number")
+
     @staticmethod
     def _require(x: Any, *, heads: bool) -> None:
         """Check the form of x. heads: whether x must be [B, heads, T, dim], else [B, T, width]."""
         known = isinstance(x, StandIn) and x.factor == 1
         if not known or x.transposed is not heads or (x.heads is not None) is not heads:
             raise UntraceableError("its tensors have another layout")
+
+
+def _as_usual(rotation: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a rotation would do the same without these arguments, because they have their usual values."""
+    if not kwargs:
+        return True
+    usual = inspect.signature(rotation).parameters
+    known = all(isinstance(value, PLAIN_TYPES) and name in usual for name, value in kwargs.items())
+    return known and all(usual[name].default == value for name, value in kwargs.items())
 
 
 # -- stand-ins ----------------------------------------------------------------------------------------
@@ -345,8 +358,10 @@ class StandIn:
     def dtype(self) -> torch.dtype:
         return self.trace.dtype
 
-    def view(self, *sizes: Any) -> StandIn:
+    def view(self, *sizes: Any) -> Any:
         batch, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
+            return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
         if self.transposed or tokens is not TOKENS or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
@@ -373,6 +388,18 @@ class StandIn:
             raise UntraceableError("it computes in another dtype")
         return self
 
+    def parts(self, count: int) -> list[StandIn]:
+        """Columns side by side, of one width."""
+        if self.heads is not None or self.width % count:
+            raise UntraceableError("it divides a tensor into other parts than columns")
+        width = self.width // count
+        return [self[..., place * width : (place + 1) * width] for place in range(count)]
+
+    def chunk(self, chunks: Any, dim: Any = 0) -> tuple[StandIn, ...]:
+        if type(chunks) is not int or chunks < 1 or dim not in (-1, 2):
+            raise UntraceableError("it divides a tensor into other parts than columns")
+        return tuple(self.parts(chunks))
+
     def __getitem__(self, index: Any) -> StandIn:
         match index:
             case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and self.heads is None:
@@ -385,7 +412,9 @@ class StandIn:
         return self.trace.add(self, other)
 
     def __mul__(self, other: Any) -> StandIn:
-        if type(other) not in (int, float) or self.factor != 1 or self.heads is not None:
+        if type(other) not in (int, float):
+            return self.trace.multiply(self, other)
+        if self.factor != 1 or self.heads is not None:
             raise UntraceableError("it multiplies by more than a number")
         return replace(self, factor=float(other))
 
@@ -414,6 +443,21 @@ class StandIn:
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
         """Return the result of the attention function for a query that is a stand-in."""
         return self.trace.attend(module, (self, key, value), mask, options), None
+
+
+class SideBySide:
+    """A tensor [B, T, parts, heads, dim] that may only be taken apart: Q, K and V of one product."""
+
+    def __init__(self, parts: list[StandIn], sizes: tuple[Any, ...]) -> None:
+        self._parts = tuple(part.view(*sizes) for part in parts)
+
+    def unbind(self, dim: Any = 0) -> tuple[StandIn, ...]:
+        if dim not in (-3, 2):
+            raise UntraceableError("it takes a tensor apart by another dimension than its parts")
+        return self._parts
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it calls Tensor.{name}")
 
 
 def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,12 @@ from transformers.utils import output_capturing
 from ...attention import PlannedAttention
 from ...attention.cpu import LARGEST_DIM, CpuBackend
 from ...kernels.cpu.library import native
-from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, StackTrace, bound
+from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, StackTrace, bound, tables_of
 from ...recognition.trace import UntraceableError
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..encoder_programme import EncoderProgramme, RowLayout, layout_of
+from ..encoder_programme import EncoderProgramme, RowLayout, Tables, attended_window
 from .layer_calls import attend_of
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
@@ -44,7 +45,18 @@ class EncoderForward(Mixin):
 
 Kind = tuple[CallForm, torch.dtype, int]  # of a call: its arguments, the dtype and the width of the hidden states
 MOST_KINDS = 8  # of calls that are kept
-Computation = Callable[[Tensor, RowLayout], Any]  # of [B, T, width] -> what the module's code would return
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A computation of a call in place of the module's code.
+
+    run: [B, T, width], its layout, and cos and sin of its tokens -> what the code would return. first: the first
+    layer's programme, which knows the layout of a mask, and whether cos and sin are read.
+    """
+
+    run: Callable[[Tensor, RowLayout, Tables | None], Any]
+    first: EncoderProgramme
 
 
 class Known(ABC):
@@ -98,10 +110,16 @@ class EncoderCalls(ABC):
         if x.ndim != 3 or x.numel() == 0:
             return None
         compute = self.known(module, (form, x.dtype, x.shape[2])).computation()
-        layout = None if compute is None else layout_of(mask, x.shape[0], x.shape[1])
+        layout = None if compute is None else compute.first.layout_of(mask, x.shape[0], x.shape[1])
         if compute is None or layout is None or (layout.index is not None and not self.leaves_padding):
             return None
-        return compute(x, layout)
+        tables = None
+        if compute.first.tables is not None:
+            given_tables = tables_of(original_class(module), args, kwargs)
+            tables = layout.tables(given_tables)
+            if tables is None or tables[0].shape[1] != compute.first.tables:
+                return None
+        return compute.run(x, layout, tables)
 
     def known(self, module: nn.Module, kind: Kind) -> Known:
         """Return what is known of calls of this kind now."""
@@ -130,7 +148,8 @@ class EncoderLayerCalls(EncoderCalls):
         trace = EncoderTrace(dtype)
         trace.reads = reads
         trace.encoder_layer(module, width, form)
-        return KnownEncoderLayer(EncoderProgramme(trace, scale_of(trace, masked=MASK in form.tensors)))
+        scale = scale_of(trace, masked=MASK in form.tensors)
+        return KnownEncoderLayer(EncoderProgramme(trace, scale, form.table_dtype))
 
 
 class KnownEncoderLayer(Known):
@@ -146,10 +165,12 @@ class KnownEncoderLayer(Known):
         collected = output_capturing._active_collector.get()
         if collected and not HIDDEN_STATES.issuperset(collected):
             return None
-        return self._compute if all(map(_only_collects, self.programme.hooks())) else None
+        if not all(map(_only_collects, self.programme.hooks())):
+            return None
+        return Computation(self._compute, self.programme)
 
-    def _compute(self, x: Tensor, layout: RowLayout) -> Any:
-        out = layout.padded(self.programme(layout.rows(x), layout))
+    def _compute(self, x: Tensor, layout: RowLayout, tables: Tables | None) -> Any:
+        out = layout.padded(self.programme(layout.rows(x), layout, tables))
         return (out, *[None] * (self.programme.arity - 1)) if self.programme.arity else out
 
 
@@ -193,9 +214,11 @@ class KnownStack(Known):
             if not isinstance(known, KnownEncoderLayer) or known.programme.arity or known.computation() is None:
                 return None
             programmes.append(known.programme)
-        return partial(self._compute, programmes)
+        if len({programme.window for programme in programmes}) > 1:  # one mask is not that of all of them
+            return None
+        return Computation(partial(self._compute, programmes), programmes[0])
 
-    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout) -> Any:
+    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, tables: Tables | None) -> Any:
         rows = layout.rows(x)
         for programme in programmes:
             rows = programme(rows, layout)
@@ -221,8 +244,8 @@ def scale_of(trace: EncoderTrace, *, masked: bool) -> float:
     (module,), values = operation.modules, operation.values
     planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
     trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
-    limited = [name for name in ("softcap", "sliding_window") if values["options"].get(name)]
-    if causal or limited or values["masked"] is not masked:
+    attended_window(trace.operations)  # which must be known
+    if causal or values["options"].get("softcap") or values["masked"] is not masked:
         raise UntraceableError("its attention is not that of all tokens to all that the mask shows")
     if planned is not None and not isinstance(planned.backend, CpuBackend):
         raise UntraceableError("its attention has another backend")

@@ -87,7 +87,7 @@ def _refusal(
     if has_own_forward(layer):
         return "its forward was replaced on the module itself"
     try:
-        form = usual_form(type(layer))
+        form = usual_form(type(layer), dtype)
         trace = EncoderTrace(dtype, attention=ATTENTION_NAME)
         trace.encoder_layer(layer, _width(attention), form)
         scale_of(trace, masked=MASK in form.tensors)
@@ -96,7 +96,14 @@ def _refusal(
     products = [operation for operation in trace.operations if operation.kind in ("linear", "gated")]
     if not all(module in linears for operation in products for module in operation.modules):
         return "a linear layer has no native call"
-    others = {operation.kind for operation in trace.operations} - {"linear", "attend", "add", "layer_norm"}
+    others = {operation.kind for operation in trace.operations} - {
+        "linear",
+        "attend",
+        "add",
+        "layer_norm",
+        "gate",
+        "rope",
+    }
     return f"{min(others)} has no native call over rows" if others else None
 
 

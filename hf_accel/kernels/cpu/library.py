@@ -115,7 +115,10 @@ class LayerOp(Structure):
         *[(place, Columns) for place in ("x", "y", "out", "out2", "z")],
         *fields(pointers="weight bias", sizes="heads kv_heads dim value_dim window ahead"),
         ("score_bias", ScoreBias),
-        *fields(floats="eps offset scale softcap", ints="round_first interleaved round_each tile_rows bias_dtype"),
+        *fields(
+            floats="eps offset scale softcap",
+            ints="round_first interleaved round_each tile_rows bias_dtype activation",
+        ),
     ]  # fmt: skip
 
 

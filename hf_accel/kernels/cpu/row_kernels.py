@@ -37,7 +37,7 @@ class AddCall(Structure):
 
 
 class ActivateCall(Structure):
-    _fields_ = fields(pointers="x out", sizes="x_stride rows size", ints="kind dtype threads")
+    _fields_ = fields(pointers="x y out", sizes="x_stride y_stride out_stride rows size", ints="kind dtype threads")
 
 
 class LayerNormCall(Structure):
@@ -128,9 +128,10 @@ def add(x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
     return out
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
+def activate(x: Tensor, activation: str, *, y: Tensor | None = None) -> Tensor:
     """Apply a function to each number of x, [..., H] of a dtype of FLOATS; the result is rounded to it once.
 
+    y: of the shape and the dtype of x; the rounded result is multiplied by it, and rounded again.
     activation: "relu"; "silu", with torch's bits; "gelu" (Hendrycks and Gimpel 2016, arXiv 1606.08415); "gelu_tanh",
     its approximation by tanh, which transformers calls gelu_new and gelu_pytorch_tanh; or "gelu_quick",
     x * sigmoid(1.702 x), with the bits of transformers in float32. "gelu" is within 7 ulps of the true value, and
@@ -138,15 +139,18 @@ def activate(x: Tensor, activation: str) -> Tensor:
     from it by 5e-7 at most. NaN stays NaN, and zeros keep their sign. Infinity stays infinity, and -infinity becomes 0
     by "relu" and "gelu" and NaN by the others. Raises UnsupportedError for another name, and if a gradient is needed.
     """
-    refuse_gradients("activate", x)
+    refuse_gradients("activate", *(each for each in (x, y) if each is not None))
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"activate: {activation!r} is not known; choose one of {list(ACTIVATIONS)}")
+    if y is not None and (y.shape != x.shape or y.dtype is not x.dtype):
+        raise UnsupportedError("activate: x and y must have one shape and one dtype")
     x, stride = as_rows(x)
+    y, y_stride = (None, 0) if y is None else as_rows(y)
     size = x.shape[-1]
     out = x.new_empty(x.shape)
     _activate(
-        x.data_ptr(), out.data_ptr(), stride, x.numel() // size if size else 0, size, ACTIVATIONS[activation],
-        DTYPES[x.dtype], threads(),
+        x.data_ptr(), 0 if y is None else y.data_ptr(), out.data_ptr(), stride, y_stride, size,
+        x.numel() // size if size else 0, size, ACTIVATIONS[activation], DTYPES[x.dtype], threads(),
     )  # fmt: skip
     return out
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.fused import encoder_programme
-from hf_accel.fused.encoder_programme import layout_of
+from hf_accel.fused.encoder_programme import layout_of, windowed_layout
 
 REAL = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0]]).bool()
 LOWEST = torch.finfo(torch.float32).min
@@ -63,3 +63,66 @@ def test_calls_end_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         layout = layout_of(mask, 3, 4)
         assert layout is not None and [part.stop for part, _ in layout.calls] == ends
         assert all(starts.tolist()[-1] == part.stop - part.start for part, starts in layout.calls)
+
+
+# -- windows ---------------------------------------------------------------------------------------------
+
+PLACES = torch.arange(6)
+RIGHT = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]]).bool()
+
+
+def windowed(columns: Tensor, distance: int) -> Tensor:
+    """[B, 1, T, T]: keys of `columns` at this distance at most."""
+    return (columns[:, None] & ((PLACES[:, None] - PLACES).abs() <= distance))[:, None]
+
+
+@pytest.mark.parametrize("form", ["bool", "numbers"])
+def test_a_window_and_padding(form: str) -> None:
+    mask = windowed(RIGHT, 2)
+    mask[2, 0, 4, :4] = True  # a query of padding may see anything
+    if form == "numbers":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, LOWEST)
+    layout = windowed_layout(mask, 3, 6, 3)
+    assert layout is not None and layout.ragged.kv_len.tolist() == [6, 5, 2]
+    assert windowed_layout(windowed(RIGHT[:1], 2), 3, 6, 3) is not None
+
+
+def test_a_window_over_all_is_a_mask_as_others() -> None:
+    holes = torch.tensor([[1, 0, 1, 1, 0, 1]]).bool()
+    layout = windowed_layout(windowed(holes, 6), 1, 6, 6)
+    assert layout is not None and layout.ragged.kv_len.tolist() == [4]
+    assert windowed_layout(None, 1, 6, 6) is not None and windowed_layout(None, 1, 6, 5) is None
+
+
+SHIFTED = windowed(RIGHT, 2)
+SHIFTED[0, 0, 0, 5] = True
+BIASED = torch.zeros(3, 1, 6, 6).masked_fill(~windowed(RIGHT, 2), LOWEST)
+BIASED[0, 0, 1, 1] = 0.5
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        windowed(RIGHT, 1), windowed(RIGHT, 3), windowed(RIGHT, 9), windowed(RIGHT, 2).tril(), SHIFTED, BIASED,
+        windowed(RIGHT.flip(1), 2), windowed(torch.tensor([[1, 1, 0, 1, 1, 1]] * 3).bool(), 2),
+        windowed(RIGHT, 2).expand(3, 2, 6, 6), windowed(RIGHT, 2)[:2], windowed(RIGHT, 2)[:, :, :1],
+        windowed(RIGHT, 2).long(), windowed(torch.zeros(3, 6, dtype=torch.bool), 2),
+    ],
+)  # fmt: skip
+def test_masks_that_are_no_window(mask: Tensor) -> None:
+    """Narrower, wider, causal, one key more, biases, padding that is not on the right, and other forms."""
+    assert windowed_layout(mask, 3, 6, 3) is None
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_cos_and_sin_are_those_of_the_tokens(rows: int) -> None:
+    layout = layout_of(REAL[:, None, None], 3, 4)
+    assert layout is not None
+    cos, sin = torch.randn(2, rows, 4, 8)
+    found = layout.tables((cos, sin))
+    assert found is not None
+    for table, part in zip((cos, sin), found, strict=True):
+        assert torch.equal(part, table.expand(3, 4, 8)[REAL])
+    for other in ((cos, sin[:, :3]), (cos[:, :3], sin[:, :3]), (cos, sin.double()), (cos[0], sin[0])):
+        assert layout.tables(other) is None
+    assert layout.tables((cos[:1].repeat(2, 1, 1), sin[:1].repeat(2, 1, 1))) is None

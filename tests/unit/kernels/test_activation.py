@@ -133,6 +133,20 @@ def test_rows_with_a_stride_any_number_and_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_halves_of_one_product_are_multiplied(activation: str, dtype: torch.dtype) -> None:
+    """The activation is rounded before it is multiplied, as a model does it."""
+    both = (torch.randn(37, 2 * 93) * 3).to(dtype)
+    x, y = both.chunk(2, dim=1)
+    assert torch.equal(activate(x, activation, y=y), activate(x, activation) * y)
+    with pytest.raises(UnsupportedError, match="one shape"):
+        activate(x, activation, y=y[:, 1:])
+    with pytest.raises(UnsupportedError, match="one dtype"):
+        activate(x, activation, y=y.double())
+
+
 def test_refuses_other_names_and_gradients() -> None:
     x = torch.randn(2, 8)
     with pytest.raises(UnsupportedError, match="'mish' is not known; choose one of"):

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, ViTConfig
+from transformers import BertConfig, ModernBertConfig, ViTConfig
 from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
+from transformers.models.modernbert.modeling_modernbert import ModernBertEncoderLayer, ModernBertMLP
 from transformers.models.vit.modeling_vit import ViTLayer
 
 from hf_accel.attention.hf import ATTENTION_NAME
+from hf_accel.fused.encoder_programme import attended_window
 from hf_accel.recognition.encoder_trace import CallForm, EncoderTrace, StackTrace, bound, usual_form
 from hf_accel.recognition.trace import INPUT, OUTPUT, UntraceableError
 
@@ -140,3 +142,49 @@ def test_a_layer_that_is_not_known_ends_the_trace_of_an_encoder() -> None:
     encoder = BertEncoder(BertConfig(**SIZES)).eval()
     with pytest.raises(UntraceableError, match="more than its layers"):
         StackTrace(torch.float32, {encoder.layer[0]}).stack(encoder, 24, usual_form(BertEncoder))
+
+
+def test_windows_rotations_and_gates() -> None:
+    config = ModernBertConfig(
+        hidden_size=24, num_attention_heads=2, intermediate_size=40, num_hidden_layers=2, local_attention=6,
+        global_attn_every_n_layers=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    whole, near = (traced(ModernBertEncoderLayer(config, number)).operations for number in (0, 1))
+    kinds = ["linear", "rope", "attend", "linear", "layer_norm", "linear", "gate", "linear", "add"]
+    assert [operation.kind for operation in whole] == kinds
+    assert [operation.kind for operation in near] == ["layer_norm", *kinds]
+    assert (attended_window(whole), attended_window(near)) == (None, 4), "three on both sides, and its own"
+    product, rotation, attention = near[1:4]
+    assert [span.offset for span in rotation.inputs] == [0, 24] and attention.inputs[2].offset == 48
+    assert {span.stride for span in rotation.inputs} == {72} and product.outputs[0].stride == 72
+    gate = near[7]
+    assert gate.values == {"activation": "gelu", "dim": 40}
+    assert [(span.offset, span.stride) for span in gate.inputs] == [(0, 80), (40, 80)]
+
+
+FORMS: dict[str, tuple[Any, bool]] = {
+    "first": (lambda act, x, y: act(x) * y, True), "second": (lambda act, x, y: x * act(y), True),
+    "none": (lambda act, x, y: x * y, False), "both": (lambda act, x, y: act(x) * act(y), False),
+    "square": (lambda act, x, y: (lambda z: z * z)(act(x)), False),
+    "with itself": (lambda act, x, y: act(x) * x, True),
+    "read again": (lambda act, x, y: (lambda z: z * y + z)(act(x)), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_products_of_two_tensors(name: str) -> None:
+    config = ModernBertConfig(hidden_size=24, num_attention_heads=2, intermediate_size=40, attn_implementation="sdpa")
+    layer = ModernBertEncoderLayer(config, 0)
+    form, known = FORMS[name]
+
+    def forward(self: Any, hidden_states: Any) -> Any:
+        return self.Wo(form(self.act, *self.Wi(hidden_states).chunk(2, dim=-1)))
+
+    layer.mlp = type("Gate", (ModernBertMLP,), {"forward": forward})(config)
+    if not known:
+        with pytest.raises(UntraceableError):
+            traced(layer)
+        return
+    (gate,) = (each for each in traced(layer).operations if each.kind == "gate")
+    offsets = {"first": [0, 40], "second": [40, 0], "with itself": [0, 0]}[name]
+    assert [span.offset for span in gate.inputs] == offsets

@@ -161,11 +161,12 @@ struct AddCall {
   int32_t dtype, threads;
 };
 
-// out = act(x) over [rows, size]; out is contiguous. `kind` is an Activation.
+// out = act(x) over [rows, size], or act(x) rounded to dtype, times y. `kind` is an Activation.
 struct ActivateCall {
   const void* x;
+  const void* y;  // or null
   void* out;
-  int64_t x_stride, rows, size;
+  int64_t x_stride, y_stride, out_stride, rows, size;
   int32_t kind, dtype, threads;
 };
 
@@ -260,7 +261,7 @@ struct Columns {
   int64_t buffer, offset, stride;
 };
 
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS };
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE };
 
 struct LayerOp {
   int32_t kind;
@@ -280,6 +281,7 @@ struct LayerOp {
   int32_t interleaved, round_each;  // ROPE
   int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
   int32_t bias_dtype;               // LAYER_NORM
+  int32_t activation;               // GATE: out = act(x) * y
 };
 
 // One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and

@@ -113,6 +113,11 @@ struct Layer {
     kernels.add({at(op.x), at(op.y), at(op.out), call.tokens, op.dim, op.scale, call.dtype, call.threads});
   }
 
+  void gate(const LayerOp& op) const {
+    kernels.activate({at(op.x), at(op.y), at(op.out), op.x.stride, op.y.stride, op.out.stride, call.tokens, op.dim,
+                      op.activation, call.dtype, call.threads});
+  }
+
   void run(const LayerOp& op) const {
     switch (op.kind) {
       case INTEGER_LINEAR:
@@ -123,6 +128,7 @@ struct Layer {
       case ATTEND:
       case ATTEND_ROWS: return attend(op);
       case LAYER_NORM: return layer_norm(op);
+      case GATE: return gate(op);
       default: return add(op);
     }
   }

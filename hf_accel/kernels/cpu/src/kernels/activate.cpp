@@ -9,10 +9,12 @@ namespace {
 template <class T>
 void activate_row(const ActivateCall& call, int64_t r) {
   const T* x = static_cast<const T*>(call.x) + r * call.x_stride;
-  T* out = static_cast<T*>(call.out) + r * call.size;
+  const T* y = static_cast<const T*>(call.y) + r * call.y_stride;
+  T* out = static_cast<T*>(call.out) + r * call.out_stride;
   for (int64_t i = 0; i < call.size; i += LANES) {
     const int64_t n = call.size - i;
-    store_upto(out + i, activated(call.kind, load_upto(x + i, n)), n);
+    const F result = activated(call.kind, load_upto(x + i, n));
+    store_upto(out + i, call.y ? mul(round_as(result, x), load_upto(y + i, n)) : result, n);
   }
 }
 
