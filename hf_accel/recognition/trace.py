@@ -23,7 +23,7 @@ from .code import ROTATION, with_rotation
 from .trial import GatedNames, gated_names
 from .unchanged import HOOKS, Read, has_own_forward
 
-Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation"]
+Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "scale"]
 
 # The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
 TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
@@ -272,6 +272,10 @@ class Trace:
         self.operations.append(Operation("add", [x.span, y.span], [out], values={"dim": x.width, "factor": y.factor}))
         return StandIn(self, out, x.width)
 
+    def multiply(self, x: StandIn, other: Any) -> StandIn:
+        """Multiply by something else than a number."""
+        raise UntraceableError("it multiplies by more than a number")
+
     @staticmethod
     def _require(x: Any, *, heads: bool) -> None:
         """Check the form of x. heads: whether x must be [B, heads, T, dim], else [B, T, width]."""
@@ -348,7 +352,8 @@ class StandIn:
     def view(self, *sizes: Any) -> StandIn:
         batch, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
-        if self.transposed or tokens is not TOKENS or batch is not BATCH or not plain:
+        plain = plain and (tokens is TOKENS or (tokens == -1 and -1 not in rest))
+        if self.transposed or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
         known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
         if self.width % known if -1 in rest else known != self.width:
@@ -385,7 +390,9 @@ class StandIn:
         return self.trace.add(self, other)
 
     def __mul__(self, other: Any) -> StandIn:
-        if type(other) not in (int, float) or self.factor != 1 or self.heads is not None:
+        if type(other) not in (int, float):
+            return self.trace.multiply(self, other)
+        if self.factor != 1 or self.heads is not None:
             raise UntraceableError("it multiplies by more than a number")
         return replace(self, factor=float(other))
 
