@@ -15,7 +15,7 @@ from ..kernels.cpu.decoder_layer import run_layer
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS, threads
 from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rope, rounds_each
 from ..kernels.layouts import KV, AttentionOptions, Ragged
-from ..recognition.encoder_trace import EncoderTrace
+from ..recognition.encoder_trace import EncoderTrace, Vector
 from ..recognition.trace import INPUT, OUTPUT, Operation, Span, UntraceableError
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN, integers, is_plain_tensor
@@ -197,6 +197,8 @@ class EncoderProgramme(NativeOperations):
                 return {"dim": values["dim"], "activation": ACTIVATIONS[values["activation"]]}
             case "rope":
                 return self._rope(operation)
+            case "add" if "vector" in values:
+                return super()._fields(operation) | {"weight": self._vector(values["vector"]).data_ptr()}
         return super()._fields(operation)
 
     def _rope(self, operation: Operation) -> dict[str, Any]:
@@ -211,6 +213,15 @@ class EncoderProgramme(NativeOperations):
             "interleaved": form.interleaved,
             "round_each": rounds_each(self.dtype, self.table_dtype, round_each=form.round_each),
         }  # fmt: skip
+
+    def _vector(self, vector: Vector) -> Tensor:
+        """Return the tensor of a parameter that scales columns. Raises UntraceableError."""
+        tensor = vector.parameter
+        self.reads.append(Read(vector.owner, vector.name, tensor))
+        if not is_plain_tensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous():
+            raise UntraceableError("a scale of columns has no native call")
+        self._tensors.append(tensor)
+        return tensor
 
     def _layer_norm(self, operation: Operation) -> dict[str, Any]:
         (norm,) = operation.modules
@@ -310,7 +321,8 @@ class EncoderProgramme(NativeOperations):
                     results = self._norm(operation.modules[0], terms, keep=len(operation.outputs) == 2)
                 case _:
                     first, second = (at(span, values["dim"]) for span in places)
-                    results = [add(first, second, values["factor"])]
+                    vector: Vector | None = values.get("vector")
+                    results = [add(first, second, values["factor"] if vector is None else vector.parameter)]
             buffers |= {span.buffer: result for span, result in zip(operation.outputs, results, strict=True)}
         return buffers[OUTPUT]
 

@@ -97,6 +97,21 @@ def parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
 
 
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A parameter [width] by which the code may multiply the columns of a tensor. owner, name: where it was read."""
+
+    owner: Mapping[str, Any]
+    name: str
+    parameter: nn.Parameter
+
+    def __mul__(self, other: Any) -> Any:
+        return other * self
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it reads {self.name}.{name}")
+
+
 class EncoderTrace(Trace):
     """One run of the code of an encoder layer, or of an encoder.
 
@@ -143,6 +158,11 @@ class EncoderTrace(Trace):
         if callable(value) and not isinstance(value, nn.Module) and not callable(getattr(value, "to_dict", None)):
             self.note(vars(module), name, value)
             return self._activation(value)
+        parameters = vars(module)["_parameters"]
+        value = parameters.get(name)
+        if isinstance(value, nn.Parameter) and value.ndim == 1:
+            self.note(parameters, name, value)
+            return Vector(parameters, name, value)
         return super().attribute(stand_in, module, name)
 
     def child(self, module: nn.Module) -> Any:
@@ -173,7 +193,16 @@ class EncoderTrace(Trace):
         return StandIn(self, out, x.width)
 
     def multiply(self, x: StandIn, other: Any) -> StandIn:
-        return self.gate(x, other) if isinstance(other, StandIn) else super().multiply(x, other)
+        if isinstance(other, StandIn):
+            return self.gate(x, other)
+        if not isinstance(other, Vector):
+            return super().multiply(x, other)
+        self._require(x, heads=False)
+        if other.parameter.shape != (x.width,) or other.parameter.dtype is not self.dtype:
+            raise UntraceableError("it multiplies by a parameter of another size or dtype")
+        out = self.buffer(x.width)
+        self.operations.append(Operation("scale", [x.span], [out], values={"vector": other}))
+        return StandIn(self, out, x.width)
 
     def gate(self, x: StandIn, y: StandIn) -> StandIn:
         """Record act(x) * y, in either order, as one operation in place of the activation."""
@@ -202,21 +231,25 @@ class EncoderTrace(Trace):
         return StandIn(self, out, x.width)
 
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
-        for x in qkv:
-            self._require(x, heads=True)
         query, key, value = qkv
+        factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
+        for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
+            self._require(x, heads=True)
         dims = {x.shape[3] for x in qkv}
         same = query.heads == key.heads == value.heads and len(dims) == 1
         if not isinstance(module, ModuleStandIn) or not same or mask not in (None, self.mask):
             raise UntraceableError("it attends in a way of its own")
         out = self.buffer(query.width)
         values = {"options": options, "heads": query.heads, "dim": query.shape[3], "masked": mask is not None}
+        values["factor"] = factor
         self.operations.append(Operation("attend", [x.span for x in qkv], [out], (module._module,), values))
         return StandIn(self, out, query.width, heads=query.heads)
 
 
 def folded(operations: Sequence[Operation]) -> list[Operation]:
-    """Let each product end with the activation of its result, and each norm begin with the sum that it normalizes."""
+    """Let each product end with the activation of its result, each norm begin with the sum that it normalizes, and
+    each sum with the scales of the columns that it adds.
+    """
     readers = Counter(span.buffer for operation in operations for span in operation.inputs)
     done: list[Operation] = []
     for operation in operations:
@@ -226,12 +259,27 @@ def folded(operations: Sequence[Operation]) -> list[Operation]:
             if last is None or last.kind != "linear" or read > 1:
                 raise UntraceableError("an activation follows no product")
             done[-1] = replace(last, outputs=operation.outputs, values=last.values | operation.values)
-        elif last is not None and (operation.kind, last.kind) == ("layer_norm", "add") and last.values["factor"] == 1:
+        elif operation.kind == "add" and done and done[-1].kind == "scale":
+            done[-1] = _scaled_sum(operation, done[-1], readers)
+        elif last is not None and (operation.kind, last.kind) == ("layer_norm", "add") and _is_plain(last):
             kept = last.outputs if read > 1 else []
             done[-1] = replace(operation, inputs=last.inputs, outputs=[*operation.outputs, *kept])
         else:
             done.append(replace(operation, outputs=list(operation.outputs)))
     return done
+
+
+def _is_plain(operation: Operation) -> bool:
+    """Return whether a sum is that of two tensors as they are."""
+    return bool(operation.values["factor"] == 1) and "vector" not in operation.values
+
+
+def _scaled_sum(operation: Operation, scale: Operation, readers: Mapping[int, int]) -> Operation:
+    """Return a sum whose second term is what `scale` multiplies."""
+    others = [span for span in operation.inputs if span != scale.outputs[0]]
+    if len(others) != 1 or readers[scale.outputs[0].buffer] > 1 or not _is_plain(operation):
+        raise UntraceableError("scaled columns are not added once")
+    return replace(operation, inputs=[*others, *scale.inputs], values=operation.values | scale.values)
 
 
 # -- encoders ------------------------------------------------------------------------------------------

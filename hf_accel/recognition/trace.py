@@ -23,7 +23,9 @@ from .code import ROTATION, with_rotation
 from .trial import GatedNames, gated_names
 from .unchanged import HOOKS, Read, has_own_forward
 
-Kind = Literal["linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate"]
+Kind = Literal[
+    "linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate", "scale",
+]  # fmt: skip
 
 # The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
 TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
@@ -363,7 +365,8 @@ class StandIn:
         if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
-        if self.transposed or tokens is not TOKENS or batch is not BATCH or not plain:
+        plain = plain and (tokens is TOKENS or (tokens == -1 and -1 not in rest))
+        if self.transposed or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
         known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
         if self.width % known if -1 in rest else known != self.width:

@@ -587,7 +587,7 @@ def test_frames_of_padding_keep_their_numbers() -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
-@pytest.mark.parametrize("family", ["ViT", "DeiT", "CLIPVision", "SiglipVision"])
+@pytest.mark.parametrize("family", ["ViT", "DeiT", "CLIPVision", "SiglipVision", "Dinov2", "Dinov2WithRegisters"])
 @torch.no_grad()
 def test_images(family: str, weights: str | None) -> None:
     config = getattr(transformers, f"{family}Config")(
@@ -602,3 +602,43 @@ def test_images(family: str, weights: str | None) -> None:
     assert calls["layers"] == 2
     expected = stock(pixel_values=pixels).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=0, atol=(0.05 if weights else 2e-5) * float(expected.abs().max()))
+
+
+def scale_other_columns(layer: Any) -> None:
+    layer.layer_scale1.lambda1.mul_(torch.linspace(-1, 2, 64))
+
+
+def replace_scale(layer: Any) -> None:
+    layer.layer_scale1.lambda1 = nn.Parameter(torch.linspace(-1, 2, 64))
+
+
+@pytest.mark.parametrize("change", [scale_other_columns, replace_scale])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@torch.no_grad()
+def test_scales_of_columns(change: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DINO's layers multiply the columns of what they add by a parameter; also module by module for many rows."""
+    config = transformers.Dinov2Config(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=2, image_size=16, patch_size=4
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.Dinov2Model(config).eval()
+    enliven(model)
+    model.to(dtype)
+    stock, pixels = copy.deepcopy(model), torch.randn(2, 3, 16, 16, dtype=dtype)
+    ours: Any = hf_accel.patch(model, weights=None)
+    before = ours(pixel_values=pixels).last_hidden_state
+    for each in (stock, ours):
+        change(next(module for name, module in each.named_modules() if name.endswith("layer.0")))
+        each.to(dtype)
+    tolerance = 1e-5 if dtype is torch.float32 else 0.03
+    for most in (None, 1):
+        if most is not None:  # more rows than a native call takes
+            for module in ours.modules():
+                for known in getattr(vars(module).get(FUSED), "_known", {}).values():
+                    if hasattr(known, "programme"):
+                        monkeypatch.setattr(known.programme, "max_tokens", most)
+        with counted() as calls:
+            found = ours(pixel_values=pixels).last_hidden_state
+        expected = stock(pixel_values=pixels).last_hidden_state
+        assert calls["layers"] == 2 and not torch.equal(found, before)
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))

@@ -251,4 +251,4 @@ def scale_of(trace: EncoderTrace, *, masked: bool) -> float:
         raise UntraceableError("its attention has another backend")
     if values["dim"] > LARGEST_DIM:
         raise UntraceableError("its heads are too large")
-    return scale
+    return scale * values["factor"]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, ModernBertConfig, ViTConfig
+from transformers import BertConfig, Dinov2Config, ModernBertConfig, ViTConfig
 from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
+from transformers.models.dinov2.modeling_dinov2 import Dinov2Layer
 from transformers.models.modernbert.modeling_modernbert import ModernBertEncoderLayer, ModernBertMLP
 from transformers.models.vit.modeling_vit import ViTLayer
 
@@ -59,6 +60,47 @@ def test_norms_before_products_keep_the_sum() -> None:
     first, second = (each for each in operations if each.kind == "layer_norm")
     assert (len(first.inputs), len(first.outputs)) == (1, 1) and (len(second.inputs), len(second.outputs)) == (2, 2)
     assert operations[-1].inputs[1] == second.outputs[1] or operations[-1].inputs[0] == second.outputs[1]
+
+
+def dinov2(kind: type[Dinov2Layer] = Dinov2Layer) -> Dinov2Layer:
+    return kind(Dinov2Config(**{name: value for name, value in SIZES.items() if name != "intermediate_size"}))
+
+
+def test_scales_of_columns_are_part_of_the_sum() -> None:
+    layer = dinov2()
+    operations = traced(layer).operations
+    sums = [operation for operation in operations if operation.kind == "add"]
+    assert [each.values["vector"].parameter for each in sums] == [
+        layer.layer_scale1.lambda1, layer.layer_scale2.lambda1,
+    ]  # fmt: skip
+    assert sums[0].inputs[0].buffer == INPUT, "the second term is what is scaled"
+    assert not any(operation.kind == "scale" for operation in operations)
+
+
+class AddedTwice(Dinov2Layer):
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        scaled = self.layer_scale1(self.attention(hidden_states, attention_mask=attention_mask)[0])
+        return (scaled + hidden_states) + scaled
+
+
+class AddedToItself(Dinov2Layer):
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        scaled = self.layer_scale1(self.attention(hidden_states, attention_mask=attention_mask)[0])
+        return scaled + scaled
+
+
+@pytest.mark.parametrize("kind", [AddedTwice, AddedToItself])
+def test_scaled_columns_that_are_read_elsewhere_end_a_trace(kind: type[Dinov2Layer]) -> None:
+    with pytest.raises(UntraceableError, match="not added once"):
+        traced(dinov2(kind))
+
+
+@pytest.mark.parametrize("parameter", [torch.ones(1), torch.ones(24, dtype=torch.bfloat16)])
+def test_parameters_of_another_form_scale_no_columns(parameter: torch.Tensor) -> None:
+    layer = dinov2()
+    layer.layer_scale2.lambda1 = nn.Parameter(parameter)
+    with pytest.raises(UntraceableError, match="another size or dtype"):
+        traced(layer)
 
 
 def test_calls_are_bound_by_name() -> None:

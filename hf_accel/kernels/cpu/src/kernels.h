@@ -151,10 +151,12 @@ struct RopeCall {
   int32_t dtype, table_dtype, threads;
 };
 
-// out = x + factor * y over [rows, size], contiguous. The product is rounded to dtype before it is added.
+// out = x + factor * y over [rows, size], contiguous; with a scale it is x + scale * y, and the factor is not read. The
+// product is rounded to dtype before it is added.
 struct AddCall {
   const void* x;
   const void* y;
+  const void* scale;  // [size] of dtype, or null
   void* out;
   int64_t rows, size;
   float factor;
@@ -269,7 +271,7 @@ struct LayerOp {
   // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
   // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; else x alone
   Columns x, y, out, out2, z;
-  const void* weight;       // a Linear, or what a norm multiplies by
+  const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null
   const void* bias;         // LAYER_NORM: or null
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row

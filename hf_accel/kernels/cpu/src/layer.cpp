@@ -110,7 +110,7 @@ struct Layer {
   }
 
   void add(const LayerOp& op) const {
-    kernels.add({at(op.x), at(op.y), at(op.out), call.tokens, op.dim, op.scale, call.dtype, call.threads});
+    kernels.add({at(op.x), at(op.y), op.weight, at(op.out), call.tokens, op.dim, op.scale, call.dtype, call.threads});
   }
 
   void gate(const LayerOp& op) const {

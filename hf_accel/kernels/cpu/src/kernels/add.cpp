@@ -19,13 +19,36 @@ void add_part(const AddCall& call, int64_t begin, int64_t end) {
   }
 }
 
+// A part of rows: y is multiplied by the number of its column.
+template <class T>
+void add_scaled_rows(const AddCall& call, int64_t begin, int64_t end) {
+  const T* scale = static_cast<const T*>(call.scale);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.x) + row * call.size;
+    const T* y = static_cast<const T*>(call.y) + row * call.size;
+    T* out = static_cast<T*>(call.out) + row * call.size;
+    for (int64_t i = 0; i < call.size; i += LANES) {
+      const int64_t n = call.size - i;
+      const F product = round_as(mul(load_upto(y + i, n), load_upto(scale + i, n)), x);
+      store_upto(out + i, add(load_upto(x + i, n), product), n);
+    }
+  }
+}
+
 }  // namespace
 
 void HFA_NAMESPACE::add(const AddCall& call) {
   for_dtype(call.dtype, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    if (call.scale) {
+      const int64_t part = call.size < PART ? PART / call.size : 1;
+      return parallel_for(ceil_div(call.rows, part), call.threads, [&](int64_t task) {
+        add_scaled_rows<T>(call, task * part, at_most(call.rows, (task + 1) * part));
+      });
+    }
     const int64_t size = call.rows * call.size;
     parallel_for(ceil_div(size, PART), call.threads, [&](int64_t task) {
-      add_part<std::remove_pointer_t<decltype(null)>>(call, task * PART, at_most(size, (task + 1) * PART));
+      add_part<T>(call, task * PART, at_most(size, (task + 1) * PART));
     });
   });
 }
