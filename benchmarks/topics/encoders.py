@@ -132,7 +132,7 @@ def measured(name: str, seed: int, seconds: float, folder: Path) -> tuple[list[R
     close = {f"{each}_cosine": cosines.get(each) for each in makers}
     reasons = "; ".join(f"{each}: {reason}" for each, reason in left_out.items())
     print(f"    {name}: {close}; left out: {reasons or 'none'}", flush=True)
-    rows = [row(name, batch, given, calls, list(makers), seconds) for batch, given in batches.items()]
+    rows = [row(batch, given, calls, columns=list(makers), least=seconds) for batch, given in batches.items()]
     return rows, {"model": name, **close, "left_out": reasons or None}
 
 
@@ -169,7 +169,7 @@ def cosine(one: Tensor, other: Tensor, given: Inputs) -> float:
     return torch.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0).item()
 
 
-def row(name: str, batch: str, given: Inputs, calls: dict[str, Call], columns: list[str], least: float) -> Row:
+def row(batch: str, given: Inputs, calls: dict[str, Call], *, columns: list[str], least: float) -> Row:
     """Timed in turns for `least` seconds. Each has been called on the same batch before, to be checked."""
     seconds: dict[str, list[float]] = {each: [] for each in calls}
     end = time.perf_counter() + least
@@ -181,7 +181,7 @@ def row(name: str, batch: str, given: Inputs, calls: dict[str, Call], columns: l
             seconds[each].append(time.perf_counter() - start)
     found = {f"{each}_ratio": ratio(seconds, "stock", each) for each in columns}
     found["int8_over_openvino_int8_ratio"] = ratio(seconds, "openvino_int8", "int8")
-    print(f"    {name}, {batch}: {found}", flush=True)
+    print(f"    {batch}: {found}", flush=True)
     return {"batch": batch, "stock_seconds": statistics.median(seconds["stock"]), **found}
 
 

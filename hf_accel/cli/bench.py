@@ -44,12 +44,7 @@ def bench(
     """
     topic, path = _topic_and_path(words)
     keywords = asked.keywords()
-    encodes = is_encoder_path(path)
-    topic = topic or ("encode" if encodes else "decode")
-    if topic == "encode" and not encodes:
-        raise BadInputError(f"bench encode is for encoders, and {path} is none; choose another topic")
-    if topic != "encode":
-        check_text_model(path, "bench", decoder_only=True)
+    topic = _checked_topic(topic, path)
     with asked.output.progress("loading the model") as now:
         model = load_float(path, dtype=dtype)
         from . import topics
@@ -76,6 +71,17 @@ def bench(
     quiet = busy is None or busy < BUSY
     document = {"path": path, "topic": topic, **vars(sizes), **where, "busy_cores": busy, "rows": rows}
     asked.output.write(document, _text(document, rows, quiet=quiet))
+
+
+def _checked_topic(topic: str | None, path: str) -> str:
+    """Return the topic, chosen by the model where it was left out. Raises BadInputError if the model is not for it."""
+    encodes = is_encoder_path(path)
+    topic = topic or ("encode" if encodes else "decode")
+    if topic == "encode" and not encodes:
+        raise BadInputError(f"bench encode is for encoders, and {path} is none; choose another topic")
+    if topic != "encode":
+        check_text_model(path, "bench", decoder_only=True)
+    return topic
 
 
 def _topic_and_path(words: Sequence[str]) -> tuple[str | None, str]:

@@ -79,7 +79,7 @@ def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any])
     x, mask = named.pop(names[0], None), named.get(MASK)
     tensors = frozenset(name for name in PASSED_ON if not isinstance(named.get(name), PLAIN_TYPES))
     plain = tuple((name, type(value), value) for name, value in named.items() if name not in tensors)
-    if not all(issubclass(item[1], PLAIN_TYPES) for item in plain):
+    if not all(issubclass(kind, PLAIN_TYPES) or _is_size(value) for _, kind, value in plain):
         return None
     table_dtype = None
     if TABLES in tensors:
@@ -88,6 +88,11 @@ def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any])
             return None
         table_dtype = tables[0].dtype
     return x, mask, CallForm(names[0], tensors, plain, table_dtype)
+
+
+def _is_size(value: object) -> bool:
+    """Return whether a value is a tuple of integers, as the height and width of an image."""
+    return type(value) in (tuple, torch.Size) and all(type(each) is int for each in value)
 
 
 @lru_cache(maxsize=256)

@@ -587,7 +587,9 @@ def test_frames_of_padding_keep_their_numbers() -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
-@pytest.mark.parametrize("family", ["ViT", "DeiT", "CLIPVision", "SiglipVision", "Dinov2", "Dinov2WithRegisters"])
+@pytest.mark.parametrize(
+    "family", ["ViT", "DeiT", "CLIPVision", "SiglipVision", "Dinov2", "Dinov2WithRegisters", "Beit"]
+)
 @torch.no_grad()
 def test_images(family: str, weights: str | None) -> None:
     config = getattr(transformers, f"{family}Config")(
