@@ -19,7 +19,12 @@ from .conftest import running_level
 
 NEVER = 2**31 - 1
 LEVELS = ("amx", "avx2_tiles")
-FORMATS = [(8, 128, True), *((4, group, symmetric) for group in (32, 64, 128) for symmetric in (True, False))]
+FORMATS = [
+    (8, None, True),
+    (8, 32, True),
+    (8, 128, True),
+    *((4, group, symmetric) for group in (32, 64, 128) for symmetric in (True, False)),
+]
 
 
 @pytest.fixture(params=LEVELS)
@@ -28,8 +33,8 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from running_level(request.param)
 
 
-def packed(bits: int, group: int, *, symmetric: bool = True, outputs: int, inputs: int) -> PackedWeight:
-    found = quantize(bits, torch.randn(outputs, inputs), group, symmetric=symmetric)
+def packed(bits: int, group: int | None, *, symmetric: bool = True, outputs: int, inputs: int) -> PackedWeight:
+    found = quantize(bits, torch.randn(outputs, inputs), group or inputs, symmetric=symmetric)
     assert found is not None
     return found[0]
 
@@ -45,10 +50,11 @@ def assert_as_by_vectors(linear: IntegerLinear, x: Tensor) -> None:
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("outputs", [1, 70])
 @pytest.mark.parametrize(("bits", "group", "symmetric"), FORMATS)
-def test_any_number_of_rows(bits: int, group: int, symmetric: bool, outputs: int) -> None:
-    weight = packed(bits, group, symmetric=symmetric, outputs=outputs, inputs=3 * group)
+def test_any_number_of_rows(bits: int, group: int | None, symmetric: bool, outputs: int) -> None:
+    inputs = 3 * (group or 128)
+    weight = packed(bits, group, symmetric=symmetric, outputs=outputs, inputs=inputs)
     linear = IntegerLinear([weight], [torch.randn(outputs)])
-    x = torch.randn(65, 3 * group) * torch.logspace(-3, 3, 65)[:, None]
+    x = torch.randn(65, inputs) * torch.logspace(-3, 3, 65)[:, None]
     for rows in range(1, 66):
         assert_as_by_vectors(linear, x[:rows])
 
@@ -56,14 +62,14 @@ def test_any_number_of_rows(bits: int, group: int, symmetric: bool, outputs: int
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("inputs", [1, 4, 63, 64, 65, 127, 129, 300])
 def test_inputs_that_do_not_fill_a_group(inputs: int) -> None:
-    linear = IntegerLinear([packed(8, 128, outputs=130, inputs=inputs)], [None])
+    linear = IntegerLinear([packed(8, None, outputs=130, inputs=inputs)], [None])
     assert_as_by_vectors(linear, torch.randn(33, inputs).bfloat16())
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("rows", [5, 64, 70])
-@pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32)])
-def test_more_inputs_than_a_panel(bits: int, group: int, rows: int) -> None:
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 32)])
+def test_more_inputs_than_a_panel(bits: int, group: int | None, rows: int) -> None:
     linear = IntegerLinear([packed(bits, group, outputs=65, inputs=4480)], [None])
     assert_as_by_vectors(linear, torch.randn(rows, 4480))
 
@@ -71,7 +77,7 @@ def test_more_inputs_than_a_panel(bits: int, group: int, rows: int) -> None:
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_more_rows_than_are_summed_at_once(bits: int) -> None:
-    linear = IntegerLinear([packed(bits, 32, outputs=3, inputs=64)], [None])
+    linear = IntegerLinear([packed(bits, None if bits == 8 else 32, outputs=3, inputs=64)], [None])
     assert_as_by_vectors(linear, torch.randn(1030, 64))
 
 
@@ -80,7 +86,7 @@ def test_more_rows_than_are_summed_at_once(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_any_number_of_threads(bits: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_cores", threads)
-    weights = [packed(bits, 64, outputs=outputs, inputs=192) for outputs in (130, 3, 64)]
+    weights = [packed(bits, None if bits == 8 else 64, outputs=outputs, inputs=192) for outputs in (130, 3, 64)]
     linear, few = IntegerLinear(weights, [None] * 3), IntegerLinear(weights[:1], [None])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -96,7 +102,7 @@ def test_any_number_of_threads(bits: int, threads: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("epilogue", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_gate_and_up(bits: int, epilogue: str) -> None:
-    weights = [packed(bits, 32, outputs=70, inputs=128) for _ in range(2)]
+    weights = [packed(bits, None if bits == 8 else 32, outputs=70, inputs=128) for _ in range(2)]
     linear = IntegerLinear(weights, [torch.randn(70), None], epilogue=epilogue)
     assert_as_by_vectors(linear, torch.randn(40, 128).half())
 
@@ -104,7 +110,7 @@ def test_gate_and_up(bits: int, epilogue: str) -> None:
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_is_not_finite_stays_in_its_row(bits: int) -> None:
-    linear = IntegerLinear([packed(bits, 64, outputs=70, inputs=256)], [None])
+    linear = IntegerLinear([packed(bits, None if bits == 8 else 64, outputs=70, inputs=256)], [None])
     x = torch.randn(40, 256)
     x[20, 200] = float("nan")
     assert_as_by_vectors(linear, x)
