@@ -92,7 +92,9 @@ def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def _is_size(value: object) -> bool:
     """Return whether a value is a tuple of integers, as the height and width of an image."""
-    return type(value) in (tuple, torch.Size) and all(type(each) is int for each in value)
+    if not isinstance(value, tuple) or type(value) not in (tuple, torch.Size):
+        return False
+    return all(type(each) is int for each in value)
 
 
 @lru_cache(maxsize=256)
