@@ -16,7 +16,7 @@ from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS, threads
 from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rope, rounds_each
 from ..kernels.layouts import KV, AttentionOptions, Ragged
 from ..recognition.encoder_trace import EncoderTrace, Vector
-from ..recognition.trace import INPUT, OUTPUT, Operation, Span, UntraceableError
+from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN, integers, is_plain_tensor
 from .layer_programme import KINDS, NativeOperations

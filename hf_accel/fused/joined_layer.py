@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import KVStorage
-from ..recognition.trace import INPUT, OUTPUT, Opaque, Operation, Span, Trace
+from ..recognition.operation import INPUT, OUTPUT, Operation, Span
+from ..recognition.stand_ins import Opaque
+from ..recognition.trace import Trace
 from ..undo.state import FUSED
 from .layer_programme import Attention, TracedLayer
 from .modules import NativeNorm, NormForms, add_rms_norm, gate_and_multiply, rope, rope_and_write

@@ -16,7 +16,8 @@ from ..kernels.cpu.library import DTYPES, Columns, LayerOp, threads
 from ..kernels.cpu.row_kernels import rounds_each
 from ..kernels.layouts import KV
 from ..linear import QuantLinear
-from ..recognition.trace import OUTPUT, Operation, Span, Trace, UntraceableError
+from ..recognition.operation import OUTPUT, Operation, Span, UntraceableError
+from ..recognition.trace import Trace
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN
 from ..undo.state import FUSED

@@ -16,20 +16,9 @@ import torch
 from torch import nn
 
 from ..undo.journal import original_class
-from .trace import (
-    BATCH,
-    INPUT,
-    OUTPUT,
-    PLAIN_TYPES,
-    TOKENS,
-    ModuleStandIn,
-    Opaque,
-    Operation,
-    Span,
-    StandIn,
-    Trace,
-    UntraceableError,
-)
+from .operation import INPUT, OUTPUT, Operation, Span, UntraceableError
+from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, ModuleStandIn, Opaque, StandIn
+from .trace import Trace
 from .trial import PLAIN_ACTIVATIONS, activation_name
 
 MASK, TABLES = "attention_mask", "position_embeddings"

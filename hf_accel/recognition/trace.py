@@ -9,56 +9,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import FunctionType, MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..undo.journal import original_class
 from ..undo.state import FUSED
 from .code import ROTATION, with_rotation
+from .operation import INPUT, OUTPUT, Operation, Span, UntraceableError
+from .stand_ins import (
+    BATCH,
+    PLAIN_TYPES,
+    TOKENS,
+    CacheStandIn,
+    ConfigStandIn,
+    ModuleStandIn,
+    Opaque,
+    StandIn,
+)
 from .trial import GatedNames, gated_names
 from .unchanged import HOOKS, Read, has_own_forward
 
-Kind = Literal[
-    "linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate", "scale",
-]  # fmt: skip
-
 # The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
 TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
-ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
-PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))
-INPUT, OUTPUT = 0, 1  # the buffers of a layer's input and output, by their numbers in the kernels
-
-
-class UntraceableError(Exception):
-    """The code does something that the stand-ins do not know; the message names it, as a clause."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Columns of a buffer whose rows are tokens: the columns from `offset` on, in rows of `stride` numbers."""
-
-    buffer: int
-    offset: int
-    stride: int
-
-
-@dataclass
-class Operation:
-    """One operation of a layer.
-
-    modules: linears, a norm, or the attention module. values: the kernel's other arguments.
-    """
-
-    kind: Kind
-    inputs: list[Span]
-    outputs: list[Span]
-    modules: tuple[nn.Module, ...] = ()
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 class Trace:
@@ -293,230 +269,3 @@ def _as_usual(rotation: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     usual = inspect.signature(rotation).parameters
     known = all(isinstance(value, PLAIN_TYPES) and name in usual for name, value in kwargs.items())
     return known and all(usual[name].default == value for name, value in kwargs.items())
-
-
-# -- stand-ins ----------------------------------------------------------------------------------------
-
-
-class Count:
-    """The number of rows of a pass, or of tokens of a row, which the code may only pass on."""
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        raise UntraceableError("it looks at the number of tokens")
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-BATCH: Any = Count()
-TOKENS: Any = Count()
-
-
-class Opaque:
-    """A value that a layer may only pass on, such as the mask."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __getattr__(self, name: str) -> Any:
-        raise UntraceableError(f"it reads {self.name}.{name}")
-
-    def __bool__(self) -> bool:
-        raise UntraceableError(f"it looks at {self.name}")
-
-
-@dataclass(eq=False)
-class StandIn:
-    """A tensor [B, T, width], [B, T, heads, dim], or [B, heads, T, dim] if it is `transposed`.
-
-    factor: the number by which it must still be multiplied. cached: whether it came from the cache.
-    """
-
-    trace: Trace
-    span: Span
-    width: int
-    heads: int | None = None
-    transposed: bool = False
-    factor: float = 1.0
-    cached: bool = False
-
-    @property
-    def is_whole(self) -> bool:
-        """True if it is all columns of a buffer, [B, T, width]."""
-        return self.heads is None and self.span.offset == 0 and self.span.stride == self.width
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        if self.heads is None:
-            return (BATCH, TOKENS, self.width)
-        dim = self.width // self.heads
-        return (BATCH, self.heads, TOKENS, dim) if self.transposed else (BATCH, TOKENS, self.heads, dim)
-
-    def size(self, index: int | None = None) -> Any:
-        return self.shape if index is None else self.shape[index]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.trace.dtype
-
-    def view(self, *sizes: Any) -> Any:
-        batch, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
-            return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
-        plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
-        plain = plain and (tokens is TOKENS or (tokens == -1 and -1 not in rest))
-        if self.transposed or batch is not BATCH or not plain:
-            raise UntraceableError("it reshapes in another way than into heads and back")
-        known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
-        if self.width % known if -1 in rest else known != self.width:
-            raise UntraceableError("it reshapes to another size")
-        if len(rest) == 1:
-            return replace(self, heads=None)
-        heads = rest[0] if rest[0] != -1 else self.width // rest[1]
-        return replace(self, heads=heads)
-
-    reshape = view
-
-    def transpose(self, first: int, second: int) -> StandIn:
-        if {first, second} != {1, 2} or self.heads is None:
-            raise UntraceableError("it transposes other dimensions than heads and tokens")
-        return replace(self, transposed=not self.transposed)
-
-    def contiguous(self) -> StandIn:
-        return self
-
-    def to(self, dtype: Any) -> StandIn:
-        if dtype is not self.trace.dtype:
-            raise UntraceableError("it computes in another dtype")
-        return self
-
-    def parts(self, count: int) -> list[StandIn]:
-        """Columns side by side, of one width."""
-        if self.heads is not None or self.width % count:
-            raise UntraceableError("it divides a tensor into other parts than columns")
-        width = self.width // count
-        return [self[..., place * width : (place + 1) * width] for place in range(count)]
-
-    def chunk(self, chunks: Any, dim: Any = 0) -> tuple[StandIn, ...]:
-        if type(chunks) is not int or chunks < 1 or dim not in (-1, 2):
-            raise UntraceableError("it divides a tensor into other parts than columns")
-        return tuple(self.parts(chunks))
-
-    def __getitem__(self, index: Any) -> StandIn:
-        match index:
-            case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and self.heads is None:
-                start, stop, _ = columns.indices(self.width)
-                span = Span(self.span.buffer, self.span.offset + start, self.span.stride)
-                return replace(self, span=span, width=max(0, stop - start))
-        raise UntraceableError("it takes other parts of a tensor than columns")
-
-    def __add__(self, other: Any) -> StandIn:
-        return self.trace.add(self, other)
-
-    def __mul__(self, other: Any) -> StandIn:
-        if type(other) not in (int, float):
-            return self.trace.multiply(self, other)
-        if self.factor != 1 or self.heads is not None:
-            raise UntraceableError("it multiplies by more than a number")
-        return replace(self, factor=float(other))
-
-    __rmul__ = __mul__
-    __iter__ = None  # transformers' outputs ask whether a value is iterable
-
-    def __iadd__(self, other: Any) -> StandIn:
-        raise UntraceableError("it writes to a tensor in place")  # which may have other names
-
-    __imul__ = __iadd__
-
-    def __getattr__(self, name: str) -> Any:
-        raise UntraceableError(f"it calls Tensor.{name}")
-
-    def __bool__(self) -> bool:
-        raise UntraceableError("it looks at the numbers of a tensor")
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is F.dropout and args and not _drops(*args[1:], **(kwargs or {})):
-            return args[0]
-        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
-
-    def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
-        """Return the result of the attention function for a query that is a stand-in."""
-        return self.trace.attend(module, (self, key, value), mask, options), None
-
-
-class SideBySide:
-    """A tensor [B, T, parts, heads, dim] that may only be taken apart: Q, K and V of one product."""
-
-    def __init__(self, parts: list[StandIn], sizes: tuple[Any, ...]) -> None:
-        self._parts = tuple(part.view(*sizes) for part in parts)
-
-    def unbind(self, dim: Any = 0) -> tuple[StandIn, ...]:
-        if dim not in (-3, 2):
-            raise UntraceableError("it takes a tensor apart by another dimension than its parts")
-        return self._parts
-
-    def __getattr__(self, name: str) -> Any:
-        raise UntraceableError(f"it calls Tensor.{name}")
-
-
-def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    return training and p > 0
-
-
-class ModuleStandIn:
-    """A module whose code runs with stand-ins. The attributes that it reads of itself are noted."""
-
-    forward = None  # transformers' checkpointing compares it with its own
-
-    def __init__(self, trace: Trace, module: nn.Module) -> None:
-        vars(self).update(_trace=trace, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._trace.attribute(self, self._module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise UntraceableError(f"it sets its own {name}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._trace.run(self, self._module, args, kwargs)
-
-
-class ConfigStandIn:
-    """A config of which the code may read plain values."""
-
-    def __init__(self, trace: Trace, config: Any) -> None:
-        vars(self).update(_trace=trace, _config=config)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == ATTENTION:
-            return self._trace.attention or self._read_attention()
-        value = getattr(self._config, name)
-        if not isinstance(value, PLAIN_TYPES):
-            raise UntraceableError(f"it reads config.{name}")
-        self._trace.note(vars(self._config), name, value)
-        return value
-
-    def _read_attention(self) -> Any:
-        own = vars(self._config)
-        if f"{ATTENTION}_internal" not in own:
-            raise UntraceableError("it does not say which attention function it takes")
-        self._trace.note(own, f"{ATTENTION}_internal", own[f"{ATTENTION}_internal"])
-        return getattr(self._config, ATTENTION)
-
-
-class CacheStandIn(Opaque):
-    """The cache of a pass, which takes K and V of one layer."""
-
-    def __init__(self, trace: Trace) -> None:
-        super().__init__("past_key_values")
-        self.trace = trace
-
-    def update(self, key: Any, value: Any, layer_idx: Any, *args: Any) -> tuple[StandIn, StandIn]:
-        return self.trace.write(key, value, layer_idx)
-
-    def __bool__(self) -> bool:
-        return True

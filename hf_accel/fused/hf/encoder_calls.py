@@ -21,7 +21,7 @@ from ...attention import PlannedAttention
 from ...attention.cpu import LARGEST_DIM, CpuBackend
 from ...kernels.cpu.library import native
 from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, StackTrace, bound, tables_of
-from ...recognition.trace import UntraceableError
+from ...recognition.operation import UntraceableError
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED

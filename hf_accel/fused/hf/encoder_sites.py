@@ -13,7 +13,7 @@ from ...attention.hf import ATTENTION_NAME
 from ...models import is_within
 from ...recognition.code import source_of
 from ...recognition.encoder_trace import MASK, EncoderTrace, StackTrace, usual_form
-from ...recognition.trace import UntraceableError
+from ...recognition.operation import UntraceableError
 from ...recognition.unchanged import has_own_forward
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls, scale_of
 from .sites import Dropped, FusedSite

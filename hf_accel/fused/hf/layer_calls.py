@@ -24,7 +24,9 @@ from ...attention.hf.mask import window_of
 from ...cache.group import GroupStep, KVStorage, PageGroup, Step
 from ...cache.hf.layers import CacheOverPages, LayerOverPages, PagedKV
 from ...kernels.cpu.library import native
-from ...recognition.trace import PLAIN_TYPES, TENSORS, Operation, Trace, UntraceableError
+from ...recognition.operation import Operation, UntraceableError
+from ...recognition.stand_ins import PLAIN_TYPES
+from ...recognition.trace import TENSORS, Trace
 from ...recognition.unchanged import Read, Surroundings
 from ...undo.journal import Mixin
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED

@@ -15,7 +15,8 @@ from ...attention.hf import ATTENTION_NAME
 from ...kernels.cpu.library import FLOATS
 from ...models import layers_config
 from ...recognition.code import ROTATION, siblings
-from ...recognition.trace import INPUT, TENSORS, Span, Trace, UntraceableError
+from ...recognition.operation import INPUT, Span, UntraceableError
+from ...recognition.trace import TENSORS, Trace
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import has_own_forward
 from ...undo.journal import Mixin, mixed_class

@@ -1,0 +1,41 @@
+"""The operations of a layer, which its trace consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+Kind = Literal[
+    "linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate", "scale",
+]  # fmt: skip
+
+INPUT, OUTPUT = 0, 1  # the buffers of a layer's input and output, by their numbers in the kernels
+
+
+class UntraceableError(Exception):
+    """The code does something that the stand-ins do not know; the message names it, as a clause."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns of a buffer whose rows are tokens: the columns from `offset` on, in rows of `stride` numbers."""
+
+    buffer: int
+    offset: int
+    stride: int
+
+
+@dataclass
+class Operation:
+    """One operation of a layer.
+
+    modules: linears, a norm, or the attention module. values: the kernel's other arguments.
+    """
+
+    kind: Kind
+    inputs: list[Span]
+    outputs: list[Span]
+    modules: tuple[nn.Module, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
