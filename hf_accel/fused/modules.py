@@ -30,7 +30,7 @@ from ..recognition.unchanged import is_unobserved
 from ..tensors import PLAIN, is_plain_tensor, is_recorded
 from ..undo.journal import Mixin, original_class
 from ..undo.state import FUSED
-from .projections import Pending, ProjectionCall, is_bare_linear
+from .projections import ProjectionCall, is_bare_linear
 
 Form = TypeVar("Form")
 
@@ -236,7 +236,7 @@ class NormForms:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], NormForm | None] = {}
-        self._pending: Pending | None = None
+        self._pending: tuple[Tensor, int, Tensor] | None = None  # x, its version, and the norm of it
 
     def form(self, module: nn.Module, x: Tensor) -> NormForm | None:
         """Return the form of `module` for inputs like x [..., n]; it is found at the first call."""
@@ -251,14 +251,12 @@ class NormForms:
 
     def leave(self, x: Tensor, normed: Tensor) -> None:
         """Keep the norm of x, which was computed with x, until the module is called. torch counts the writes to x."""
-        self._pending = Pending(x, x._version, {0: normed})
+        self._pending = (x, x._version, normed)
 
     def take(self, x: Tensor) -> Tensor | None:
         """Return the norm that was left for x; None if x is another tensor, or was written to since."""
-        pending, self._pending = self._pending, None
-        if pending is None or pending.x is not x or pending.version != x._version:
-            return None
-        return pending.results[0]
+        (source, version, normed), self._pending = self._pending or (None, 0, None), None
+        return normed if source is x and version == x._version else None
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_pending": None}

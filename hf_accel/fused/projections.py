@@ -1,11 +1,10 @@
-"""Native calls for linear layers: for one whose float weight is read in place, or for several on one tensor.
+"""Native calls for linear layers, among them those whose float weight is read in place.
 
 On CPUs on which torch multiplies halves one by one, products with half-precision weights are computed in float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ..linear.backends.cpu import Cpu, CpuWeight
 from ..recognition.unchanged import is_unobserved
 from ..tensors import has_instructions, is_plain_tensor
 from ..undo.journal import Mixin
-from ..undo.state import FUSED, FUSED_PROJECTIONS
+from ..undo.state import FUSED
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
 # (`python -m benchmarks.run float_rows`).
@@ -155,53 +154,6 @@ def is_readable(layer: nn.Module) -> bool:
     return all(is_plain_tensor(t) and t.is_cpu and t.is_contiguous() for t in tensors)
 
 
-@dataclass
-class Pending:
-    """Results that their layers have not fetched yet. version: the version of x when they were computed."""
-
-    x: Tensor
-    version: int
-    results: dict[int, Tensor]
-
-
-class FusedProjections:
-    """Layers that are called on one tensor (q, k and v; gate and up), in the order in which their parent calls them.
-
-    The first call computes all of them: the weights are read once for all, and the input is quantized once. A layer
-    that is called on another tensor, or on this one after it was written to, is computed alone: the result never
-    depends on the fusion.
-    """
-
-    def __init__(self, layers: list[nn.Module], float_rows: int) -> None:
-        self.layers = layers
-        self.call = ProjectionCall(float_rows)
-        self.pending: Pending | None = None
-
-    def take(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """Return the layer's result on x, for which `native` is true; None if the layer must be computed alone."""
-        index, version = self.layers.index(layer), 0 if x.is_inference() else x._version
-        if index == 0:
-            self.pending = self._compute(x, version)
-        pending = self.pending
-        if pending is None or pending.x is not x or pending.version != version or index not in pending.results:
-            return None
-        result = pending.results.pop(index)
-        if not pending.results:
-            self.pending = None
-        return result
-
-    def _compute(self, x: Tensor, version: int) -> Pending | None:
-        call = self.call.ready(tuple(self.layers), x)
-        if call is None:
-            return None
-        out = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-        parts = out.split_with_sizes([int(layer.out_features) for layer in self.layers], dim=-1)  # type: ignore[arg-type]
-        return Pending(x, version, dict(enumerate(parts)))
-
-    def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"pending": None}
-
-
 class NativeLinear(Mixin):
     """A mixin for an nn.Linear: few rows are multiplied natively by the weight, which is read in place."""
 
@@ -209,10 +161,6 @@ class NativeLinear(Mixin):
         """x [..., in] -> [..., out] in x's dtype."""
         if native(x):
             own: dict[str, Any] = self.__dict__
-            fused: FusedProjections | None = own.get(FUSED_PROJECTIONS)
-            out = None if fused is None else fused.take(self, x)  # type: ignore[arg-type]
-            if out is not None:
-                return out
             call = own[FUSED].ready((self,), x)
             if call is not None:
                 result: Tensor = call(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..config import Activations
 from ..errors import HfAccelWarning, UnsupportedError
-from ..kernels.cpu.library import native
 from ..tensors import product_dtype
 from .backends.backend import LinearSpec
 from .backends.reference import differentiable_linear
@@ -53,7 +52,6 @@ class QuantModule(nn.Module):
         self.row_invariant = False  # whether a row-invariant backend was asked for
         self.finds_rows = False  # whether an embedding looks its rows up in it
         self.choice: BackendChoice | None = None
-        self.fused_projections: Any = None  # what computes this layer together with others on one tensor, see fused
         self._packed: Any = None
         self._input_order: Tensor | None = None  # of the packed weight
         self.part: RankPart | None = None  # which one this is, if other processes hold the others
@@ -274,10 +272,6 @@ class QuantLinear(QuantModule, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.settle()
         choice = self.choice or self.pack().chosen
-        if self.fused_projections is not None and native(x):
-            fused: Tensor | None = self.fused_projections.take(self, x)
-            if fused is not None:
-                return fused
         rows = x.reshape(-1, self.in_features).to(choice.spec.dtype)
         rows = rows.contiguous() if self._input_order is None else rows.index_select(1, self._input_order)
         if torch.is_grad_enabled() and (rows.requires_grad or (self.bias is not None and self.bias.requires_grad)):

@@ -29,11 +29,10 @@ from ..config.patch_config import (
 )
 from ..errors import UnsupportedError
 from ..fused.hf.sites import ACTIVATION, FusedSite
-from ..fused.projections import FusedProjections
 from ..generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords
-from ..linear import QuantLinear, QuantModule
+from ..linear import QuantModule
 from ..linear.embedding import QuantEmbedding
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..models import layers_config, model_of, unwrapped
@@ -42,7 +41,6 @@ from ..undo.journal import Journal, mixed_class
 from ..undo.state import (
     BACKEND_ATTRIBUTE,
     FUSED,
-    FUSED_PROJECTIONS,
     PART_OF,
     STATE,
     STOCK_ATTRIBUTE,
@@ -187,7 +185,6 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
         _enter_generation(todo, journal, originals)
         replace_parameters(todo.model, calibrated.folded, journal)
         replace_linears(todo, journal, originals, packed)  # when nothing can refuse any more: it frees weights
-        _fuse_projections(todo, journal)
     except BaseException as error:
         _recover(journal, originals, error)
         raise
@@ -283,18 +280,6 @@ def _put_copy(model: nn.Module, site: FusedSite, journal: Journal) -> None:
         for key, child in list(parent._modules.items()):
             if child is site.module:
                 journal.item(parent, "_modules", key, made)
-
-
-def _fuse_projections(todo: Plan, journal: Journal) -> None:
-    """Let layers that are called on one tensor know each other, those that replace others included."""
-    for site in todo.fused.projections:
-        layers = [todo.model.get_submodule(name) for name in site.layers]
-        projections = FusedProjections(layers, todo.fused.float_rows)
-        for layer in layers:
-            if isinstance(layer, QuantLinear):
-                layer.fused_projections = projections  # a module of ours, which unpatch takes out whole
-            else:
-                journal.attribute(layer, FUSED_PROJECTIONS, projections)
 
 
 def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
 from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND, Dropped, FusedSite, ProjectionSite
+from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND, Dropped, FusedSite
 from ..fused.projections import UNLIMITED
 from ..generation import graphs
 from ..generation.agreement import ALONE, ProcessAgreement
@@ -88,14 +88,13 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """Modules that get a native forward, float Linears read in place, and layers that are called on one tensor.
+    """Modules that get a native forward, and float Linears that are read in place.
 
     float_rows: the most rows that float weights are multiplied by natively. reason: why there are none.
     """
 
     sites: tuple[FusedSite, ...] = ()
     linears: tuple[FusedSite, ...] = ()
-    projections: tuple[ProjectionSite, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     float_rows: int = 0
     reason: str | None = None
@@ -344,11 +343,6 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
     for joined, count in shared.items():
         named = "; ".join(what for kind, what in JOINS.items() if kind in joined)
         yield Line("fused", f"{count} decoder layers", "one launch for two steps", named)
-    covered = {site.name for site in fused.sites if site.kind == "mlp"}
-    fused_layers = [site.layers for site in fused.projections if site.parent not in covered]
-    groups = Counter(tuple(name.rpartition(".")[2] for name in names) for names in fused_layers)
-    for names, count in groups.items():
-        yield Line("fused", f"{count} x {', '.join(names)}", "one native call", "called on one tensor")
     if fused.linears:
         yield Line("fused", f"{len(fused.linears)} float linears", "native for few rows", "weights are read in place")
     for (kind, reason), count in Counter((d.kind, d.reason) for d in fused.dropped).items():

@@ -17,7 +17,7 @@ from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
-from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears, projection_sites
+from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
@@ -393,11 +393,7 @@ def _plan_fused(
         linears={module for module, server in servers.items() if server is Server.KERNELS},
     )  # fmt: skip
     layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]
-    projections = [
-        site for site in projection_sites(model)
-        if all(servers.get(model.get_submodule(name)) in CALLED_TOGETHER for name in site.layers)
-    ]  # fmt: skip
-    return FusedPlan((*sites, *layers), tuple(floats), tuple(projections), (*dropped, *by_module), float_rows)
+    return FusedPlan((*sites, *layers), tuple(floats), (*dropped, *by_module), float_rows)
 
 
 class Server(Enum):
@@ -408,9 +404,6 @@ class Server(Enum):
     RANKS = auto()  # several processes, for which no call can wait in its middle
     FOREIGN = auto()  # bitsandbytes, or a forward that was put on the module
     TORCH = auto()
-
-
-CALLED_TOGETHER = (Server.KERNELS, Server.BACKEND)
 
 
 def servers_of(

@@ -55,7 +55,7 @@ def _take_out(model: PreTrainedModel, state: PatchState) -> None:
     kept = [write for write in journal.writes if write is not resized]
     Journal.of(kept).check(model)
     state.originals.restore()
-    layers = _catch_up(model, journal)
+    _catch_up(model, journal)
     if table is not None:
         give_tokens(model, journal, table)
     folded = [(w.owner, w.new) for w in journal.writes if w.container == "_parameters"]
@@ -66,8 +66,6 @@ def _take_out(model: PreTrainedModel, state: PatchState) -> None:
     journal.undo(model)
     for module, parameter in folded:
         module.to(parameter.device, parameter.dtype)
-    for layer in layers:
-        layer.fused_projections = None  # which hold the layers, and would keep them until a collection of cycles
 
 
 def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
@@ -96,8 +94,8 @@ def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
         )
 
 
-def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
-    """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch(); return these."""
+def _catch_up(model: PreTrainedModel, journal: Journal) -> None:
+    """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch()."""
     replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, LAYERS)]
     copies: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, NativeActivation)]
     for copied, shared in copies:
@@ -106,7 +104,6 @@ def _catch_up(model: PreTrainedModel, journal: Journal) -> list[Any]:
         original.train(layer.training)
         original.to(model.device, layer.compute_dtype)
         original._is_full_backward_hook = layer._is_full_backward_hook
-    return [layer for layer, _ in replaced]
 
 
 # -- what was done to the model since --------------------------------------------------------------------

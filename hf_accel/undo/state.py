@@ -23,10 +23,9 @@ STOCK_ATTRIBUTE = "_hf_accel_stock_attention"  # the implementation that the mod
 
 # On modules with a native forward: the values that it reads.
 FUSED = "_hf_accel_fused"  # of a norm, an MLP or a float Linear
-FUSED_PROJECTIONS = "_hf_accel_fused_projections"  # of Linears that are called on one tensor
 
 # On a module that was patched as a part of some model.
-MARKS = (BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE, FUSED, FUSED_PROJECTIONS)
+MARKS = (BACKEND_ATTRIBUTE, STOCK_ATTRIBUTE, FUSED)
 
 # On layers of bitsandbytes: how often each of the 16 levels stands in the weight that patch() made.
 LEVELS = "_hf_accel_levels"

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_accel
 from hf_accel.patching import originals as originals_module
+from hf_accel.patching.pack import replace_linears
 from hf_accel.undo import journal as journal_module
 
 from ...parity.families import build
@@ -59,7 +60,8 @@ def load(tmp_path: Path) -> Callable[[], PreTrainedModel]:
     return lambda: AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def fail(*_: Any) -> None:
+def replace_all_then_fail(*args: Any) -> None:
+    replace_linears(*args)
     raise ValueError("first")
 
 
@@ -68,7 +70,7 @@ SHARES = [i / 12 for i in range(13)]
 
 def failed_patch(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, step: int | None) -> tuple[Any, int]:
     """A patch that fails when all weights are replaced, and an interrupt while it recovers."""
-    monkeypatch.setitem(apply_plan.__globals__, "_fuse_projections", fail)
+    monkeypatch.setitem(apply_plan.__globals__, "replace_linears", replace_all_then_fail)
     with interrupted(step) as count, pytest.raises((ValueError, KeyboardInterrupt)) as error:
         hf_accel.patch(model)
     monkeypatch.undo()
