@@ -22,7 +22,7 @@ from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN
 from ..undo.state import FUSED
 from .modules import NativeNorm, NormForm, RotaryForm, form_of_rotation
-from .projections import NativeCall, NativeLinear, make_call
+from .projections import UNLIMITED, NativeCall, NativeLinear, make_call
 
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
@@ -249,7 +249,7 @@ class NativeOperations:
     def _rows(self, layer: nn.Module) -> int:
         """Return the most rows of a native call, and note what the call depends on."""
         own, parameters = vars(layer), layer._parameters
-        rows = MOST_TOKENS
+        rows = UNLIMITED
         self.reads.append(Read(parameters, "bias", parameters.get("bias")))
         if "bias" not in parameters or (isinstance(layer, NativeLinear) and parameters.get("weight") is None):
             self.reads.append(Read(parameters, "weight", parameters.get("weight")))

@@ -199,6 +199,15 @@ def test_many_rows_of_float_weights_are_torchs_products(family: str, monkeypatch
         same(found, stock(**given), given["attention_mask"])
 
 
+@pytest.mark.parametrize("tokens", [256, 257, 1100])
+@torch.no_grad()
+def test_many_rows_of_integer_weights_are_one_call(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, given = hf_accel.patch(build(), weights="int8"), batch([tokens // 20] * 19 + [tokens - tokens // 20 * 19])
+    alone = ours(**{name: tensor[-1:] for name, tensor in given.items()}).last_hidden_state
+    monkeypatch.delattr(EncoderProgramme, "_one_by_one")
+    assert torch.equal(ours(**given).last_hidden_state[-1:], alone)
+
+
 @torch.no_grad()
 def test_deterministic_encoders_are_native_for_any_number_of_rows() -> None:
     given = batch([64, 64, 64])
