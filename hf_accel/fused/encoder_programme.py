@@ -44,7 +44,7 @@ class RowLayout:
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, T, width] -> [N, width], contiguous: the tokens end to end."""
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(-1, x.shape[-1]).contiguous()  # a view of one row may have other strides
         return flat if self.index is None else flat.index_select(0, self.index)
 
     def padded(self, rows: Tensor) -> Tensor:

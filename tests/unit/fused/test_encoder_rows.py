@@ -42,6 +42,16 @@ def test_without_padding_nothing_is_copied() -> None:
         assert torch.equal(layout.padded(layout.rows(x)), x)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_that_lie_in_columns_are_copied(batch: int) -> None:
+    """Convolutions of patches leave their channels so."""
+    x = torch.randn(batch, 5, 4).transpose(1, 2)
+    layout = layout_of(None, batch, 4)
+    assert layout is not None
+    rows = layout.rows(x)
+    assert rows.is_contiguous() and torch.equal(rows.view(x.shape), x)
+
+
 @pytest.mark.parametrize(
     "mask",
     [
