@@ -34,7 +34,7 @@ def encode(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, re
         agreements = {}
         for name, one in models.items():
             report(f"comparing {name} with stock")
-            agreements[name] = found = compare_encoders(one, models[BASELINE], inputs)
+            agreements[name] = found = compare_encoders(one, models[BASELINE], inputs)[0]
             if not found.cosine >= LEAST_COSINE:  # NaN too
                 raise WrongResultError(
                     f"{name}: of {found.rows} vectors of {found.output} one has a cosine of {found.cosine:.3g} to "

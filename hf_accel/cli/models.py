@@ -110,8 +110,8 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
     where = f"{command}: {kind.__name__}"
     if not kind.can_generate():
         raise BadInputError(
-            f"{where} does not generate text; hf-accel plan and quantize take it, and in Python "
-            "hf_accel.patch(model) speeds up its forward passes"
+            f"{where} does not generate text; hf-accel plan, bench, verify and quantize take it, and in "
+            "Python hf_accel.patch(model) speeds up its forward passes"
         )
     if kind.main_input_name != "input_ids":
         raise BadInputError(
@@ -136,6 +136,18 @@ def is_encoder_path(path: str) -> bool:
     with explained(path):
         kind = class_of(AutoConfig.from_pretrained(place))
     return issubclass(kind, PreTrainedModel) and not kind.can_generate()
+
+
+def is_quantized_path(path: str) -> bool:
+    """Return whether PATH holds weights that are quantized already."""
+    from hf_accel.checkpoints.load import stored_config
+    from hf_accel.estimate.shapes import read_config
+
+    place = checked_path(path)
+    if place.endswith(".gguf"):
+        return True
+    with explained(path):
+        return stored_config(read_config(place)) is not None
 
 
 def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, **keywords: Any) -> Any:

@@ -25,16 +25,19 @@ def test_padding_is_left_out() -> None:
         return output
 
     model.register_forward_hook(spoil)
-    found = compare_encoders(model, reference, inputs)
+    found, *pooled = compare_encoders(model, reference, inputs)
     assert (found.output, found.rows, found.difference) == ("last_hidden_state", 13, 0)
     assert found.cosine == pytest.approx(1)
+    assert [(one.output, one.rows, one.difference) for one in pooled] == [
+        ("mean over tokens", 2, 0), ("pooler_output", 2, 0),
+    ]  # fmt: skip
 
 
 def test_a_difference_is_seen() -> None:
     model, reference = build(), build()
     with torch.no_grad():
         next(model.parameters())[5:, ::2].add_(0.5)
-    found = compare_encoders(model, reference, encoder_inputs(model, [9, 4]))
+    found, *_ = compare_encoders(model, reference, encoder_inputs(model, [9, 4]))
     assert found.cosine < 0.999 and found.difference > 1e-3
 
 
