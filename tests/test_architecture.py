@@ -77,7 +77,6 @@ LONGER = {  # files that hold one subject in more lines, which may only become f
     "generation/scheduling/scheduler.py": 447,
     "hardware/device.py": 412,
     "linear/layer.py": 362,
-    "patching/plan.py": 430,
     "patching/planning.py": 450,
     "patching/survey.py": 470,
     "recognition/code.py": 458,

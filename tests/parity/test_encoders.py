@@ -563,7 +563,7 @@ def test_attention_of_another_backend_keeps_the_modules() -> None:
 def test_the_plan_says_so() -> None:
     lines = {line.what: line for line in hf_accel.plan(build(), weights=None).lines if line.topic == "fused"}
     assert lines["3 encoder layers"].choice == "one native call each"
-    assert lines["1 encoders"].choice == "padding is left out; zeros stand there"
+    assert lines["1 encoder"].reason == "its code calls these layers, and does nothing else"
     odd = build(hidden_act="tanh")
     reasons = [line for line in hf_accel.plan(odd, weights=None).lines if line.what == "3 encoder layers"]
     assert [line.choice for line in reasons] == ["module by module"]
