@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_accel.verify.encoded import compare_encoders, encoder_inputs, longest
+from hf_accel.estimate.longest import longest_text
+from hf_accel.verify.encoded import compare_encoders, encoder_inputs
 
 from .measurement import BASELINE, WrongResultError, finish, ratios, take_turns
 from .topics import Report, Sizes, both
@@ -27,7 +28,7 @@ def encode(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, re
     model that computes something else, which is then not timed.
     """
     models = both(model, keywords)
-    context = longest(model, sizes.context)
+    context = longest_text(model, sizes.context)
     rows = []
     for what, lengths in _batches(sizes.batch, context, padded=model.main_input_name == "input_ids").items():
         inputs = encoder_inputs(model, lengths)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
+from ..estimate.longest import longest_text
 from ..models import evaluating, vocabulary_size
 from .certificate import Agreement
 
@@ -82,30 +83,24 @@ def encoder_batches(model: Any, tokens: int, rows: int = 4) -> dict[str, dict[st
             mask = (torch.arange(values.shape[1]) < ends).long().to(values.device)
             found[f"{rows} of several lengths, padded"] = {"input_values": values * mask, "attention_mask": mask}
         return found
-    longest_text = longest(model, tokens)
-    lengths = [max(1, longest_text * row // rows) for row in range(rows, 0, -1)]
-    whole, padded = encoder_inputs(model, [longest_text] * rows), encoder_inputs(model, lengths)
-    name = f"{rows} of {min(lengths)} to {longest_text} tokens"
+    most = longest_text(model, tokens)
+    lengths = [max(1, most * row // rows) for row in range(rows, 0, -1)]
+    whole, padded = encoder_inputs(model, [most] * rows), encoder_inputs(model, lengths)
+    name = f"{rows} of {min(lengths)} to {most} tokens"
     mask = padded["attention_mask"]
     turned = {
-        key: torch.stack([row.roll(longest_text - length) for row, length in zip(value, lengths, strict=True)])
+        key: torch.stack([row.roll(most - length) for row, length in zip(value, lengths, strict=True)])
         for key, value in padded.items()
         if value.shape == mask.shape
     }
     return {
-        f"one of {longest_text} tokens": encoder_inputs(model, [longest_text]),
-        f"{rows} of {longest_text} tokens, a mask of ones": whole,
-        f"{rows} of {longest_text} tokens, no mask": {k: v for k, v in whole.items() if k != "attention_mask"},
+        f"one of {most} tokens": encoder_inputs(model, [most]),
+        f"{rows} of {most} tokens, a mask of ones": whole,
+        f"{rows} of {most} tokens, no mask": {k: v for k, v in whole.items() if k != "attention_mask"},
         f"{name}, padded on the right": padded,
         f"{name}, a mask of booleans": padded | {"attention_mask": mask.bool()},
         f"{name}, padded on the left": padded | turned,
     }
-
-
-def longest(model: Any, wanted: int) -> int:
-    """Return `wanted` tokens, or as many as the model has positions for."""
-    positions = getattr(model.config, "max_position_embeddings", None) or wanted
-    return int(min(wanted, max(1, positions - padding_id(model) - 1)))  # RoBERTa counts on from its padding
 
 
 def vectors(output: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

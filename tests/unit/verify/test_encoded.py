@@ -12,7 +12,8 @@ from hf_accel.cli import encoders
 from hf_accel.cli.measurement import WrongResultError
 from hf_accel.cli.topics import Sizes
 from hf_accel.errors import UnsupportedError
-from hf_accel.verify.encoded import compare_encoders, encoder_inputs, longest
+from hf_accel.estimate.longest import longest_text
+from hf_accel.verify.encoded import compare_encoders, encoder_inputs
 from tests.parity.test_encoders import build
 
 
@@ -59,8 +60,8 @@ def test_inputs() -> None:
     inputs: dict[str, Tensor] = encoder_inputs(model, [5, 2])
     padding = inputs["input_ids"] == model.config.pad_token_id
     assert torch.equal(padding, inputs["attention_mask"] == 0)
-    assert longest(model, 500) == 78  # 80 positions, which are counted from the padding's 1
-    model(**encoder_inputs(model, [longest(model, 500)]))
+    assert longest_text(model, 500) == 78  # 80 positions, which are counted from the padding's 1
+    model(**encoder_inputs(model, [longest_text(model, 500)]))
     model.main_input_name = "something"
     with pytest.raises(UnsupportedError, match="starts from something"):
         encoder_inputs(model, [1])
