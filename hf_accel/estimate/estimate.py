@@ -81,10 +81,10 @@ def estimate(
 
     source = load_config(model) if isinstance(model, str | os.PathLike) else model
     shapes = shapes_of(source, dtype=dtype)
-    held, shared = {}, frozenset[str]()
+    held, tables = {}, frozenset[str]()
     if as_held:
         is_model = isinstance(source, nn.Module)
-        held, shared = (held_specs(source), shared) if is_model else stored_specs(source, shapes)
+        held, tables = (held_specs(source), tables) if is_model else stored_specs(source, shapes)
     config = decoder_config(shapes)
     encodes = is_encoder(config, shapes)
     find_layers = encoder_layers if encodes else attention_layers
@@ -94,7 +94,7 @@ def estimate(
     for refusal in filter(None, (dim_refusal(layer.head_dim, QUANTIZED.get(kv_dtype or "")) for layer in layers)):
         raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")
     workload = Workload(
-        tensors=tuple(weight_tensors(shapes, recipe, held, shared)),
+        tensors=tuple(weight_tensors(shapes, recipe, held, tables)),
         layers=layers,
         weights=_label(recipe, held),
         dtype=shapes.dtype,

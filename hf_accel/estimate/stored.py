@@ -26,7 +26,8 @@ def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def stored_specs(config: PreTrainedConfig, shapes: nn.Module) -> tuple[dict[str, LinearSpec], frozenset[str]]:
-    """Return how each layer of a checkpoint of ours is stored, by its name, and the heads that are an embedding too.
+    """Return how each layer of a checkpoint of ours is stored, by its name, and the embeddings that look rows up in
+    one of them.
 
     shapes: the model of this config. Warns where the checkpoint of another program is counted in floating point.
     """
@@ -44,7 +45,7 @@ def stored_specs(config: PreTrainedConfig, shapes: nn.Module) -> tuple[dict[str,
         )
         return {}, frozenset()
     specs = {name: spec_of(settings, modules[name].weight) for name, settings in listed.items()}
-    return specs, frozenset((stored.get("tables") or {}).values())
+    return specs, frozenset(stored.get("tables") or ())
 
 
 def _is_linear(module: nn.Module | None) -> bool:
