@@ -81,7 +81,8 @@ def estimate(
 
     source = load_config(model) if isinstance(model, str | os.PathLike) else model
     shapes = shapes_of(source, dtype=dtype)
-    held, tables = {}, frozenset[str]()
+    held: dict[str, LinearSpec] = {}
+    tables: frozenset[str] = frozenset()
     if as_held:
         is_model = isinstance(source, nn.Module)
         held, tables = (held_specs(source), tables) if is_model else stored_specs(source, shapes)

@@ -105,6 +105,17 @@ def same(ours: Any, stock: Any, mask: Tensor, rtol: float = 2e-5) -> None:
             torch.testing.assert_close(got, expected, rtol=0, atol=rtol * float(expected.abs().max()))
 
 
+def same_head(stock: PreTrainedModel, given: dict[str, Tensor]) -> Counter[str]:
+    """What a head makes of the states, in inference mode; returns the native calls."""
+    ours, real = hf_accel.patch(copy.deepcopy(stock), weights=None), given["attention_mask"].bool()
+    with torch.inference_mode(), counted() as calls:
+        found, expected = ours(**given)[0], stock(**given)[0]
+    if expected.shape[:2] == real.shape:
+        found, expected = found[real], expected[real]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    return calls
+
+
 NATIVE = {"EncoderStackCalls": 1, "layers": 3}  # a pass through an encoder
 
 
@@ -230,14 +241,7 @@ def test_heads_and_inference_mode() -> None:
         torch.manual_seed(0)
         stock = getattr(transformers, kind)(config).eval()
         enliven(stock)
-        ours, given = hf_accel.patch(copy.deepcopy(stock), weights=None), batch([7, 5])
-        real = given["attention_mask"].bool()
-        with torch.inference_mode(), counted() as calls:
-            found, expected = ours(**given)[0], stock(**given)[0]
-        assert calls == NATIVE
-        if expected.shape[:2] == real.shape:
-            found, expected = found[real], expected[real]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert same_head(stock, batch([7, 5])) == NATIVE
 
 
 @torch.no_grad()
