@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
 from ..linear import LinearSpec
 from ..models import model_of
-from .longest import TOKENS, longest_input
+from .longest import DECODER_TOKENS, longest_input
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
 from .shapes import decoder_config, held_specs, is_encoder, load_config, patched_settings, shapes_of
@@ -90,7 +90,7 @@ def estimate(
     encodes = is_encoder(config, shapes)
     find_layers = encoder_layers if encodes else attention_layers
     if context is None:
-        context = longest_input(config, shapes) if encodes else TOKENS
+        context = longest_input(config, shapes) if encodes else DECODER_TOKENS
     layers = tuple(find_layers(config, context=context))
     for refusal in filter(None, (dim_refusal(layer.head_dim, QUANTIZED.get(kv_dtype or "")) for layer in layers)):
         raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")

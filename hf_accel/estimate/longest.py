@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-TOKENS = 4096  # of a decoder's sequence, where nobody says how many
+DECODER_TOKENS = 4096  # of a decoder's sequence, where nobody says how many
 TEXT = 512  # tokens of an encoder without a table of positions
 FRAMES = 1500  # 30 seconds of sound in steps of 20 ms, as Whisper, Wav2Vec2 and their like count
 ADDED = ("cls_token", "class_embedding", "distillation_token")  # a token in front of the patches

@@ -82,7 +82,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class PassVerdict:
-    """One batch of an encoder: its outputs beside the reference's, and whether rounding explains the differences.
+    """One batch of an encoder: its outputs and the reference's, and whether rounding explains the differences.
 
     batch: how the inputs are laid out. rounding: for each output, what differences can be by rounding alone, relative
     as they are; measured on the reference. arbiter: the dtype of its closest look. refused: why the reference itself
@@ -119,7 +119,7 @@ class PassVerdict:
 
 @dataclass(frozen=True, repr=False)
 class EncoderCost(Printed):
-    """The loss of quality by quantization of an encoder: its vectors beside the float model's, over all batches."""
+    """The loss of quality by quantization of an encoder: its vectors and the float model's, over all batches."""
 
     reference: str
     agreements: tuple[Agreement, ...]

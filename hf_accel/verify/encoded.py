@@ -129,7 +129,7 @@ def vectors(output: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def encode(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def encoder_vectors(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the `vectors` of a pass of the model in evaluation mode."""
     with evaluating(model):
         return vectors(model(**inputs), inputs)
@@ -139,7 +139,7 @@ def compare_encoders(
     model: PreTrainedModel, reference: PreTrainedModel, inputs: Mapping[str, Tensor]
 ) -> tuple[Agreement, ...]:
     """Compare the outputs of two models: states of tokens or logits first, where the mask shows them, then pooled."""
-    return compare_vectors(encode(model, inputs), encode(reference, inputs))
+    return compare_vectors(encoder_vectors(model, inputs), encoder_vectors(reference, inputs))
 
 
 def compare_vectors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[Agreement, ...]:

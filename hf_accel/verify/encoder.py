@@ -1,4 +1,4 @@
-"""verify() of an encoder: every form of a batch beside the reference, what quantization costs, and the way back."""
+"""verify() of an encoder: every form of a batch next to its reference, what quantization costs, and the way back."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..patching.check import transformers_model
 from ..patching.patch import is_patched, stock_twin
 from ..undo.state import state_of
 from .certificate import Agreement, Certificate, EncoderCost, PassVerdict
-from .encoded import compare_vectors, encode, encoder_batches, padding_id
+from .encoded import compare_vectors, encoder_batches, encoder_vectors, padding_id
 from .references import is_quantized, quantized_reference
 from .rounding import ReferenceModel, flipped_inputs, jittered_products, largest_difference, rounds_inputs
 
-TOKENS = 48  # of the longest text that is drawn
+DRAWN_TOKENS = 48  # of the longest text that is drawn
 Batches = Mapping[str, Mapping[str, Tensor]]
 NOT_GIVEN = "not compared, since no float model was given to compare with; pass reference="
 
@@ -53,7 +53,7 @@ def verify_encoder(
     return Certificate("the quantized reference", found, cost, no_cost, inputs=inputs, undo=undo)
 
 
-def original_class(model: Any) -> Any:
+def unpatched_class(model: Any) -> Any:
     """Return the class that a model has when it is not patched."""
     return getattr(type(model), "original_class", type(model))
 
@@ -77,7 +77,7 @@ def _unpatched(model: PreTrainedModel) -> ReferenceModel:
 
 def _batches(model: PreTrainedModel, texts: Any) -> tuple[Batches, str]:
     if texts is None:
-        return encoder_batches(model, TOKENS), "random inputs"
+        return encoder_batches(model, DRAWN_TOKENS), "random inputs"
     if isinstance(texts, Mapping):
         return {"the inputs given": {name: values.to(model.device) for name, values in texts.items()}}, "as given"
     alone = {f"text {number}": _padded(model, [ids]) for number, ids in enumerate(texts)}
@@ -109,13 +109,13 @@ def _verdict(
     model: PreTrainedModel, reference: ReferenceModel, batch: str, inputs: Mapping[str, Tensor]
 ) -> PassVerdict:
     try:
-        expected = encode(reference.model, inputs)
+        expected = encoder_vectors(reference.model, inputs)
     except UnsupportedError:
         raise
     except Exception as error:  # whatever stock says of a form of mask
         return PassVerdict(batch, refused=f"{type(error).__name__}: {error}".splitlines()[0])
     rounding, dtype = _rounding(reference, inputs, expected)
-    return PassVerdict(batch, compare_vectors(encode(model, inputs), expected), rounding, dtype)
+    return PassVerdict(batch, compare_vectors(encoder_vectors(model, inputs), expected), rounding, dtype)
 
 
 def _rounding(
@@ -129,14 +129,14 @@ def _rounding(
     ways = [expected]
     if rounds_inputs(model):
         with flipped_inputs(model):
-            ways.append(encode(model, inputs))
+            ways.append(encoder_vectors(model, inputs))
     with jittered_products(model):
-        ways.append(encode(model, inputs))
+        ways.append(encoder_vectors(model, inputs))
     widest = model.dtype
     if reference.arbiter is not None:
         widest = reference.arbiter.dtype
         wide = {n: v.to(widest) if v.is_floating_point() else v for n, v in inputs.items()}
-        ways.append(encode(reference.arbiter, wide))
+        ways.append(encoder_vectors(reference.arbiter, wide))
     least = torch.finfo(model.dtype).eps
     found = []
     for name, values in expected.items():
@@ -146,7 +146,11 @@ def _rounding(
 
 
 def _cost(model: PreTrainedModel, stock: ReferenceModel, batches: Sequence[Mapping[str, Tensor]]) -> EncoderCost:
-    found = [one for inputs in batches for one in compare_vectors(encode(model, inputs), encode(stock.model, inputs))]
+    found = [
+        one
+        for inputs in batches
+        for one in compare_vectors(encoder_vectors(model, inputs), encoder_vectors(stock.model, inputs))
+    ]
     found.sort(key=lambda one: one.output)
     return EncoderCost(stock.name, tuple(_whole(list(same)) for _, same in groupby(found, lambda one: one.output)))
 
@@ -191,5 +195,5 @@ def _same_bits(ours: Tensor | None, theirs: Tensor) -> bool:
 
 def loaded_encoder(model: PreTrainedModel, path: str | Path) -> ReferenceModel:
     """Load the float model of the same class from a path."""
-    kind = original_class(transformers_model(model))
+    kind = unpatched_class(transformers_model(model))
     return ReferenceModel(kind.from_pretrained(path, dtype=model.dtype).eval().to(model.device), str(path))

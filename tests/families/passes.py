@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.fused.hf.encoder_sites import LAYER
-from hf_accel.verify.encoded import compare_vectors, encode, encoder_batches
+from hf_accel.verify.encoded import compare_vectors, encoder_batches, encoder_vectors
 
 from .features import Case, NotTried, Outcome, StockCannot, Wrong, by_stock, feature, told
 
@@ -64,7 +64,7 @@ def _pass(case: Case) -> Outcome:
 
 def _encode(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    found = encode(model, inputs)
+    found = encoder_vectors(model, inputs)
     if not all(values.isfinite().all() for values in found.values()):
         raise ValueError("numbers that are not finite")
     return found
@@ -87,7 +87,7 @@ def _batches(model: PreTrainedModel) -> Batches:
     """Batches as a certificate compares them, or else inputs of other forms that stock takes."""
     try:
         found: Batches = encoder_batches(model, TOKENS, rows=3)
-    except UnsupportedError as error:
+    except (UnsupportedError, AttributeError) as error:  # a model of images that says it starts from tokens
         found, reasons = {}, [str(error)]
     else:
         reasons = [reason for inputs in found.values() if (reason := _refusal(model, inputs)) is not None]
@@ -103,7 +103,7 @@ def _batches(model: PreTrainedModel) -> Batches:
 
 def _refusal(model: PreTrainedModel, inputs: dict[str, Tensor]) -> str | None:
     try:
-        encode(model, inputs)
+        encoder_vectors(model, inputs)
     except Exception as error:
         return told(error)
     return None
