@@ -88,7 +88,7 @@ def encoder_batches(model: Any, tokens: int, rows: int = 4) -> dict[str, dict[st
     whole, padded = encoder_inputs(model, [most] * rows), encoder_inputs(model, lengths)
     name = f"{rows} of {min(lengths)} to {most} tokens"
     mask = padded["attention_mask"]
-    turned = {
+    on_the_left = {
         key: torch.stack([row.roll(most - length) for row, length in zip(value, lengths, strict=True)])
         for key, value in padded.items()
         if value.shape == mask.shape
@@ -99,7 +99,7 @@ def encoder_batches(model: Any, tokens: int, rows: int = 4) -> dict[str, dict[st
         f"{rows} of {most} tokens, no mask": {k: v for k, v in whole.items() if k != "attention_mask"},
         f"{name}, padded on the right": padded,
         f"{name}, a mask of booleans": padded | {"attention_mask": mask.bool()},
-        f"{name}, padded on the left": padded | turned,
+        f"{name}, padded on the left": padded | on_the_left,
     }
 
 
