@@ -27,9 +27,9 @@ from ..config.patch_config import (
 )
 from ..errors import HfAccelError, UnsupportedError
 from ..estimate.shapes import class_of, on_meta, read_config
+from ..estimate.stored import stored_config
 from ..keywords import MEANT_BY_PATCH, Default, check_keywords, one_of
 from ..linear.hf import METHOD, AccelConfig
-from ..models import layers_config
 from ..patching.patch import patch
 from .checkpoint import reader_of
 from .contents import COPY, check_float_model, check_report
@@ -206,15 +206,6 @@ def _leave_weights_out(ours: dict[str, Any], method: str | None) -> None:
             "weights= out, or load the float checkpoint"
         )
     ours.pop("weights", None)
-
-
-def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """Return the quantization_config of a checkpoint's config, also where only its text model has one."""
-    for one in (config, layers_config(config)):
-        found = getattr(one, "quantization_config", None)
-        if found is not None:
-            return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
-    return None
 
 
 # -- the tokenizer -------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config.patch_config import PatchConfig, PatchKeywords, takes_patch_keywords
 from ..errors import UnsupportedError
 from ..estimate.shapes import load_config, on_meta
+from ..estimate.stored import stored_config
 from ..linear.hf import stored_experts
 from ..patching.originals import Stored, checkpoint_files
 from ..patching.plan import LinearPlan, Plan
 from ..patching.planning import planned
 from ..tensors import torchs_defaults
-from .load import stored_config
 from .readers.reader import headers_of
 
 SMALL_TENSOR = 2**20  # bytes; more are pages of their own

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_accel.verify.encoded import compare_encoders, encoder_inputs, longest
+from hf_accel.estimate.longest import longest_text
+from hf_accel.verify.encoded import compare_encoders, encoder_inputs
 
 from .measurement import BASELINE, WrongResultError, finish, ratios, take_turns
 from .topics import Report, Sizes, both
@@ -27,14 +28,14 @@ def encode(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes, re
     model that computes something else, which is then not timed.
     """
     models = both(model, keywords)
-    context = longest(model, sizes.context)
+    context = longest_text(model, sizes.context)
     rows = []
     for what, lengths in _batches(sizes.batch, context, padded=model.main_input_name == "input_ids").items():
         inputs = encoder_inputs(model, lengths)
         agreements = {}
         for name, one in models.items():
             report(f"comparing {name} with stock")
-            agreements[name] = found = compare_encoders(one, models[BASELINE], inputs)
+            agreements[name] = found = compare_encoders(one, models[BASELINE], inputs)[0]
             if not found.cosine >= LEAST_COSINE:  # NaN too
                 raise WrongResultError(
                     f"{name}: of {found.rows} vectors of {found.output} one has a cosine of {found.cosine:.3g} to "

@@ -21,7 +21,10 @@ StoredAs = Annotated[
 def estimate(
     path: Path_,
     dtype: Dtype = "auto",
-    context: Annotated[int | None, typer.Option(help="Tokens of each sequence; 4096, or what a load takes.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of each sequence; 4096, what a load takes, or an encoder's longest input."),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
     kv_dtype: StoredAs = None,
     machine: Annotated[
@@ -59,7 +62,7 @@ def estimate(
         bandwidth, compute, fp8, memory = _machine(machine, (bandwidth, compute, memory))
     with asked.output.progress("measuring this machine"), explained(path):
         found = hf_accel.estimate(
-            _config(place), **sizes, batch=batch, weights=asked.keywords().get("weights"), dtype=wanted,
+            _config(place), **sizes, **asked.keywords(), batch=batch, dtype=wanted,
             kv_dtype=None if kv_dtype == "none" else kv_dtype, bandwidth=bandwidth, compute=compute, compute_fp8=fp8,
             price_per_hour=price_per_hour,
         )  # fmt: skip

@@ -110,8 +110,8 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
     where = f"{command}: {kind.__name__}"
     if not kind.can_generate():
         raise BadInputError(
-            f"{where} does not generate text; hf-accel plan and quantize take it, and in Python "
-            "hf_accel.patch(model) speeds up its forward passes"
+            f"{where} does not generate text; hf-accel plan, bench, verify and quantize take it, and in "
+            "Python hf_accel.patch(model) speeds up its forward passes"
         )
     if kind.main_input_name != "input_ids":
         raise BadInputError(
@@ -138,6 +138,18 @@ def is_encoder_path(path: str) -> bool:
     return issubclass(kind, PreTrainedModel) and not kind.can_generate()
 
 
+def is_quantized_path(path: str) -> bool:
+    """Return whether PATH holds weights that are quantized already."""
+    from hf_accel.estimate.shapes import read_config
+    from hf_accel.estimate.stored import stored_config
+
+    place = checked_path(path)
+    if place.endswith(".gguf"):
+        return True
+    with explained(path):
+        return stored_config(read_config(place)) is not None
+
+
 def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, **keywords: Any) -> Any:
     """Load a model patched with `keywords`; a checkpoint that is quantized already keeps its bits."""
     place, wanted = checked_path(path), named_dtype(dtype)
@@ -153,8 +165,8 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 def load_float(path: str, *, dtype: str = "auto") -> Any:
     """Load a model with transformers. Raises BadInputError for one that is quantized already."""
     place, wanted = checked_path(path), named_dtype(dtype)
-    from hf_accel.checkpoints.load import stored_config
     from hf_accel.estimate.shapes import class_of, read_config
+    from hf_accel.estimate.stored import stored_config
 
     if place.endswith(".gguf"):
         raise BadInputError(f"{path}: a .gguf file is not loaded in floating point here; give the float checkpoint")

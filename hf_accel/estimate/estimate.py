@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -15,9 +16,11 @@ from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
 from ..linear import LinearSpec
 from ..models import model_of
+from .longest import DECODER_TOKENS, longest_input
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
-from .shapes import decoder_config, held_specs, is_encoder, patched_settings, shapes_of
+from .shapes import decoder_config, held_specs, is_encoder, load_config, patched_settings, shapes_of
+from .stored import stored_specs
 from .this_machine import measure_machine
 from .workload import Workload, attention_layers, encoder_layers, weight_tensors
 
@@ -28,7 +31,7 @@ AS_PATCHED: Any = Default("as patched")
 def estimate(
     model: Any,
     *,
-    context: int = 4096,
+    context: int | None = None,
     batch: int = 1,
     weights: Any = AS_PATCHED,
     kv_dtype: str | None = AS_PATCHED,
@@ -43,10 +46,11 @@ def estimate(
 
     model: a config, a path or name of one, a model, or what holds one, as patch() takes it; a patched model counts as
         what it was before.
-    context: tokens of each sequence; batch: sequences.
-    weights: as in `patch`; left out, the formats that the layers of a patched or quantized model have, else None, as
-        they are. Linears and experts that patch() knows take the bits and scales asked for, the head 8; embeddings
-        stay.
+    context: tokens of each sequence; batch: sequences. None: 4,096 of a decoder, and of an encoder the longest input
+        that it is made for: its positions, the patches of an image, 30 seconds of sound.
+    weights: as in `patch`; left out, the formats that the layers of a patched or quantized model have, or of a
+        checkpoint that is quantized already, else None, as they are. Linears and experts that patch() knows take the
+        bits and scales asked for, the head 8; embeddings stay.
     kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head,
         "int4" for half a byte; left out, that of a patched model's cache, else None.
     dtype: of a model built from a config; None takes the config's, else float32.
@@ -59,11 +63,12 @@ def estimate(
     Raises UnsupportedError for other models (encoder-decoders, latent attention, recurrent layers), for a path without
     a config, and for values out of range.
     """
-    positive_int("context", context)
+    if context is not None:
+        positive_int("context", context)
     positive_int("batch", batch)
     model = model_of(model)
     patched = patched_settings(model) if isinstance(model, nn.Module) else (None, None)
-    held = held_specs(model) if isinstance(weights, Default) and isinstance(model, nn.Module) else {}
+    as_held = isinstance(weights, Default)
     weights = patched[0] if isinstance(weights, Default) else weights
     kv_dtype = patched[1] if isinstance(kv_dtype, Default) else kv_dtype
     one_of("kv_dtype", kv_dtype, (None, *get_args(KVDtype)))
@@ -74,14 +79,23 @@ def estimate(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise UnsupportedError(f"dtype={dtype!r} must be a dtype of torch, as torch.bfloat16")
 
-    shapes = shapes_of(model, dtype=dtype)
+    source = load_config(model) if isinstance(model, str | os.PathLike) else model
+    shapes = shapes_of(source, dtype=dtype)
+    held: dict[str, LinearSpec] = {}
+    tables: frozenset[str] = frozenset()
+    if as_held:
+        is_model = isinstance(source, nn.Module)
+        held, tables = (held_specs(source), tables) if is_model else stored_specs(source, shapes)
     config = decoder_config(shapes)
-    find_layers = encoder_layers if is_encoder(config, shapes) else attention_layers
+    encodes = is_encoder(config, shapes)
+    find_layers = encoder_layers if encodes else attention_layers
+    if context is None:
+        context = longest_input(config, shapes) if encodes else DECODER_TOKENS
     layers = tuple(find_layers(config, context=context))
     for refusal in filter(None, (dim_refusal(layer.head_dim, QUANTIZED.get(kv_dtype or "")) for layer in layers)):
         raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")
     workload = Workload(
-        tensors=tuple(weight_tensors(shapes, recipe, held)),
+        tensors=tuple(weight_tensors(shapes, recipe, held, tables)),
         layers=layers,
         weights=_label(recipe, held),
         dtype=shapes.dtype,

@@ -148,7 +148,8 @@ def _rows(estimate: Estimate) -> Iterator[tuple[str, str]]:
     naive, per_head, tiled = map(in_units, estimate.attention_bytes)
     read, bandwidth = in_units(estimate.read_bytes), in_units(estimate.bandwidth)
     yield "model", f"{estimate.model}, {estimate.parameters / 1e9:.3g} billion parameters in {estimate.dtype}"
-    yield "request", f"{estimate.context:,} tokens of context, batch {estimate.batch}"
+    each = "tokens of context" if estimate.bound.decode is not None else "tokens a pass"
+    yield "request", f"{estimate.context:,} {each}, batch {estimate.batch}"
     yield "weights", f"{estimate.weights or estimate.dtype}, {in_units(estimate.weights_bytes)} ({kinds})"
     if estimate.bound.decode is not None:
         yield "KV cache", f"{estimate.kv_dtype or estimate.dtype}, {in_units(estimate.kv_bytes)}"

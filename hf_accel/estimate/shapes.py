@@ -84,11 +84,16 @@ def is_encoder(config: Any, model: Any = None) -> bool:
     model: the model that has this config, if there is one.
     """
     # is_decoder alone is not enough: it is False in GPT-NeoX, which is always a decoder.
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+    if _fills_gaps(config):
         return True
     text = config.get_text_config(decoder=True)
     known = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     return not known and (class_of(config) if model is None else model).can_generate() is False
+
+
+def _fills_gaps(config: Any) -> bool:
+    """Return whether `config` is of a model that sees the tokens on both sides, as BERT, unless it says otherwise."""
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
 
 
 def check_known(config: Any, model: Any = None) -> None:
@@ -118,7 +123,8 @@ def class_of(config: PreTrainedConfig) -> Any:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
-    known: Any = next((m for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if type(config) in m), {})
+    mappings = (MODEL_MAPPING,) if _fills_gaps(config) else (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
+    known: Any = next((m for m in mappings if type(config) in m), {})
     return known.get(type(config), AutoModelForCausalLM)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -185,11 +185,14 @@ class WeightTensor:
 
 
 def weight_tensors(
-    model: PreTrainedModel, config: WeightConfig | None, held: Mapping[str, LinearSpec] | None = None
+    model: PreTrainedModel,
+    config: WeightConfig | None,
+    held: Mapping[str, LinearSpec] | None = None,
+    tables: Collection[str] = (),
 ) -> Iterator[WeightTensor]:
     """List every parameter of `model` once, quantized as `config` says, or as the quantized layers are that it has.
 
-    held: the specs of these layers, by name.
+    held: the specs of these layers, by name. tables: embeddings without a weight, which look their rows up in a head.
     Raises UnsupportedError for a model whose linears are quantized, and for experts without a known number per token.
     """
     for name, module in model.named_modules():
@@ -203,13 +206,15 @@ def weight_tensors(
     found = linear_sites(model, ()) if config is None else sites_for(model, config)
     sites = {id(site.parameter): site for site in found}
     seen: set[int] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+    for name, module in model.named_modules():
+        for parameter in () if name in tables else module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 site = sites.get(id(parameter))
                 counted = _tensor(model, module, parameter) if site is None else _linear(model, site, config)
-                yield counted if site is None or not held else replace(counted, spec=held.get(site.name))
+                if site is not None and held:
+                    counted = replace(counted, spec=held.get(site.name), tied=counted.tied and not tables)
+                yield counted
 
 
 def _linear(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:

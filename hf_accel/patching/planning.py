@@ -37,8 +37,9 @@ from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_model
+from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan, explain
+from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import (
     ExpertsSite,
     LinearSite,
@@ -423,8 +424,7 @@ def servers_of(
             return Server.KERNELS if module in floats else Server.TORCH
         return Server.KERNELS if isinstance(choice.backend, Cpu) else Server.BACKEND
 
-    named = model.named_modules()
-    return {each: server(name, each) for name, each in named if each in planned or isinstance(each, nn.Linear)}
+    return {m: server(n, m) for n, m in model.named_modules() if m in planned or isinstance(m, nn.Linear)}
 
 
 # -- what only a run of the model can tell -----------------------------------------------------------------

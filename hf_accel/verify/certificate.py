@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,6 +65,77 @@ class Verdict:
         )
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """One output of two encoders, compared.
+
+    output: its name. rows: its vectors that were compared, without those at padding. cosine: the lowest between two
+    vectors; mean_cosine: their mean. difference: the largest, relative to the largest number of the reference.
+    """
+
+    output: str
+    rows: int
+    cosine: float
+    mean_cosine: float
+    difference: float
+
+
+@dataclass(frozen=True)
+class PassVerdict:
+    """One batch of an encoder: its outputs and the reference's, and whether rounding explains the differences.
+
+    batch: how the inputs are laid out. rounding: for each output, what differences can be by rounding alone, relative
+    as they are; measured on the reference. arbiter: the dtype of its closest look. refused: why the reference itself
+    does not take such a batch, which then is not compared.
+    """
+
+    batch: str
+    agreements: tuple[Agreement, ...] = ()
+    rounding: tuple[float, ...] = ()
+    arbiter: str | None = None
+    refused: str | None = None
+
+    @property
+    def identical(self) -> bool:
+        return self.refused is None and all(one.difference == 0 for one in self.agreements)
+
+    @property
+    def explained(self) -> bool:
+        """True if no difference is larger than rounding makes it; numbers that are not finite never are."""
+        if self.refused is not None:
+            return True
+        return all(one.difference <= most for one, most in zip(self.agreements, self.rounding, strict=True))
+
+    def __str__(self) -> str:
+        if self.refused is not None:
+            return f"{self.batch}: not compared, the reference refuses it: {self.refused}"
+        found = [
+            f"{one.output} {one.difference:.1e} (rounding {most:.1e})"
+            for one, most in zip(self.agreements, self.rounding, strict=True)
+        ]
+        how = "within" if self.explained else "beyond"
+        return f"{self.batch}: {how} rounding\nlargest differences, relative: {', '.join(found)}"
+
+
+@dataclass(frozen=True, repr=False)
+class EncoderCost(Printed):
+    """The loss of quality by quantization of an encoder: its vectors and the float model's, over all batches."""
+
+    reference: str
+    agreements: tuple[Agreement, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"  {one.output}: cosine {one.cosine:.6f} at least, {one.mean_cosine:.6f} in the mean of {one.rows} "
+            "vectors"
+            for one in self.agreements
+        ]
+        return "\n".join(["against float:", *lines, f"  float: {self.reference}"])
+
+
 @dataclass(frozen=True, repr=False)
 class Cost(Printed):
     """The loss of quality by quantization, teacher-forced: losses and divergences are means over the tokens, in nats.
@@ -115,12 +187,17 @@ class Certificate(Printed):
     reference: where weights or the KV cache are quantized, the same quantized weights in plain torch; else the
         float model. exact: all prompts identical to it. explained: every difference is a near-tie of its own logits.
     cost: None for a model that is not quantized, and where it could not be measured, for the reason `no_cost`.
+
+    An encoder has a PassVerdict for every batch, and an EncoderCost. inputs: what its batches are made of. undo: how
+    an unpatched copy compares with the float model that was given, bit for bit; None for a model that generates.
     """
 
     reference: str
-    verdicts: tuple[Verdict, ...]
-    cost: Cost | None = None
+    verdicts: tuple[Verdict, ...] | tuple[PassVerdict, ...]
+    cost: Cost | EncoderCost | None = None
     no_cost: str | None = None
+    inputs: str | None = None
+    undo: str | None = None
 
     @property
     def exact(self) -> bool:
@@ -137,16 +214,28 @@ class Certificate(Printed):
         return vars(self) | {"exact": self.exact, "explained": self.explained, "verdicts": verdicts, "cost": cost}
 
     def __str__(self) -> str:
-        same = sum(v.identical for v in self.verdicts)
-        lines = [f"certificate: {same} of {len(self.verdicts)} prompts identical to {self.reference}, greedy"]
-        for number, verdict in enumerate(self.verdicts):
-            first, *rest = str(verdict).splitlines()
-            lines += [f"  prompt {number}: {first}", *(f"    {line}" for line in rest)]
+        lines = list(self._verdict_lines())
         if self.cost is not None:
             lines += str(self.cost).splitlines()
         elif self.no_cost is not None:
             lines.append(f"against float: not measured, {self.no_cost}")
+        if self.undo is not None:
+            lines.append(f"undo: {self.undo}")
         return "\n".join(wrapped for line in lines for wrapped in _wrapped(line))
+
+    def _verdict_lines(self) -> Iterator[str]:
+        passes = [v for v in self.verdicts if isinstance(v, PassVerdict)]
+        if passes:
+            compared = [v for v in passes if v.refused is None]
+            close = sum(v.explained for v in compared)
+            yield f"certificate: {close} of {len(compared)} batches as {self.reference} within rounding, {self.inputs}"
+        else:
+            same = sum(v.identical for v in self.verdicts)
+            yield f"certificate: {same} of {len(self.verdicts)} prompts identical to {self.reference}, greedy"
+        for number, verdict in enumerate(self.verdicts):
+            first, *rest = str(verdict).splitlines()
+            yield f"  {first}" if passes else f"  prompt {number}: {first}"
+            yield from (f"    {line}" for line in rest)
 
 
 def _wrapped(line: str) -> list[str]:

@@ -20,8 +20,8 @@ places only if the exact logits have them within 2 d. The model is not among the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -86,26 +86,44 @@ class ReferenceModel:
         """Run one pass with the closest rounding decisions of integer activations, keys and values reversed; None
         without any.
         """
-        layers = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.activations == "int8"]
         cache = new_cache(self.model)
         flip = None if cache is None else FLIPS.get(cache.settings.dtype)
         if cache is not None and flip is not None:
             for layer in cache.paged_layers:
                 layer.update = functools.partial(_update_flipped, flip, layer.update)
-        elif not layers:
+        elif not rounds_inputs(self.model):
             return None
-        with ExitStack() as hooks:
-            for layer in layers:
-                hooks.enter_context(layer.register_forward_pre_hook(_flip_input))
+        with flipped_inputs(self.model):
             return last_logits(self.model, history, past_key_values=cache, **settings)
 
     def _jittered(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor:
-        jitter = Jitter(self.model.dtype)
-        products = [m for m in self.model.modules() if isinstance(m, nn.Linear | Conv1D)]
-        with ExitStack() as hooks:
-            for product in products:
-                hooks.enter_context(product.register_forward_hook(jitter))
+        with jittered_products(self.model):
             return last_logits(self.model, history, **settings)
+
+
+def rounds_inputs(model: nn.Module) -> list[QuantModule]:
+    """Return the layers that round their inputs to integers."""
+    return [m for m in model.modules() if isinstance(m, QuantModule) and m.activations == "int8"]
+
+
+@contextmanager
+def flipped_inputs(model: nn.Module) -> Iterator[None]:
+    """Reverse, inside the block, the closest rounding decision of each row of integer activations."""
+    with ExitStack() as hooks:
+        for layer in rounds_inputs(model):
+            hooks.enter_context(layer.register_forward_pre_hook(_flip_input))
+        yield
+
+
+@contextmanager
+def jittered_products(model: PreTrainedModel) -> Iterator[None]:
+    """Move, inside the block, the result of each product of floats by up to half a unit in the last place."""
+    jitter = Jitter(model.dtype)
+    with ExitStack() as hooks:
+        for product in model.modules():
+            if isinstance(product, nn.Linear | Conv1D):
+                hooks.enter_context(product.register_forward_hook(jitter))
+        yield
 
 
 def flip_nearest(x: Tensor, size: int, *, of_range: bool = False) -> Tensor:

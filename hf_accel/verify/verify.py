@@ -24,6 +24,7 @@ from ..patching.patch import is_patched, stock_twin
 from ..undo.state import state_of
 from .certificate import Certificate, Cost, Verdict
 from .cost import measure_cost, text_windows
+from .encoder import loaded_encoder, verify_encoder
 from .passes import continuation, logits_of_the_run
 from .references import is_quantized, kv_config, quantized_reference
 from .rounding import ReferenceModel
@@ -34,12 +35,13 @@ OUR_KEYWORDS = (
     "do_sample", "num_beams", "num_return_sequences", "return_dict_in_generate", "output_scores", "max_length",
     "attention_mask", "input_ids", "inputs",
 )  # fmt: skip
+ITSELF = "reference= is the model itself; leave it out to compare with an unpatched copy"
 NO_ORIGINALS = "the model has no original weights to compare with; pass reference="
 
 
 def verify(
-    model: PreTrainedModel,
-    prompts: Any,
+    model: Any,
+    prompts: Any = None,
     *,
     reference: PreTrainedModel | str | Path | None = None,
     tokenizer: Any = None,
@@ -52,7 +54,12 @@ def verify(
     Weights as they are: the reference is the float model. Quantized weights, keys or values: the reference has the
     same ones, in plain torch on stock's loop, and the certificate also says what they cost against the float model.
 
-    prompts: lists or 1-D tensors of token ids, or texts if a tokenizer is given; or one such prompt.
+    Of an encoder passes are compared, of texts alone and together with every form of padding: states of tokens and
+    pooled vectors within rounding, what lower bits cost as cosines to the float model's, and, where reference= is
+    given, that an unpatched copy is that model bit for bit.
+
+    prompts: lists or 1-D tensors of token ids, or texts if a tokenizer is given; or one such prompt. For an encoder
+        also inputs as its forward takes them, by name; None, for an encoder alone, draws random ones.
     reference: the float model, or a path to load it from; None for an unpatched copy of this model, which shares
         what weights it has in memory.
     text: what the cost is measured on: a text, token ids, or a list of these; windows of 512 tokens. None for the
@@ -61,13 +68,19 @@ def verify(
 
     Raises UnsupportedError without anything to compare with, and HfAccelError if original weights cannot be read back.
     """
-    transformers_model(model)  # refuses what is none
+    if not transformers_model(model).can_generate():
+        refused = [name for name, value in ({"text": text} | generate).items() if value is not None]
+        if refused:
+            raise UnsupportedError(f"an encoder generates no text: leave {', '.join(f'{n}=' for n in refused)} out")
+        return _of_encoder(model, prompts, reference, tokenizer)
     model = model_of(model, keep_adapters=True)
+    if prompts is None:
+        raise UnsupportedError(f"verify() needs prompts for {type(model).__name__}, which generates text")
     positive_int("max_new_tokens", max_new_tokens)
     _check_generate(model, generate)
     reference = reference if isinstance(reference, str | Path) else model_of(reference, keep_adapters=True)
     if reference is model:
-        raise UnsupportedError("reference= is the model itself; leave it out to compare with an unpatched copy")
+        raise UnsupportedError(ITSELF)
     ids = _prompts(model, prompts, tokenizer, "prompt")
     texts = None if text is None else text_windows([ids[0].cpu() for ids in _prompts(model, text, tokenizer, "text")])
     if isinstance(reference, str | Path):
@@ -82,6 +95,25 @@ def verify(
         return Certificate(_quantized_name(model), verdicts, cost, no_cost)
     given = _float_reference(model, reference)
     return Certificate(given.name, run.verdicts(given))
+
+
+def _of_encoder(given: Any, prompts: Any, reference: Any, tokenizer: Any) -> Certificate:
+    model = transformers_model(given)
+    if reference is not None:
+        reference = _encoder_reference(model, reference)
+    if prompts is not None and not isinstance(prompts, Mapping):
+        own = getattr(given, "tokenizer", None)  # as a SentenceTransformer or a pipeline holds it
+        prompts = _prompts(model, prompts, own if tokenizer is None else tokenizer, "prompt")
+    return verify_encoder(model, prompts, reference)
+
+
+def _encoder_reference(model: PreTrainedModel, reference: Any) -> ReferenceModel:
+    if isinstance(reference, str | Path):
+        return loaded_encoder(model, reference)
+    inner = transformers_model(reference)
+    if inner is model:
+        raise UnsupportedError(ITSELF)
+    return ReferenceModel(inner, f"the given {type(reference).__name__}")
 
 
 @dataclass

@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "text to text": lambda: T5ForConditionalGeneration(T5),
     "sound to text": lambda: WhisperForConditionalGeneration(WhisperConfig(**WHISPER)),
 }
-GENERATES_NOT = "does not generate text; hf-accel plan and quantize take it"
+GENERATES_NOT = "does not generate text; hf-accel plan, bench, verify and quantize take it"
 NO_DECODER = "has an encoder, and this command is for decoder-only models; hf-accel generate runs it"
 FROM_SOUND = "starts from input_features and not from a text"
 NO_ENCODER_DECODER = "describes an encoder-decoder; estimate() knows decoders and encoders"
@@ -54,8 +54,8 @@ COMMANDS: dict[str, list[object]] = {
     "serve": ["--port", 0],
 }
 # What is said on stdout, or else in the one line on stderr. verify of an encoder-decoder is not tried here.
-PASSES = {"plan": "a pass", "estimate": "a pass", "bench": "cosine"}
-REFUSED = dict.fromkeys(("generate", "verify", "serve"), GENERATES_NOT)
+PASSES = {"plan": "a pass", "estimate": "a pass", "bench": "cosine", "verify": "against float"}
+REFUSED = dict.fromkeys(("generate", "serve"), GENERATES_NOT)
 SAID: dict[str, dict[str, str]] = {
     **dict.fromkeys(("encoder", "classifier", "images"), PASSES | REFUSED),
     "text to text": {

@@ -1,4 +1,4 @@
-"""Every model class of four auto mappings, tiny and with random weights that matter."""
+"""Every model class of some auto mappings, tiny and with random weights that matter."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ MAPPINGS = {
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "vision": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "encoder": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "texts": "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
+    "images": "MODEL_FOR_IMAGE_MAPPING_NAMES",
+    "sound": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
 }
 
 
@@ -48,8 +51,8 @@ class Family:
 def families() -> dict[str, Family]:
     """By the name of the class; a class of several model types stands there once, with its own."""
     found: dict[str, Family] = {}
-    for kind, mapping in MAPPINGS.items():
-        for model_type, names in getattr(modeling_auto, mapping).items():
+    for kind in MAPPINGS:
+        for model_type, names in _mapped(kind).items():
             for name in [names] if isinstance(names, str) else names:
                 known, this = found.get(name), Family(kind, model_type, name)
                 sees = kind == "vision" and known is not None and known.kind == "causal"
@@ -57,6 +60,17 @@ def families() -> dict[str, Family]:
                     found[name] = this
     both = [[f, replace(f, is_decoder=True)] if _is_both(f) else [f] for f in found.values()]
     return {family.label: family for families in both for family in families}
+
+
+def _mapped(kind: str) -> dict[str, Any]:
+    """Names of classes by model type; of encoders of texts also the models under a head that fills gaps."""
+    named: dict[str, Any] = dict(getattr(modeling_auto, MAPPINGS[kind], {}))
+    if kind == "texts":
+        base = modeling_auto.MODEL_MAPPING_NAMES
+        heads = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        seq2seq = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        named = {name: base[name] for name in heads if name in base and name not in seq2seq} | named
+    return named
 
 
 def _is_both(family: Family) -> bool:

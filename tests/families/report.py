@@ -1,7 +1,11 @@
-"""Write docs/support.md from the results: `python -m tests.families.report`. Exits with 1 if a fault stands there."""
+"""Write docs/support.md from the results: `python -m tests.families.report`. Exits with 1 if a fault stands there.
+
+With --encoders only their sections are written anew, and all others stay as they stand.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections import Counter, defaultdict
@@ -10,6 +14,7 @@ from pathlib import Path
 
 from .features import ALL, FAULTS, FEATURES, KINDS
 from .models import families
+from .passes import ENCODING
 from .results import FOLDER, ROOT, Line, read, versions
 
 PAGE = ROOT / "docs" / "support.md"
@@ -19,7 +24,11 @@ TITLES = {
     "seq2seq": "Sequence to sequence",
     "vision": "Vision-language models",
     "encoder": "Encoders",
+    "texts": "Encoders of texts: layers",
+    "images": "Encoders of images: layers",
+    "sound": "Encoders of sound: layers",
 }
+UNBUILT = "Not compared"
 HEAD = """# What is supported
 
 Each model class of transformers' auto mappings that a tiny configuration builds, with random weights in float32 on a
@@ -56,6 +65,20 @@ The columns, with `hf_accel.patch(model, weights=None)` where nothing else is sa
 "forward", "greedy" and "static cache" are compared in five shapes: three rows with padding; one row and three of 13
 tokens without padding, which is more than the attention windows of 6; one row of 6; three of 4.
 """
+LAYERS = """The plan of a model of each class with `weights=None`, and its passes. transformers {transformers}, torch {torch};
+`python -m tests.families.run --encoders` compares these classes, `python -m tests.families.report --encoders` writes their
+tables. Speeds were measured of none of these tiny models: those of some encoders of full size are in
+[encoders](encoders.md), and no table of this page promises a speed for the others.
+
+| column | word | meaning |
+|---|---|---|
+| layers | native | each of its layers is one native call |
+| | partly native | some layers are; the reasons of the others stand below |
+| | module by module | the layers run as in transformers, on fast linears where these are known |
+| padding | left out of a whole pass, or of each native layer | it is not computed, and zeros stand there |
+| | computed | as in transformers; "none": inputs have one size |
+| pass | as stock | the outputs of each form of batch (alone, together, each mask and side of padding) are stock's within 1e-4 |
+"""  # noqa: E501
 
 
 def page(lines: list[Line]) -> str:
@@ -64,13 +87,20 @@ def page(lines: list[Line]) -> str:
 
 
 def _sections(lines: list[Line]) -> Iterator[str]:
-    for kind in ALL:
+    for kind in (*ALL, *ENCODING):
         ours = [line for line in lines if line["kind"] == kind and line["feature"] != "build"]
         if ours:
             yield f"## {TITLES[kind]}\n"
+            if kind == ENCODING[0]:
+                yield LAYERS.format(**versions())
             yield from _table(kind, ours)
-            yield from _reasons(ours)
-    yield from _unbuilt(lines)
+            yield from _reasons(ours, "greedy", "stock's loop", "Why greedy search is on stock's loop")
+            for word in ("partly native", "module by module"):
+                yield from _reasons(ours, "layers", word, f"Why layers are {word}")
+            yield from _reasons(ours, "pass", "not tried", "Why passes were not tried")
+        if kind in ENCODING:
+            yield from _unbuilt([line for line in lines if line["kind"] == kind], f"Not built here ({kind})")
+    yield from _unbuilt([line for line in lines if line["kind"] in ALL], f"## {UNBUILT}")
 
 
 def _table(kind: str, lines: list[Line]) -> Iterator[str]:
@@ -85,41 +115,60 @@ def _table(kind: str, lines: list[Line]) -> Iterator[str]:
     yield ""
 
 
-def _reasons(lines: list[Line]) -> Iterator[str]:
-    """Why greedy search is transformers' own, by reason."""
+def _reasons(lines: list[Line], feature: str, word: str, title: str) -> Iterator[str]:
+    """The models of which a feature came out as `word`, by the reason."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for line in lines:
-        if line["feature"] == "greedy" and line["result"] == "stock's loop":
+        if line["feature"] == feature and line["result"] == word:
             own = line["model"].removesuffix(" (is_decoder)")
             reasons[line["reason"].replace(own, "the model") or "no paged cache"].append(line["model"])
     if reasons:
-        yield "Why greedy search is on stock's loop:\n"
+        yield f"{title}:\n"
         for reason, models in sorted(reasons.items(), key=lambda item: -len(item[1])):
-            yield f"- {reason}: {', '.join(sorted(models, key=str.lower))}"
+            yield f"- {PLACE.sub('', reason)}: {', '.join(sorted(models, key=str.lower))}"
         yield ""
 
 
-def _unbuilt(lines: list[Line]) -> Iterator[str]:
+def _unbuilt(lines: list[Line], title: str) -> Iterator[str]:
     unbuilt = [line for line in lines if line["feature"] == "build"]
     if unbuilt:
-        yield "## Not compared\n\nNo tiny model of these could be built here:\n"
+        yield f"{title}\n\nNo tiny model of these could be built here:\n"
         yield from (f"- {line['model']}: {PLACE.sub('', line['reason'].split('. You')[0])}" for line in unbuilt)
+        yield ""
 
 
-def main(folder: Path = FOLDER) -> int:
-    lines = read(folder, versions())
-    missing = families().keys() - {line["model"] for line in lines}
+def merged(before: str, lines: list[Line]) -> str:
+    """The page as it stood, with the sections of the encoders' layers made of `lines`."""
+    head, *sections = re.split(r"^(?=## )", before, flags=re.MULTILINE)
+    titles = tuple(f"## {TITLES[kind]}\n" for kind in ENCODING)
+    kept = [section for section in sections if not section.startswith(titles)]
+    place = next((i for i, section in enumerate(kept) if section.startswith(f"## {UNBUILT}\n")), len(kept))
+    made = "\n".join(_sections(lines)).rstrip() + "\n\n"
+    return "".join([head, *(s.rstrip() + "\n\n" for s in kept[:place]), made, *kept[place:]])
+
+
+def main(arguments: list[str], folder: Path = FOLDER) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.families.report")
+    parser.add_argument("--encoders", action="store_true", help="only the layers of encoders; the rest stays")
+    parser.add_argument("--results", type=Path, default=folder, help="the folder of the JSON lines")
+    parsed = parser.parse_args(arguments)
+    kinds = ENCODING if parsed.encoders else (*ALL, *ENCODING)
+    lines = [line for line in read(parsed.results, versions()) if line["kind"] in kinds]
+    wanted = {name for name, family in families().items() if family.kind in kinds}
+    missing = wanted - {line["model"] for line in lines}
     faults = Counter((line["model"], line["feature"]) for line in lines if line["result"] in FAULTS)
     for model, name in faults:
         print(f"{model}: {name}")
     if missing:
+        asked = "--encoders" if parsed.encoders else "--all"
         print(
-            f"{len(missing)} models have no results for this code: run `python -m tests.families.run --all --resume`"
+            f"{len(missing)} models have no results for this code: run `python -m tests.families.run {asked} --resume`"
         )
-    PAGE.write_text(page(lines).rstrip() + "\n", encoding="utf-8")
+    text = merged(PAGE.read_text(encoding="utf-8"), lines) if parsed.encoders else page(lines)
+    PAGE.write_text(text.rstrip() + "\n", encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}: {len(lines)} results, {len(faults)} faults")
     return int(bool(faults or missing))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

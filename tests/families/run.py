@@ -28,6 +28,7 @@ import transformers
 
 from .features import FAULTS, FEATURES, KINDS, outcomes
 from .models import Family, families, select
+from .passes import ENCODING
 from .results import FOLDER, Line, append, read, versions
 
 SECONDS = 240
@@ -125,6 +126,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="model types or classes")
     parser.add_argument("--all", action="store_true", help="every class of the mappings")
     parser.add_argument("--kind", choices=sorted({f.kind for f in families().values()}), help="only of this mapping")
+    parser.add_argument("--encoders", action="store_true", help=f"only {', '.join(ENCODING)}")
     parser.add_argument("--features", nargs="+", choices=list(FEATURES), help="only these")
     parser.add_argument("--variants", type=int, default=0, help="so many random configurations of each model instead")
     parser.add_argument("--shard", default="1/1", help="1/4: the first of four parts")
@@ -133,8 +135,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for one model")
     parser.add_argument("--verbose", "-v", action="store_true", help="print every result")
     parsed = parser.parse_args(arguments)
-    if not parsed.names and not parsed.all and not parsed.kind:
-        parser.error("name models, or give --all or --kind")
+    if not parsed.names and not parsed.all and not parsed.kind and not parsed.encoders:
+        parser.error("name models, or give --all, --kind or --encoders")
     return parsed
 
 
@@ -143,6 +145,8 @@ def main(arguments: list[str]) -> int:
     chosen = select(parsed.names) if parsed.names else list(families().values())
     if parsed.kind:
         chosen = [family for family in chosen if family.kind == parsed.kind]
+    if parsed.encoders:
+        chosen = [family for family in chosen if family.kind in ENCODING]
     if parsed.variants:
         chosen = [replace(family, variant=i) for family in chosen for i in range(1, parsed.variants + 1)]
     part, parts = map(int, parsed.shard.split("/"))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import hf_accel
 from hf_accel import HfAccelError
 
+from .features import ALL
 from .models import Family, build, families
 
 pytestmark = pytest.mark.long
@@ -21,7 +22,7 @@ LOST = 4  # tensors that are taken away, one at a time
 HARMLESS = "num_batches_tracked"  # which transformers reports, and no model reads
 
 
-@pytest.fixture(params=families().values(), ids=str)
+@pytest.fixture(params=[family for family in families().values() if family.kind in ALL], ids=str)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Path]]:
     family: Family = request.param
     try:

@@ -181,7 +181,7 @@ def stored_by_group(weight: PackedWeight, name: Literal["zeros", "minima"]) -> T
 class IntegerLinear:
     """Computes x @ W.T + b for several packed weights of one format in one call.
 
-    x: [rows, in] of a dtype of FLOATS, with contiguous rows. Returns [rows, sum of out] of the same dtype. With the
+    x: [rows, in] of a dtype of FLOATS. Returns [rows, sum of out] of the same dtype. With the
     epilogue "silu", "gelu" or "gelu_tanh" there are two weights, and the result is act(x W0^T + b0) * (x W1^T + b1),
     [rows, out]. With an `activation` of structs.ACTIVATIONS, for any number of weights, the result is act(x W^T + b).
     The result is rounded once. Activations are quantized to INT8 with a scale for each row and group of
@@ -215,6 +215,7 @@ class IntegerLinear:
         self.tile_rows = TILE_ROWS[first.bits] if tile_rows is None else tile_rows
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x if x.stride(1) == 1 else x.contiguous()
         rows, dtype, address = x.shape[0], DTYPES[x.dtype], self.address()
         out = x.new_empty(rows, self.out_features)
         _integer_linear(

@@ -13,7 +13,7 @@ import torch
 from hf_accel.generation import graphs
 from hf_accel.generation.agreement import ALONE
 from hf_accel.generation.graphs import CudaGraphs, make_graphs, refusal
-from hf_accel.patching.plan import _graphs_line
+from hf_accel.patching.explain import _graphs_line
 
 CUDA = torch.device("cuda", 0)
 

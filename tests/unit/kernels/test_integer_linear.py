@@ -188,6 +188,15 @@ def test_minima(isa, bits, outputs, inputs, group, dtype):
         np.testing.assert_array_equal(linear(x).numpy(), oracle_with_minima(x, levels, scales, minima))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_may_lie_apart_and_their_numbers_too(bits):
+    packed, *_ = make(bits, 70, 256, 128)
+    linear, x = IntegerLinear([packed], [None]), torch.randn(7, 256)
+    expected = linear(x)
+    for other in (x.t().contiguous().t(), torch.cat((x, x), dim=1)[:, :256]):
+        assert torch.equal(linear(other), expected)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32), (4, 128)])
 def test_a_row_does_not_depend_on_the_others(isa, bits, group, threads):

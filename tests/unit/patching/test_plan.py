@@ -105,6 +105,7 @@ def test_every_choice_has_a_reason() -> None:
                 "fused",
                 "cache",
                 "generate",
+                "passes",
                 "undo",
                 "exactness",
                 "bytes",
@@ -203,7 +204,7 @@ def test_a_word_longer_than_the_column_is_shown_whole(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_accel.patching.plan import cpu_kernels
+    from hf_accel.patching.explain import cpu_kernels
 
     monkeypatch.setattr(cpu_kernels, "refusal", lambda: None)
     monkeypatch.setattr(cpu_kernels, "isa", lambda: "avx2")
