@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import GroupStep, KVStorage
+from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.decoder_layer import OPERATIONS, run_layer
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import DTYPES, Columns, LayerOp, threads
@@ -323,7 +324,7 @@ class LayerProgramme(TracedLayer, NativeOperations):
         out, dtype = torch.empty_like(x), DTYPES[self.dtype]
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), *fields.tables,
-            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step,
+            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step, *NO_BIAS,
             dtype, DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip

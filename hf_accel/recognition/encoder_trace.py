@@ -17,12 +17,13 @@ from torch import nn
 
 from ..undo.journal import original_class
 from .operation import INPUT, OUTPUT, Operation, Span, UntraceableError
+from .scores import Scores
 from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, ModuleStandIn, Opaque, StandIn
 from .trace import Trace
 from .trial import PLAIN_ACTIVATIONS, activation_name
 
-MASK, TABLES = "attention_mask", "position_embeddings"
-PASSED_ON = (MASK, "position_ids", TABLES)  # tensors that a layer may only pass on to its attention
+MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
+PASSED_ON = (MASK, "position_ids", TABLES, BIAS)  # tensors that a layer may only pass on to its attention
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,19 @@ class CallForm:
 
 
 def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> CallForm:
-    """Return the form of a call with hidden states, and with a mask, and cos and sin of `dtype`, if the code takes
-    them.
+    """Return the form of a call with hidden states, and with a mask, a bias of positions, and cos and sin of `dtype`,
+    if the code takes them.
     """
     names = parameter_names(kind.forward)
     if not names:
         raise UntraceableError("it takes no hidden states")
-    tensors = frozenset({MASK, TABLES}.intersection(names))
+    tensors = frozenset({MASK, TABLES, BIAS}.intersection(names))
     return CallForm(names[0], tensors, table_dtype=dtype if TABLES in tensors else None)
 
 
-def tables_of(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the cos and sin of a call that is `bound`; None if it has none."""
-    return dict(zip(parameter_names(kind.forward), args, strict=False)).get(TABLES, kwargs.get(TABLES))
+def argument(kind: type[nn.Module], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument of this name of a call that is `bound`; None if it has none."""
+    return dict(zip(parameter_names(kind.forward), args, strict=False)).get(name, kwargs.get(name))
 
 
 def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, CallForm] | None:
@@ -111,18 +112,18 @@ class Vector:
 class EncoderTrace(Trace):
     """One run of the code of an encoder layer, or of an encoder.
 
-    arity: how many values the code returns in a tuple, of which all but the first are None; 0 for a tensor alone.
+    others: what the code returns in a tuple with its result, each None or BIAS; None if it returns a tensor alone.
     """
 
     def __init__(self, dtype: torch.dtype, attention: str | None = None) -> None:
         super().__init__(dtype, attention)
-        self.arity = 0
+        self.others: tuple[str | None, ...] | None = None
 
     def encoder_layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
         """Run the forward of a layer on [B, T, width]. Raises UntraceableError."""
         result = self.call(layer, width, form)
-        if isinstance(result, tuple) and result and all(each is None for each in result[1:]):
-            self.arity, result = len(result), result[0]
+        if isinstance(result, tuple) and result and all(each is None or each is self.bias for each in result[1:]):
+            self.others, result = tuple(None if each is None else BIAS for each in result[1:]), result[0]
         last = self.operations[-1] if self.operations else None
         if last is None or sum(operation.kind == "attend" for operation in self.operations) != 1:
             raise UntraceableError("it does not attend once")
@@ -139,7 +140,7 @@ class EncoderTrace(Trace):
         """Return the result of a module's code on hidden states [B, T, width]."""
         self.widths[INPUT] = self.widths[OUTPUT] = width
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
-        tensors |= {MASK: self.mask, TABLES: self.tables}
+        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias}
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
         kwargs[form.states] = StandIn(self, Span(INPUT, 0, width), width)
         try:
@@ -227,18 +228,31 @@ class EncoderTrace(Trace):
         return StandIn(self, out, x.width)
 
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        given = {name: value for name, value in options.items() if name != BIAS}
+        bias = options.get(BIAS)
+        if not isinstance(module, ModuleStandIn) or mask not in (None, self.mask) or bias not in (None, self.bias):
+            raise UntraceableError("it attends in a way of its own")
+        values = {"options": given, "masked": mask is not None, "biased": bias is not None, "adds_mask": False}
+        return self._attend(qkv, (module._module,), values)
+
+    def attend_by(self, scores: Scores, value: Any) -> StandIn:
+        values = {
+            "options": {"scaling": scores.factor, "is_causal": False}, "masked": scores.is_masked,
+            "biased": scores.is_biased, "adds_mask": True,
+        }  # fmt: skip
+        return replace(self._attend((scores.query, scores.key, value), (), values), transposed=True)
+
+    def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
         query, key, value = qkv
         factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
         for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
             self._require(x, heads=True)
         dims = {x.shape[3] for x in qkv}
-        same = query.heads == key.heads == value.heads and len(dims) == 1
-        if not isinstance(module, ModuleStandIn) or not same or mask not in (None, self.mask):
+        if not query.heads == key.heads == value.heads or len(dims) != 1:
             raise UntraceableError("it attends in a way of its own")
         out = self.buffer(query.width)
-        values = {"options": options, "heads": query.heads, "dim": query.shape[3], "masked": mask is not None}
-        values["factor"] = factor
-        self.operations.append(Operation("attend", [x.span for x in qkv], [out], (module._module,), values))
+        values |= {"heads": query.heads, "dim": query.shape[3], "factor": factor}
+        self.operations.append(Operation("attend", [x.span for x in qkv], [out], modules, values))
         return StandIn(self, out, query.width, heads=query.heads)
 
 
@@ -334,6 +348,8 @@ class StackTrace(EncoderTrace):
         if given is None:
             raise UntraceableError("it calls a layer with more than plain values")
         x, mask, form = given
+        if BIAS in form.tensors:
+            raise UntraceableError("it gives its layers a bias")
         whole = Span(INPUT, 0, self.widths[INPUT])
         is_next = x is self._last if self.called else isinstance(x, StandIn) and x.span == whole and x.factor == 1
         if not is_next or mask not in (None, self.mask):

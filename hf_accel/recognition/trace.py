@@ -20,6 +20,7 @@ from ..undo.journal import original_class
 from ..undo.state import FUSED
 from .code import ROTATION, with_rotation
 from .operation import INPUT, OUTPUT, Operation, Span, UntraceableError
+from .scores import Scores
 from .stand_ins import (
     BATCH,
     PLAIN_TYPES,
@@ -46,12 +47,14 @@ class Trace:
 
     def __init__(self, dtype: torch.dtype, attention: str | None = None) -> None:
         self.attention, self.dtype = attention, dtype
+        self.equals: dict[str, str] = {}  # names of attention functions that compute what another does
         self.operations: list[Operation] = []
         self.reads: list[Read] = []
         self.hooks: list[Mapping[Any, Any]] = []
         self.ran = False  # whether the layer's own code has begun
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque("attention_mask"), (Opaque("cos"), Opaque("sin"))
+        self.bias = Opaque("position_bias")
         self.layer_idx: int | None = None
         self.returns_tuple = False
 
@@ -239,6 +242,9 @@ class Trace:
         }  # fmt: skip
         self.operations.append(Operation("attend", [query.span], [out], (module._module,), values))
         return StandIn(self, out, query.heads * value.shape[3], heads=query.heads)
+
+    def attend_by(self, scores: Scores, value: Any) -> StandIn:
+        raise UntraceableError("it computes attention by itself")
 
     def add(self, x: Any, y: Any) -> StandIn:
         same = isinstance(x, StandIn) and isinstance(y, StandIn) and x.width == y.width
