@@ -387,7 +387,7 @@ def _plan_fused(
         model, model.dtype, linears=kernels,
         attention={p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)},
     )  # fmt: skip
-    ours = () if model_attention_refusal(model) else attention_modules(model)
+    ours: list[nn.Module] | None = [] if model_attention_refusal(model) else attention_modules(model)
     if config.attention not in ("auto", CpuBackend.name) or split is not None:
         ours = None
     encoders, stock_encoders = encoder_sites(model, model.dtype, ours=ours, linears=kernels)

@@ -65,7 +65,7 @@ class Scores:
     def __truediv__(self, number: Any) -> Scores:
         if type(number) not in (int, float) or number == 0:
             raise UntraceableError("it divides scores by more than a number")
-        return self * (1 / number)
+        return self.__mul__(1 / float(number))
 
     def __add__(self, other: Any) -> Scores:
         added = copy.copy(self)
