@@ -232,12 +232,14 @@ class EncoderTrace(Trace):
         for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
             self._require(x, heads=True)
         dims = {x.shape[3] for x in qkv}
-        same = query.heads == key.heads == value.heads and len(dims) == 1
+        same = key.heads == value.heads and query.heads % key.heads == 0 and len(dims) == 1
         if not isinstance(module, ModuleStandIn) or not same or mask not in (None, self.mask):
             raise UntraceableError("it attends in a way of its own")
         out = self.buffer(query.width)
-        values = {"options": options, "heads": query.heads, "dim": query.shape[3], "masked": mask is not None}
-        values["factor"] = factor
+        values = {
+            "options": options, "heads": query.heads, "kv_heads": key.heads, "dim": query.shape[3],
+            "masked": mask is not None, "factor": factor,
+        }  # fmt: skip
         self.operations.append(Operation("attend", [x.span for x in qkv], [out], (module._module,), values))
         return StandIn(self, out, query.width, heads=query.heads)
 

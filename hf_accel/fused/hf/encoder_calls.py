@@ -25,7 +25,8 @@ from ...recognition.operation import UntraceableError
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..encoder_programme import EncoderProgramme, RowLayout, Tables, attended_window
+from ..encoder_programme import EncoderProgramme, attended_window
+from ..encoder_rows import RowLayout, Tables
 from .layer_calls import attend_of
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves

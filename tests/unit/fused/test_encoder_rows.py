@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.fused import encoder_programme
-from hf_accel.fused.encoder_programme import layout_of, windowed_layout
+from hf_accel.fused import encoder_rows
+from hf_accel.fused.encoder_rows import layout_of, windowed_layout
 
 REAL = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0]]).bool()
 LOWEST = torch.finfo(torch.float32).min
@@ -59,7 +59,7 @@ def test_other_masks_are_left_to_the_model(mask: Tensor) -> None:
 def test_calls_end_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = REAL[:, None, None]
     for most, ends in ((1, [4, 6, 7]), (3, [4, 7]), (6, [6, 7]), (7, [7])):
-        monkeypatch.setattr(encoder_programme, "CALL_TOKENS", most)
+        monkeypatch.setattr(encoder_rows, "CALL_TOKENS", most)
         layout = layout_of(mask, 3, 4)
         assert layout is not None and [part.stop for part, _ in layout.calls] == ends
         assert all(starts.tolist()[-1] == part.stop - part.start for part, starts in layout.calls)
