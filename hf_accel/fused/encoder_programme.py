@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.cpu.attention import EVERY_KEY, attend, bias_fields
 from ..kernels.cpu.decoder_layer import run_layer
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS, threads
-from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rope, rounds_each
+from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
 from ..kernels.layouts import KV, AttentionOptions
 from ..recognition.encoder_trace import EncoderTrace, Vector
 from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError
@@ -19,7 +19,7 @@ from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import is_plain_tensor
 from .encoder_rows import Bias, RowLayout, Tables, layout_of, windowed_layout
 from .layer_programme import KINDS, NativeOperations
-from .modules import RotaryForm, form_of_rotation
+from .modules import NormForm, RotaryForm, form_of_rotation
 from .projections import UNLIMITED
 
 
@@ -38,6 +38,7 @@ class EncoderProgramme(NativeOperations):
         self.dtype, self.width, self.others, self.scale = trace.dtype, trace.widths[INPUT], trace.others, scale
         self.table_dtype, self.window = table_dtype, attended_window(trace.operations)
         self.rotations: dict[int, RotaryForm] = {}  # by the number of the operation
+        self.norms: dict[int, NormForm] = {}
         dims = {operation.values["dim"] for operation in trace.operations if operation.kind == "rope"}
         if len(dims) > 1:
             raise UntraceableError("it rotates heads of different sizes")
@@ -62,7 +63,7 @@ class EncoderProgramme(NativeOperations):
                 return self._layer_norm(operation)
             case "attend":
                 return {
-                    "kind": KINDS["attend_rows"], "heads": values["heads"], "kv_heads": values["heads"],
+                    "kind": KINDS["attend_rows"], "heads": values["heads"], "kv_heads": values["kv_heads"],
                     "dim": values["dim"], "value_dim": values["dim"], "scale": self.scale,
                     "window": self.window or 0, "ahead": EVERY_KEY if self.window is None else self.window - 1,
                 }  # fmt: skip
@@ -86,6 +87,10 @@ class EncoderProgramme(NativeOperations):
             "interleaved": form.interleaved,
             "round_each": rounds_each(self.dtype, self.table_dtype, round_each=form.round_each),
         }  # fmt: skip
+
+    def norm_form(self, operation: Operation) -> NormForm:
+        form = self.norms[id(operation)] = super().norm_form(operation)
+        return form
 
     def _vector(self, vector: Vector) -> Tensor:
         """Return the tensor of a parameter that scales columns. Raises UntraceableError."""
@@ -174,13 +179,22 @@ class EncoderProgramme(NativeOperations):
                     out = linear(at(places[0], linear.in_features))  # type: ignore[arg-type]
                     results = [activate(out, values["activation"]) if "activation" in values else out]
                 case "attend":
-                    heads = values["heads"], values["dim"]
-                    q, k, v = (at(span, heads[0] * heads[1]).view(-1, *heads) for span in places)
+                    dim, counts = values["dim"], (values["heads"], values["kv_heads"], values["kv_heads"])
+                    q, k, v = (
+                        at(span, heads * dim).view(-1, heads, dim) for span, heads in zip(places, counts, strict=True)
+                    )
                     options = AttentionOptions(self.scale, causal=False, window=self.window)
                     ahead = None if self.window is None else self.window - 1
                     kv = KV(layout.keys_of(k), layout.keys_of(v))
                     table = None if bias is None else bias.table
                     results = [attend(q, kv, options, layout.ragged, ahead=ahead, bias=table).flatten(1)]
+                case "gated":
+                    x_in = at(places[0], operation.modules[0].in_features)  # type: ignore[arg-type]
+                    gate, up = (module(x_in) for module in operation.modules)
+                    results = [activate(gate, values["epilogue"], y=up)]
+                case "norm":
+                    x_in = at(places[0], values["heads"] * values["dim"]).reshape(len(x), values["heads"], -1)
+                    results = [self._rms_norm(operation, x_in).flatten(1)]
                 case "gate":
                     gate, up = (at(span, values["dim"]) for span in places)
                     results = [activate(gate, values["activation"], y=up)]
@@ -197,7 +211,7 @@ class EncoderProgramme(NativeOperations):
                     results = [each[0].transpose(0, 1).reshape(len(x), -1) for each in rotated]
                 case "layer_norm":
                     terms = [at(span, values["dim"]) for span in places]
-                    results = self._norm(operation.modules[0], terms, keep=len(operation.outputs) == 2)
+                    results = self._normalized(operation.modules[0], terms, keep=len(operation.outputs) == 2)
                 case _:
                     first, second = (at(span, values["dim"]) for span in places)
                     vector: Vector | None = values.get("vector")
@@ -205,8 +219,12 @@ class EncoderProgramme(NativeOperations):
             buffers |= {span.buffer: result for span, result in zip(operation.outputs, results, strict=True)}
         return buffers[OUTPUT]
 
+    def _rms_norm(self, operation: Operation, x: Tensor) -> Tensor:
+        form, weight = self.norms[id(operation)], operation.modules[0].weight
+        return rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)  # type: ignore[arg-type]
+
     @staticmethod
-    def _norm(norm: Any, terms: list[Tensor], *, keep: bool) -> list[Tensor]:
+    def _normalized(norm: Any, terms: list[Tensor], *, keep: bool) -> list[Tensor]:
         if keep:
             return list(add_layer_norm(terms[0], terms[1], norm.weight, norm.bias, eps=norm.eps))
         y = terms[1] if len(terms) == 2 else None

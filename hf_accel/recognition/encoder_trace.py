@@ -248,10 +248,10 @@ class EncoderTrace(Trace):
         for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
             self._require(x, heads=True)
         dims = {x.shape[3] for x in qkv}
-        if not query.heads == key.heads == value.heads or len(dims) != 1:
+        if key.heads != value.heads or query.heads % key.heads or len(dims) != 1:
             raise UntraceableError("it attends in a way of its own")
         out = self.buffer(query.width)
-        values |= {"heads": query.heads, "dim": query.shape[3], "factor": factor}
+        values |= {"heads": query.heads, "kv_heads": key.heads, "dim": query.shape[3], "factor": factor}
         self.operations.append(Operation("attend", [x.span for x in qkv], [out], modules, values))
         return StandIn(self, out, query.width, heads=query.heads)
 

@@ -144,7 +144,7 @@ class StandIn:
         return self
 
     def __matmul__(self, other: Any) -> Scores:
-        if not isinstance(other, TransposedKeys) or not self.transposed:
+        if not isinstance(other, TransposedKeys) or not self.transposed or self.heads != other.keys.heads:
             raise UntraceableError("it multiplies tensors that are not queries and keys")
         return Scores(self.trace, self, other.keys)
 

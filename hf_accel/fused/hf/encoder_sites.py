@@ -17,9 +17,10 @@ from ...recognition.encoder_trace import MASK, EncoderTrace, StackTrace, usual_f
 from ...recognition.operation import UntraceableError
 from ...recognition.unchanged import has_own_forward
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls, scale_of
-from .sites import Dropped, FusedSite
+from .sites import Dropped, FusedSite, refuse_without_kernel
 
 LAYER, STACK = "encoder layer", "encoder"
+OVER_ROWS = {"linear", "gated", "attend", "add", "layer_norm", "norm", "gate", "rope"}  # operations with a native call
 
 
 def encoder_sites(
@@ -109,19 +110,10 @@ def _refusal(
         trace = EncoderTrace(dtype, attention=ATTENTION_NAME)
         trace.encoder_layer(layer, _width(attention), form)
         scale_of(trace, masked=MASK in form.tensors)
+        refuse_without_kernel(trace, linears, "cpu")
     except UntraceableError as error:
         return str(error)
-    products = [operation for operation in trace.operations if operation.kind in ("linear", "gated")]
-    if not all(module in linears for operation in products for module in operation.modules):
-        return "a linear layer has no native call"
-    others = {operation.kind for operation in trace.operations} - {
-        "linear",
-        "attend",
-        "add",
-        "layer_norm",
-        "gate",
-        "rope",
-    }
+    others = {operation.kind for operation in trace.operations} - OVER_ROWS
     return f"{min(others)} has no native call over rows" if others else None
 
 

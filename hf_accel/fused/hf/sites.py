@@ -222,7 +222,7 @@ def layer_sites(
         try:
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
             attention_of(trace, attention[inner[0]])
-            _refuse_without_kernel(trace, linears, device_type)
+            refuse_without_kernel(trace, linears, device_type)
             _refuse_partial_rotation(model.config)
             joined = joins(trace.operations) if linears is None else None
             if joined is not None and not joined:
@@ -264,7 +264,7 @@ def _width(layer: nn.Module) -> int:
     raise UntraceableError("it has no norm")
 
 
-def _refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, device_type: str) -> None:
+def refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, device_type: str) -> None:
     """Raise UntraceableError for what a TracedLayer would refuse in a layer that is still to be patched.
 
     linears: the linear layers that will have a native call; None where they are called as modules.
