@@ -15,6 +15,7 @@ from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm,
 from ..kernels.layouts import KV, AttentionOptions
 from ..recognition.encoder_trace import EncoderTrace, Vector
 from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError
+from ..recognition.stand_ins import Computed
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import is_plain_tensor
 from .encoder_rows import Bias, RowLayout, Tables, layout_of, windowed_layout
@@ -31,7 +32,7 @@ class EncoderProgramme(NativeOperations):
 
     table_dtype: of cos and sin. window: a query sees the keys at a distance of less than this, None for all. tables:
     the size of the cos and sin of a token, None if the layer reads none. biased_heads: the heads of the bias that is
-    added to scores, 0 if there is none.
+    added to scores, 0 if there is none. own_bias: computes it, None if the layer is given one.
     """
 
     def __init__(self, trace: EncoderTrace, scale: float, table_dtype: torch.dtype | None = None) -> None:
@@ -45,6 +46,7 @@ class EncoderProgramme(NativeOperations):
         self.tables: int | None = min(dims, default=None)
         attends = next(operation.values for operation in trace.operations if operation.kind == "attend")
         self.biased_heads: int = attends["heads"] if attends["biased"] else 0
+        self.own_bias: Computed | None = attends["own_bias"]
         self._adds_mask: bool = attends["adds_mask"]
         if any(self.others or ()) and not attends["biased"]:
             raise UntraceableError("it returns a bias that it does not add")

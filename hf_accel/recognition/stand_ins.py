@@ -5,7 +5,7 @@ A stand-in knows only what is written here. Whatever else the code asks of it ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ class Recorder(Protocol):
     equals: dict[str, str]
     mask: Opaque
     bias: Opaque
+    device: torch.device | None
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None: ...
 
@@ -76,6 +77,20 @@ class Opaque:
         raise UntraceableError(f"it looks at {self.name}")
 
 
+class Computed(Opaque):
+    """A tensor that a method of a module computes of the number of tokens, and of plain values."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        super().__init__(method.__name__)
+        vars(self).update(_module=module, _method=method, _args=args, _kwargs=kwargs)
+
+    def __call__(self, tokens: int) -> Any:
+        """Return what the method does with this number of tokens."""
+        args = [tokens if each is TOKENS else each for each in self._args]
+        kwargs = {name: tokens if each is TOKENS else each for name, each in self._kwargs.items()}
+        return self._method(self._module, *args, **kwargs)
+
+
 @dataclass(eq=False)
 class StandIn:
     """A tensor [B, T, width], [B, T, heads, dim], or [B, heads, T, dim] if it is `transposed`.
@@ -109,6 +124,12 @@ class StandIn:
     @property
     def dtype(self) -> torch.dtype:
         return self.trace.dtype
+
+    @property
+    def device(self) -> torch.device:
+        if self.trace.device is None:
+            raise UntraceableError("it calls Tensor.device")
+        return self.trace.device
 
     def view(self, *sizes: Any) -> Any:
         batch, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes

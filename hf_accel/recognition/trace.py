@@ -31,7 +31,7 @@ from .stand_ins import (
     Opaque,
     StandIn,
 )
-from .trial import GatedNames, gated_names
+from .trial import GatedNames, gated_names, seems_rms_norm
 from .unchanged import HOOKS, Read, has_own_forward
 
 # The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
@@ -54,7 +54,8 @@ class Trace:
         self.ran = False  # whether the layer's own code has begun
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque("attention_mask"), (Opaque("cos"), Opaque("sin"))
-        self.bias = Opaque("position_bias")
+        self.bias: Opaque = Opaque("position_bias")
+        self.device: torch.device | None = None  # of the tensors, where the code may ask for it
         self.layer_idx: int | None = None
         self.returns_tuple = False
 
@@ -126,7 +127,7 @@ class Trace:
         """Return the stand-in of a submodule."""
         if isinstance(module, nn.Linear):
             return lambda x: self.linear(module, x)
-        if type(module).__name__.endswith("RMSNorm"):
+        if seems_rms_norm(module):
             return lambda x: self.norm(module, x)
         if isinstance(module, (nn.Dropout, nn.Identity)):
             for name in ("training", "p"):

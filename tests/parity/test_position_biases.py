@@ -30,25 +30,86 @@ INPUTS = {
 }  # fmt: skip
 
 
-def build(dtype: torch.dtype = torch.float32) -> Any:
+T5: dict[str, Any] = {
+    "vocab_size": 61, "d_model": 64, "d_kv": 12, "num_heads": 4, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 1,
+    "decoder_start_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
+}  # fmt: skip
+GATED = {"feed_forward_proj": "gated-gelu"}
+FAMILIES = {"T5": ("T5", {}), "gated T5": ("T5", GATED), "MT5": ("MT5", GATED), "UMT5": ("UMT5", GATED)}
+
+
+def build(dtype: torch.dtype = torch.float32, family: str = "MPNet", kind: str = "EncoderModel") -> Any:
     torch.manual_seed(0)
-    model = transformers.MPNetModel(transformers.MPNetConfig(**SIZES))
+    if family == "MPNet":
+        model: Any = transformers.MPNetModel(transformers.MPNetConfig(**SIZES))
+    else:
+        name, extra = FAMILIES[family]
+        config = getattr(transformers, f"{name}Config")(**T5, **extra)
+        model = getattr(transformers, f"{name}{kind}")(config)
     enliven(model)
-    model.encoder.relative_attention_bias.weight.data.normal_(0, 2)  # as much as the scores
+    for name, module in model.named_modules():
+        if name.endswith("relative_attention_bias"):
+            module.weight.data.normal_(0, 2)  # as much as the scores
     return model.to(dtype).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["MPNet", *FAMILIES])
 @pytest.mark.parametrize("lengths", INPUTS)
 @torch.no_grad()
-def test_outputs_are_stocks(lengths: str, dtype: torch.dtype) -> None:
-    stock = build(dtype)
+def test_outputs_are_stocks(lengths: str, family: str, dtype: torch.dtype) -> None:
+    stock = build(dtype, family)
     ours, given = hf_accel.patch(copy.deepcopy(stock), weights=None), batch(INPUTS[lengths])
     with counted() as calls:
         found = ours(**given)
     assert calls["layers"] == 3
     same(found, stock(**given), given["attention_mask"], 2e-5 if dtype is torch.float32 else 0.06)
-    assert not found.last_hidden_state[given["attention_mask"] == 0].any()
+    if not stock.config.is_encoder_decoder:  # UMT5's encoder says so alone too
+        assert not found.last_hidden_state[given["attention_mask"] == 0].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_before_a_decoder_padding_has_stocks_numbers(family: str) -> None:
+    stock, given = build(family=family, kind="ForConditionalGeneration"), batch([11, 3, 7, 1])
+    ours = hf_accel.patch(copy.deepcopy(stock), weights=None)
+    prompt = {"decoder_input_ids": torch.tensor([[0, 9]] * 4)}
+    with counted() as calls:
+        found = ours(**given, **prompt)
+    assert calls["layers"] == 3
+    expected = stock(**given, **prompt)
+    same({"last_hidden_state": found.encoder_last_hidden_state}, {"last_hidden_state": expected[2]}, torch.ones(4, 11))
+    same({"last_hidden_state": found.logits}, {"last_hidden_state": expected.logits}, torch.ones(4, 2))
+    for options in ({"do_sample": False}, {"num_beams": 3}):
+        asked = {"max_new_tokens": 8, **options}
+        assert torch.equal(ours.generate(**given, **asked), stock.generate(**given, **asked))
+
+
+@pytest.mark.parametrize("change", ["bias", "method", "hook", "layer", "weight"])
+@torch.no_grad()
+def test_changes_of_t5_are_seen(change: str) -> None:
+    stock, given = build(family="gated T5"), batch([11, 3, 7])
+    ours = hf_accel.patch(copy.deepcopy(stock), weights=None)
+    before = ours(**given).last_hidden_state
+    for model in (stock, ours):
+        block = model.encoder.block[0]
+        if change == "bias":
+            block.layer[0].SelfAttention.relative_attention_bias.weight.mul_(-1)
+        elif change == "method":
+            attention = block.layer[0].SelfAttention
+            compute = attention.compute_bias
+            attention.compute_bias = lambda *args, compute=compute, **kwargs: compute(*args, **kwargs) * 2
+        elif change == "hook":
+            embedding = block.layer[0].SelfAttention.relative_attention_bias
+            embedding.register_forward_hook(lambda module, args, out: out + torch.arange(4))
+            embedding.register_forward_hook(lambda module, args, out: out * 2)
+        elif change == "layer":
+            block.layer[1] = copy.deepcopy(model.encoder.block[2].layer[1])
+        else:
+            block.layer[1].DenseReluDense.wo.weight.data = torch.zeros(64, 96)
+    found = ours(**given)
+    assert not torch.allclose(found.last_hidden_state, before, atol=1e-3)
+    same(found, stock(**given), given["attention_mask"])
 
 
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}], ids=str)

@@ -24,8 +24,9 @@ from ...attention.cpu import LARGEST_DIM, CpuBackend
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import SDPA
 from ...kernels.cpu.library import native
-from ...recognition.encoder_trace import BIAS, MASK, TABLES, CallForm, EncoderTrace, StackTrace, argument, bound
+from ...recognition.encoder_trace import BIAS, MASK, TABLES, CallForm, EncoderTrace, argument, bound
 from ...recognition.operation import UntraceableError
+from ...recognition.stack_trace import StackTrace
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
@@ -129,7 +130,11 @@ class EncoderCalls(ABC):
             if tables is None or tables[0].shape[1] != compute.first.tables:
                 return None
         if compute.first.biased_heads:
-            bias = layout.bias(argument(own, BIAS, args, kwargs), compute.first.biased_heads)
+            computed = compute.first.own_bias
+            given_bias = argument(own, BIAS, args, kwargs)
+            if computed is not None:  # in the layout of the kernel, for the layers behind that share it
+                given_bias = computed(layout.shape[1]).contiguous()
+            bias = layout.bias(given_bias, compute.first.biased_heads)
             if bias is None:
                 return None
         return compute.run(x, layout, tables, bias)

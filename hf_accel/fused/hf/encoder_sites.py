@@ -13,8 +13,9 @@ from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import SDPA, stock_implementation
 from ...models import is_within
 from ...recognition.code import code_of, source_of
-from ...recognition.encoder_trace import MASK, EncoderTrace, StackTrace, usual_form
+from ...recognition.encoder_trace import MASK, EncoderTrace, usual_form
 from ...recognition.operation import UntraceableError
+from ...recognition.stack_trace import StackTrace
 from ...recognition.unchanged import has_own_forward
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls, scale_of
 from .sites import Dropped, FusedSite, refuse_without_kernel
@@ -37,6 +38,8 @@ def encoder_sites(
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     for name, layer, attention in _layers(model):
+        if any(is_within(name, site.name) for site in sites):
+            continue
         is_ours, attends = attention in ours, code_of(attention).attends
         if attends and (getattr(attention, "is_causal", True) or not (is_ours or _is_sdpa(model, attention))):
             continue
@@ -44,7 +47,7 @@ def encoder_sites(
         if reason is None:
             calls = EncoderLayerCalls(_leaves_padding(model, name), keeps_sdpa=attends and not is_ours)
             sites.append(FusedSite(name, layer, LAYER, EncoderForward, calls))
-        else:
+        elif not _has_layers(layer):
             dropped.append(Dropped(name, LAYER, reason))
     return [*sites, *_stacks(model, dtype, {site.module for site in sites})], dropped
 
@@ -54,19 +57,26 @@ def _is_sdpa(model: PreTrainedModel, module: nn.Module) -> bool:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """The modules of lists in which one module attends, with their names and this module."""
-    # A refusal without a call of transformers' interface says that the code computes attention by itself.
-    attending = {module for module in model.modules() if code_of(module).attends or code_of(module).refusal}
+    """The modules of lists in which one module attends, with their names and this module; outer ones come first."""
     for place, parent in model.named_modules():
         if not isinstance(parent, nn.ModuleList):
             continue
         for name, layer in parent.named_children():
-            inner = [module for module in layer.modules() if module in attending]
-            has_layers = any(
-                isinstance(module, nn.ModuleList) and attending & set(module.modules()) for module in layer.modules()
-            )
-            if len(inner) == 1 and layer not in attending and not has_layers:
+            inner = [module for module in layer.modules() if _attends(module)]
+            if len(inner) == 1 and not _attends(layer):
                 yield f"{place}.{name}", layer, inner[0]
+
+
+def _attends(module: nn.Module) -> bool:
+    """Return whether a module's code attends, by a function of transformers' interface or by itself."""
+    code = code_of(module)
+    return code.attends or code.refusal is not None
+
+
+def _has_layers(layer: nn.Module) -> bool:
+    return any(
+        isinstance(module, nn.ModuleList) and any(map(_attends, module.modules())) for module in layer.modules()
+    )
 
 
 def _causal(model: nn.Module, name: str) -> str | None:

@@ -17,7 +17,7 @@ from ...models import layers_config
 from ...recognition.code import ROTATION, siblings
 from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.trace import TENSORS, Trace
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
 from ...undo.journal import Mixin, mixed_class
 from ...undo.state import FUSED
@@ -124,7 +124,7 @@ def _candidate(
     name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str
 ) -> FusedSite | None:
     """Return a site of the kind that a module seems to be, by its name and its code."""
-    if type(module).__name__.endswith("RMSNorm"):
+    if seems_rms_norm(module):
         return FusedSite(name, module, "norm", NativeNorm, NormForms())
     if rotary_form(module, dtype, device_type) is not None:
         return FusedSite(name, module, "rotary", NativeRotary, None)
