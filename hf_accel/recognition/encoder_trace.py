@@ -9,7 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from types import MethodType
 from typing import Any
 
@@ -182,7 +182,12 @@ class EncoderTrace(Trace):
             return Vector(parameters, name, value)
         value = super().attribute(stand_in, module, name)
         if isinstance(value, MethodType) and value.__self__ is stand_in:
-            return lambda *args, **kwargs: self._method(module, value, args, kwargs)
+
+            @wraps(value)  # whose signature the code may ask for
+            def method(*args: Any, **kwargs: Any) -> Any:
+                return self._method(module, value, args, kwargs)
+
+            return method
         return value
 
     @staticmethod
