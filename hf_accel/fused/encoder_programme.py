@@ -3,157 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.cpu.attention import EVERY_KEY, attend
+from ..kernels.cpu.attention import EVERY_KEY, attend, bias_fields
 from ..kernels.cpu.decoder_layer import run_layer
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS, threads
-from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rope, rounds_each
-from ..kernels.layouts import KV, AttentionOptions, Ragged
+from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
+from ..kernels.layouts import KV, AttentionOptions
 from ..recognition.encoder_trace import EncoderTrace, Vector
 from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError
+from ..recognition.stand_ins import Computed
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
-from ..tensors import PLAIN, integers, is_plain_tensor
+from ..tensors import is_plain_tensor
+from .encoder_rows import Bias, RowLayout, Tables, layout_of, windowed_layout
 from .layer_programme import KINDS, NativeOperations
-from .modules import RotaryForm, form_of_rotation
+from .modules import NormForm, RotaryForm, form_of_rotation
 from .projections import UNLIMITED
-
-Tables = tuple[Tensor, Tensor]  # cos and sin
-
-# The tokens of a native call, unless one sequence has more: its memory stays in the caches.
-CALL_TOKENS = 1024
-
-
-@dataclass(frozen=True, eq=False)
-class RowLayout:
-    """The places of a padded batch [B, T] that hold tokens: at least one in each row, which begins with one.
-
-    index: of the tokens among B * T places, int64; None if there is no padding. ragged: the sequences, end to end.
-    calls: parts of them for one native call each, as rows and as the [n + 1] places where sequences begin, int32.
-    """
-
-    shape: tuple[int, int]
-    index: Tensor | None
-    ragged: Ragged
-    calls: tuple[tuple[slice, Tensor], ...]
-
-    def rows(self, x: Tensor) -> Tensor:
-        """[B, T, width] -> [N, width], contiguous: the tokens end to end."""
-        flat = x.reshape(-1, x.shape[-1]).contiguous()  # a view of one row may have other strides
-        return flat if self.index is None else flat.index_select(0, self.index)
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """[N, width] -> [B, T, width], with zeros at padding."""
-        if self.index is None:
-            return rows.view(*self.shape, -1)
-        out = rows.new_zeros(self.shape[0] * self.shape[1], rows.shape[1])
-        return out.index_copy_(0, self.index, rows).view(*self.shape, -1)
-
-    def tables(self, tables: Tables) -> Tables | None:
-        """[B or 1, T, dim] -> [N, dim]: of the places of the tokens; None for tables of another form."""
-        cos, sin = tables
-        shapes = [(batch, self.shape[1], cos.shape[-1]) for batch in (1, self.shape[0])]
-        if cos.shape not in shapes or sin.shape != cos.shape or sin.dtype is not cos.dtype:
-            return None
-        if not all(type(each) in PLAIN and each.is_cpu for each in tables):
-            return None
-        cos, sin = (self.rows(each.expand(self.shape[0], -1, -1)).contiguous() for each in tables)
-        return cos, sin
-
-
-def windowed_layout(mask: Tensor | None, batch: int, tokens: int, window: int) -> RowLayout | None:
-    """Return the layout of a batch whose queries see the keys at a distance of less than `window`, on both sides.
-
-    The mask must say so of each query that is no padding, [B or 1, 1, T, T]. Padding must be on the right, because it
-    counts in distances. If no token is as far from another, it is a mask as that of `layout_of`.
-    """
-    if tokens <= window:
-        return layout_of(mask, batch, tokens)
-    if type(mask) not in PLAIN or mask.ndim != 4 or not mask.is_cpu:  # type: ignore[union-attr]
-        return None
-    assert mask is not None
-    if mask.shape[0] not in (1, batch) or mask.shape[1:] != (1, tokens, tokens):
-        return None
-    columns = mask[:, 0].diagonal(dim1=1, dim2=2)  # a token sees itself
-    layout = layout_of(columns[:, None, None], batch, tokens)
-    seen = _seen(mask[:, 0])
-    if layout is None or seen is None:
-        return None
-    real = seen.diagonal(dim1=1, dim2=2)
-    if bool((real[:, 1:] & ~real[:, :-1]).any()):
-        return None
-    places = torch.arange(tokens)
-    near = (places[:, None] - places).abs() < window
-    agrees = (seen == (real[:, None, :] & near)) | ~real[:, :, None]
-    return layout if bool(agrees.all()) else None
-
-
-def _seen(mask: Tensor) -> Tensor | None:
-    """Return which keys a mask shows, as bool; None if its numbers do more than show and hide them."""
-    if mask.dtype is torch.bool:
-        return mask
-    if not mask.is_floating_point():
-        return None
-    seen = mask == 0
-    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else None
-
-
-def layout_of(mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
-    """Return the layout of a batch whose attention has this mask; None for a mask that does not say which are padding.
-
-    mask: None, or [B or 1, 1, T or 1, T]: bool, or numbers that are added to scores. All queries must see the same
-    keys, and the first token of each row, which models read for the whole row.
-    """
-    if mask is None:
-        return _layout((batch, tokens), None, [tokens] * batch)
-    if type(mask) not in PLAIN or mask.ndim != 4 or not mask.is_cpu:
-        return None
-    rows, heads, queries, keys = mask.shape
-    if rows not in (1, batch) or heads != 1 or queries not in (1, tokens) or keys != tokens:
-        return None
-    columns = mask[:, 0, 0]
-    if queries > 1 and mask.stride(2) and not bool((mask == mask[:, :, :1]).all()):
-        return None
-    seen = _seen(columns)
-    if seen is None:
-        return None
-    columns = seen.expand(batch, tokens)
-    lengths: list[int] = columns.sum(1).tolist()
-    if min(lengths) == tokens:
-        return _layout((batch, tokens), None, lengths)
-    if not bool(columns[:, 0].all()):
-        return None
-    return _layout((batch, tokens), columns.flatten().nonzero().squeeze(1), lengths)
-
-
-def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) -> RowLayout:
-    starts = [0, *accumulate(lengths)]
-    longest, begins = max(lengths), integers(starts, dtype=torch.int32)
-    ragged = Ragged(begins, integers(lengths, dtype=torch.int32), longest, longest)
-    calls = [
-        (
-            slice(starts[first], starts[end]),
-            begins if not first and end == len(lengths) else begins[first : end + 1] - starts[first],
-        )
-        for first, end in pairwise(_ends(starts))
-    ]
-    return RowLayout(shape, index, ragged, tuple(calls))
-
-
-def _ends(starts: list[int]) -> Iterator[int]:
-    """The sequences at which a native call ends, and the next one begins."""
-    yield 0
-    begin = 0
-    for sequence in range(1, len(starts) - 1):
-        if starts[sequence + 1] - starts[begin] > CALL_TOKENS:
-            yield sequence
-            begin = sequence
-    yield len(starts) - 1
 
 
 class EncoderProgramme(NativeOperations):
@@ -163,17 +31,25 @@ class EncoderProgramme(NativeOperations):
     Raises UntraceableError for an operation that has no kernel.
 
     table_dtype: of cos and sin. window: a query sees the keys at a distance of less than this, None for all. tables:
-    the size of the cos and sin of a token, None if the layer reads none.
+    the size of the cos and sin of a token, None if the layer reads none. biased_heads: the heads of the bias that is
+    added to scores, 0 if there is none. own_bias: computes it, None if the layer is given one.
     """
 
     def __init__(self, trace: EncoderTrace, scale: float, table_dtype: torch.dtype | None = None) -> None:
-        self.dtype, self.width, self.arity, self.scale = trace.dtype, trace.widths[INPUT], trace.arity, scale
+        self.dtype, self.width, self.others, self.scale = trace.dtype, trace.widths[INPUT], trace.others, scale
         self.table_dtype, self.window = table_dtype, attended_window(trace.operations)
         self.rotations: dict[int, RotaryForm] = {}  # by the number of the operation
+        self.norms: dict[int, NormForm] = {}
         dims = {operation.values["dim"] for operation in trace.operations if operation.kind == "rope"}
         if len(dims) > 1:
             raise UntraceableError("it rotates heads of different sizes")
         self.tables: int | None = min(dims, default=None)
+        attends = next(operation.values for operation in trace.operations if operation.kind == "attend")
+        self.biased_heads: int = attends["heads"] if attends["biased"] else 0
+        self.own_bias: Computed | None = attends["own_bias"]
+        self._adds_mask: bool = attends["adds_mask"]
+        if any(self.others or ()) and not attends["biased"]:
+            raise UntraceableError("it returns a bias that it does not add")
         self.reads, self.max_tokens = trace.reads, UNLIMITED
         self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
         self.operations = trace.operations
@@ -189,7 +65,7 @@ class EncoderProgramme(NativeOperations):
                 return self._layer_norm(operation)
             case "attend":
                 return {
-                    "kind": KINDS["attend_rows"], "heads": values["heads"], "kv_heads": values["heads"],
+                    "kind": KINDS["attend_rows"], "heads": values["heads"], "kv_heads": values["kv_heads"],
                     "dim": values["dim"], "value_dim": values["dim"], "scale": self.scale,
                     "window": self.window or 0, "ahead": EVERY_KEY if self.window is None else self.window - 1,
                 }  # fmt: skip
@@ -213,6 +89,10 @@ class EncoderProgramme(NativeOperations):
             "interleaved": form.interleaved,
             "round_each": rounds_each(self.dtype, self.table_dtype, round_each=form.round_each),
         }  # fmt: skip
+
+    def norm_form(self, operation: Operation) -> NormForm:
+        form = self.norms[id(operation)] = super().norm_form(operation)
+        return form
 
     def _vector(self, vector: Vector) -> Tensor:
         """Return the tensor of a parameter that scales columns. Raises UntraceableError."""
@@ -256,32 +136,36 @@ class EncoderProgramme(NativeOperations):
 
     def layout_of(self, mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
         """Return the layout of a batch with this mask; None if the layer attends in another way than the mask says."""
+        if self._adds_mask and mask is not None and not mask.is_floating_point():
+            return None  # true is 1 where it is added
         if self.window is None:
             return layout_of(mask, batch, tokens)
         return windowed_layout(mask, batch, tokens, self.window)
 
-    def __call__(self, x: Tensor, layout: RowLayout, tables: Tables | None = None) -> Tensor:
+    def __call__(self, x: Tensor, layout: RowLayout, tables: Tables | None = None, bias: Bias | None = None) -> Tensor:
         """x: [N, width], contiguous, of the dtype of the trace: the tokens of the layout -> [N, width].
 
-        tables: cos and sin, [N, self.tables] of table_dtype, contiguous.
+        tables: cos and sin, [N, self.tables] of table_dtype, contiguous. bias: of the layout, for self.biased_heads.
         """
         if len(x) > self.max_tokens:
-            return self._one_by_one(x, layout.ragged, tables)
+            return self._one_by_one(x, layout, tables, bias)
+        biases = bias_fields(None if bias is None else bias.table)
         out, dtype, count = torch.empty_like(x), DTYPES[self.dtype], threads()
         table_dtype, size = 0, self.tables or 0
         if size:
             assert tables is not None and self.table_dtype is not None
             table_dtype = DTYPES[self.table_dtype]
-        for part, starts in layout.calls:
+        for part, starts, lengths in layout.calls:
             rows = x[part]
             cos, sin = (0, 0) if tables is None else (each[part].data_ptr() for each in tables)
             run_layer(
                 *self._fixed, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
-                0, 0, 0, 0, 0, 0, starts.data_ptr(), 0, 0, len(starts) - 1, 0, dtype, table_dtype, 0, 0, count,
+                0, 0, 0, 0, 0, 0, starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
+                0, len(starts) - 1, 0, *biases, dtype, table_dtype, 0, 0, count,
             )  # fmt: skip
         return out
 
-    def _one_by_one(self, x: Tensor, ragged: Ragged, tables: Tables | None) -> Tensor:
+    def _one_by_one(self, x: Tensor, layout: RowLayout, tables: Tables | None, bias: Bias | None) -> Tensor:
         """Compute the layer with the products of its linear layers, of which torch's are faster for many rows."""
         buffers = {INPUT: x}
 
@@ -297,11 +181,22 @@ class EncoderProgramme(NativeOperations):
                     out = linear(at(places[0], linear.in_features))  # type: ignore[arg-type]
                     results = [activate(out, values["activation"]) if "activation" in values else out]
                 case "attend":
-                    heads = values["heads"], values["dim"]
-                    q, k, v = (at(span, heads[0] * heads[1]).view(-1, *heads) for span in places)
+                    dim, counts = values["dim"], (values["heads"], values["kv_heads"], values["kv_heads"])
+                    q, k, v = (
+                        at(span, heads * dim).view(-1, heads, dim) for span, heads in zip(places, counts, strict=True)
+                    )
                     options = AttentionOptions(self.scale, causal=False, window=self.window)
                     ahead = None if self.window is None else self.window - 1
-                    results = [attend(q, KV(k, v), options, ragged, ahead=ahead).flatten(1)]
+                    kv = KV(layout.keys_of(k), layout.keys_of(v))
+                    table = None if bias is None else bias.table
+                    results = [attend(q, kv, options, layout.ragged, ahead=ahead, bias=table).flatten(1)]
+                case "gated":
+                    x_in = at(places[0], operation.modules[0].in_features)  # type: ignore[arg-type]
+                    gate, up = (module(x_in) for module in operation.modules)
+                    results = [activate(gate, values["epilogue"], y=up)]
+                case "norm":
+                    x_in = at(places[0], values["heads"] * values["dim"]).reshape(len(x), values["heads"], -1)
+                    results = [self._rms_norm(operation, x_in).flatten(1)]
                 case "gate":
                     gate, up = (at(span, values["dim"]) for span in places)
                     results = [activate(gate, values["activation"], y=up)]
@@ -318,7 +213,7 @@ class EncoderProgramme(NativeOperations):
                     results = [each[0].transpose(0, 1).reshape(len(x), -1) for each in rotated]
                 case "layer_norm":
                     terms = [at(span, values["dim"]) for span in places]
-                    results = self._norm(operation.modules[0], terms, keep=len(operation.outputs) == 2)
+                    results = self._normalized(operation.modules[0], terms, keep=len(operation.outputs) == 2)
                 case _:
                     first, second = (at(span, values["dim"]) for span in places)
                     vector: Vector | None = values.get("vector")
@@ -326,8 +221,12 @@ class EncoderProgramme(NativeOperations):
             buffers |= {span.buffer: result for span, result in zip(operation.outputs, results, strict=True)}
         return buffers[OUTPUT]
 
+    def _rms_norm(self, operation: Operation, x: Tensor) -> Tensor:
+        form, weight = self.norms[id(operation)], operation.modules[0].weight
+        return rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)  # type: ignore[arg-type]
+
     @staticmethod
-    def _norm(norm: Any, terms: list[Tensor], *, keep: bool) -> list[Tensor]:
+    def _normalized(norm: Any, terms: list[Tensor], *, keep: bool) -> list[Tensor]:
         if keep:
             return list(add_layer_norm(terms[0], terms[1], norm.weight, norm.bias, eps=norm.eps))
         y = terms[1] if len(terms) == 2 else None

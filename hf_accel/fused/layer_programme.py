@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import GroupStep, KVStorage
+from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.decoder_layer import OPERATIONS, run_layer
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import DTYPES, Columns, LayerOp, threads
@@ -38,7 +39,34 @@ class Attention(NamedTuple):
     window: int | None
 
 
-class TracedLayer:
+class TracedNorms:
+    """The norms of a trace that was taken with tensors of one dtype, for calls on `device`.
+
+    reads: the values that must not change.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    reads: list[Read]
+
+    def norm_form(self, operation: Operation) -> NormForm:
+        """Raises UntraceableError for a norm that has no native call."""
+        (module,) = operation.modules
+        own, weight = vars(module), module._parameters["weight"]
+        form: NormForm | None = None
+        if isinstance(module, NativeNorm):
+            example = torch.empty(1, operation.values["dim"], dtype=self.dtype, device=self.device)
+            form = own[FUSED].form(module, example)
+        if form is None or weight is None or not weight.is_contiguous():
+            raise UntraceableError("a norm has no native call")
+        if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:
+            raise UntraceableError("a norm changes the dtype")
+        self.reads += [Read(own, name, own.get(name)) for name in ("eps", "variance_epsilon")]
+        self.reads.append(Read(module._parameters, "weight", weight))
+        return form
+
+
+class TracedLayer(TracedNorms):
     """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
 
     max_tokens: the most tokens of a call. reads: the values that must not change, those that the trace read among
@@ -60,22 +88,6 @@ class TracedLayer:
         self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
 
     # -- while it is made ------------------------------------------------------------------------------
-
-    def norm_form(self, operation: Operation) -> NormForm:
-        """Raises UntraceableError for a norm that has no native call."""
-        (module,) = operation.modules
-        own, weight = vars(module), module._parameters["weight"]
-        form: NormForm | None = None
-        if isinstance(module, NativeNorm):
-            example = torch.empty(1, operation.values["dim"], dtype=self.dtype, device=self.device)
-            form = own[FUSED].form(module, example)
-        if form is None or weight is None or not weight.is_contiguous():
-            raise UntraceableError("a norm has no native call")
-        if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:
-            raise UntraceableError("a norm changes the dtype")
-        self.reads += [Read(own, name, own.get(name)) for name in ("eps", "variance_epsilon")]
-        self.reads.append(Read(module._parameters, "weight", weight))
-        return form
 
     def rotary_form(self, operation: Operation) -> RotaryForm:
         """Raises UntraceableError for a rotation that has no native call."""
@@ -156,15 +168,14 @@ class CallFields(NamedTuple):
         return CallFields(places, pages, threads(), held)
 
 
-class NativeOperations:
+class NativeOperations(TracedNorms):
     """The operations of a layer as C structs, for tensors of one dtype.
 
-    max_tokens: the most tokens of a call. reads: the values that must not change.
+    max_tokens: the most tokens of a call.
     """
 
-    dtype: torch.dtype
+    device = torch.device("cpu")
     max_tokens: int
-    reads: list[Read]
 
     def compile(self, operations: list[Operation], widths: list[int]) -> None:
         """Make the structs. widths: of the buffers. Raises UntraceableError for an operation that has no kernel."""
@@ -187,11 +198,16 @@ class NativeOperations:
     def _joined(self, operations: list[Operation]) -> Iterator[Operation]:
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""
         done: list[Operation] = []
+        # The kernel of a sum reads whole rows, which the results of a joint product are not.
+        summed = [span for operation in operations if operation.kind == "add" for span in operation.inputs]
         for operation in operations:
             if operation in done:
                 continue
-            group = [o for o in operations if o.kind == "linear" and o.inputs == operation.inputs]
-            if operation.kind == "linear" and len(group) > 1 and make_call(_layers(group), None, 1) is not None:
+            group = [
+                o for o in operations
+                if o.kind == "linear" and o.inputs == operation.inputs and o.outputs[0] not in summed
+            ]  # fmt: skip
+            if operation in group and len(group) > 1 and make_call(_layers(group), None, 1) is not None:
                 done += group
                 yield self._join(group)
             else:
@@ -229,6 +245,8 @@ class NativeOperations:
         match operation.kind:
             case "linear" | "gated":
                 return self._linear(operation)
+            case "norm":
+                return self._norm(operation)
             case "add":
                 return {"dim": operation.values["dim"], "scale": operation.values["factor"]}
         raise UntraceableError(f"{operation.kind} has no native call")
@@ -245,6 +263,15 @@ class NativeOperations:
         self.max_tokens = min(self.max_tokens, rows)
         kind = "float_linear" if isinstance(call, FloatLinear) else "integer_linear"
         return {"kind": KINDS[kind], "weight": call.address(), "tile_rows": call.tile_rows}
+
+    def _norm(self, operation: Operation) -> dict[str, Any]:
+        form, weight = self.norm_form(operation), operation.modules[0]._parameters["weight"]
+        assert weight is not None
+        self._tensors.append(weight)
+        return {
+            "weight": weight.data_ptr(), "weight_dtype": DTYPES[weight.dtype], "heads": operation.values["heads"],
+            "dim": operation.values["dim"], "eps": form.eps, "offset": form.offset, "round_first": form.round_first,
+        }  # fmt: skip
 
     def _rows(self, layer: nn.Module) -> int:
         """Return the most rows of a native call, and note what the call depends on."""
@@ -285,8 +312,6 @@ class LayerProgramme(TracedLayer, NativeOperations):
     def _fields(self, operation: Operation) -> dict[str, Any]:
         values = operation.values
         match operation.kind:
-            case "norm":
-                return self._norm(operation)
             case "rope":
                 return self._rope(operation)
             case "write":
@@ -295,15 +320,6 @@ class LayerProgramme(TracedLayer, NativeOperations):
                 fields = {name: values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
                 return fields | {name: value or 0 for name, value in self.attention._asdict().items()}
         return super()._fields(operation)
-
-    def _norm(self, operation: Operation) -> dict[str, Any]:
-        form, weight = self.norm_form(operation), operation.modules[0]._parameters["weight"]
-        assert weight is not None
-        self._tensors.append(weight)
-        return {
-            "weight": weight.data_ptr(), "weight_dtype": DTYPES[weight.dtype], "heads": operation.values["heads"],
-            "dim": operation.values["dim"], "eps": form.eps, "offset": form.offset, "round_first": form.round_first,
-        }  # fmt: skip
 
     def _rope(self, operation: Operation) -> dict[str, Any]:
         form, values = self.rotary_form(operation), operation.values
@@ -323,7 +339,7 @@ class LayerProgramme(TracedLayer, NativeOperations):
         out, dtype = torch.empty_like(x), DTYPES[self.dtype]
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), *fields.tables,
-            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step,
+            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step, *NO_BIAS,
             dtype, DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip

@@ -383,16 +383,15 @@ def _plan_fused(
     kept = [site for site in candidates if not foreign.isdisjoint(site.module.children())]
     dropped += [Dropped(site.name, site.kind, OWN_FORWARD) for site in kept]
     sites = [site for site in candidates if site not in kept and site.module not in planned]
+    kernels = {module for module, server in servers.items() if server is Server.KERNELS}
     layers, by_module = layer_sites(
-        model, model.dtype,
+        model, model.dtype, linears=kernels,
         attention={p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)},
-        linears={module for module, server in servers.items() if server is Server.KERNELS},
     )  # fmt: skip
-    ours = config.attention in ("auto", CpuBackend.name) and split is None and not model_attention_refusal(model)
-    encoders, stock_encoders = encoder_sites(
-        model, model.dtype, attends=attention_modules(model) if ours else (),
-        linears={module for module, server in servers.items() if server is Server.KERNELS},
-    )  # fmt: skip
+    ours: list[nn.Module] | None = [] if model_attention_refusal(model) else attention_modules(model)
+    if config.attention not in ("auto", CpuBackend.name) or split is not None:
+        ours = None
+    encoders, stock_encoders = encoder_sites(model, model.dtype, ours=ours, linears=kernels)
     layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]
     return FusedPlan((*sites, *layers), tuple(floats), (*dropped, *by_module), float_rows)
 

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..undo.journal import original_class
 from .operation import INPUT, OUTPUT, Operation, Span, UntraceableError
-from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, ModuleStandIn, Opaque, StandIn
+from .scores import Scores
+from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, Computed, ModuleStandIn, Opaque, StandIn
 from .trace import Trace
 from .trial import PLAIN_ACTIVATIONS, activation_name
 
-MASK, TABLES = "attention_mask", "position_embeddings"
-PASSED_ON = (MASK, "position_ids", TABLES)  # tensors that a layer may only pass on to its attention
+MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
+PASSED_ON = (MASK, "position_ids", TABLES, BIAS)  # tensors that a layer may only pass on to its attention
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,19 @@ class CallForm:
 
 
 def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> CallForm:
-    """Return the form of a call with hidden states, and with a mask, and cos and sin of `dtype`, if the code takes
-    them.
+    """Return the form of a call with hidden states, and with a mask, a bias of positions, and cos and sin of `dtype`,
+    if the code takes them.
     """
     names = parameter_names(kind.forward)
     if not names:
         raise UntraceableError("it takes no hidden states")
-    tensors = frozenset({MASK, TABLES}.intersection(names))
+    tensors = frozenset({MASK, TABLES, BIAS}.intersection(names))
     return CallForm(names[0], tensors, table_dtype=dtype if TABLES in tensors else None)
 
 
-def tables_of(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the cos and sin of a call that is `bound`; None if it has none."""
-    return dict(zip(parameter_names(kind.forward), args, strict=False)).get(TABLES, kwargs.get(TABLES))
+def argument(kind: type[nn.Module], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument of this name of a call that is `bound`; None if it has none."""
+    return dict(zip(parameter_names(kind.forward), args, strict=False)).get(name, kwargs.get(name))
 
 
 def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, CallForm] | None:
@@ -108,21 +109,41 @@ class Vector:
         raise UntraceableError(f"it reads {self.name}.{name}")
 
 
+class LinearStandIn:
+    """A linear layer, of which the code may ask whether its weight has the dtype of the numbers."""
+
+    def __init__(self, trace: Trace, module: nn.Linear) -> None:
+        self._trace, self._module = trace, module
+
+    def __call__(self, x: Any) -> StandIn:
+        return self._trace.linear(self._module, x)
+
+    @property
+    def weight(self) -> Opaque:
+        parameters = self._module._parameters
+        weight = parameters.get("weight")
+        self._trace.note(parameters, "weight", weight)
+        if weight is not None and weight.dtype is not self._trace.dtype:
+            raise UntraceableError("a linear layer has another dtype than its input")
+        return Opaque("weight")
+
+
 class EncoderTrace(Trace):
     """One run of the code of an encoder layer, or of an encoder.
 
-    arity: how many values the code returns in a tuple, of which all but the first are None; 0 for a tensor alone.
+    others: what the code returns in a tuple with its result, each None or BIAS; None if it returns a tensor alone.
     """
 
     def __init__(self, dtype: torch.dtype, attention: str | None = None) -> None:
         super().__init__(dtype, attention)
-        self.arity = 0
+        self.others: tuple[str | None, ...] | None = None
+        self.device = torch.device("cpu")
 
     def encoder_layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
         """Run the forward of a layer on [B, T, width]. Raises UntraceableError."""
         result = self.call(layer, width, form)
-        if isinstance(result, tuple) and result and all(each is None for each in result[1:]):
-            self.arity, result = len(result), result[0]
+        if isinstance(result, tuple) and result and all(each is None or each is self.bias for each in result[1:]):
+            self.others, result = tuple(None if each is None else BIAS for each in result[1:]), result[0]
         last = self.operations[-1] if self.operations else None
         if last is None or sum(operation.kind == "attend" for operation in self.operations) != 1:
             raise UntraceableError("it does not attend once")
@@ -139,7 +160,7 @@ class EncoderTrace(Trace):
         """Return the result of a module's code on hidden states [B, T, width]."""
         self.widths[INPUT] = self.widths[OUTPUT] = width
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
-        tensors |= {MASK: self.mask, TABLES: self.tables}
+        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias}
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
         kwargs[form.states] = StandIn(self, Span(INPUT, 0, width), width)
         try:
@@ -159,11 +180,36 @@ class EncoderTrace(Trace):
         if isinstance(value, nn.Parameter) and value.ndim == 1:
             self.note(parameters, name, value)
             return Vector(parameters, name, value)
-        return super().attribute(stand_in, module, name)
+        value = super().attribute(stand_in, module, name)
+        if isinstance(value, MethodType) and value.__self__ is stand_in:
+
+            @wraps(value)  # whose signature the code may ask for
+            def method(*args: Any, **kwargs: Any) -> Any:
+                return self._method(module, value, args, kwargs)
+
+            return method
+        return value
+
+    @staticmethod
+    def _method(module: nn.Module, method: MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a method returns; Computed if it is given the number of tokens and plain values alone."""
+        given = [*args, *kwargs.values()]
+        plain = all(each is TOKENS or isinstance(each, (*PLAIN_TYPES, torch.device)) for each in given)
+        if plain and any(each is TOKENS for each in given):
+            return Computed(module, method.__func__, args, kwargs)
+        return method(*args, **kwargs)
 
     def child(self, module: nn.Module) -> Any:
+        if isinstance(module, nn.ModuleList):
+            self.note(vars(module), "_modules", module._modules)
+            self.note(module._modules, str(len(module)), None)
+            for place, each in module._modules.items():
+                self.note(module._modules, place, each)
+            return [self.child(each) for each in module]
         if type(module) is nn.LayerNorm:
             return lambda x: self.layer_norm(module, x)
+        if isinstance(module, nn.Linear):
+            return LinearStandIn(self, module)
         parts = vars(module)
         if not (parts["_modules"] or parts["_parameters"] or parts["_buffers"]) and not isinstance(module, nn.Dropout):
             name = activation_name(module, PLAIN_ACTIVATIONS)
@@ -227,18 +273,34 @@ class EncoderTrace(Trace):
         return StandIn(self, out, x.width)
 
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        given = {name: value for name, value in options.items() if name != BIAS}
+        bias = options.get(BIAS)
+        if isinstance(bias, Computed):
+            self.bias = bias
+        if not isinstance(module, ModuleStandIn) or mask not in (None, self.mask) or bias not in (None, self.bias):
+            raise UntraceableError("it attends in a way of its own")
+        values = {"options": given, "masked": mask is not None, "biased": bias is not None, "adds_mask": False}
+        return self._attend(qkv, (module._module,), values)
+
+    def attend_by(self, scores: Scores, value: Any) -> StandIn:
+        values = {
+            "options": {"scaling": scores.factor, "is_causal": False}, "masked": scores.is_masked,
+            "biased": scores.is_biased, "adds_mask": True,
+        }  # fmt: skip
+        return replace(self._attend((scores.query, scores.key, value), (), values), transposed=True)
+
+    def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
         query, key, value = qkv
         factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
         for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
             self._require(x, heads=True)
         dims = {x.shape[3] for x in qkv}
-        same = query.heads == key.heads == value.heads and len(dims) == 1
-        if not isinstance(module, ModuleStandIn) or not same or mask not in (None, self.mask):
+        if key.heads != value.heads or query.heads % key.heads or len(dims) != 1:
             raise UntraceableError("it attends in a way of its own")
         out = self.buffer(query.width)
-        values = {"options": options, "heads": query.heads, "dim": query.shape[3], "masked": mask is not None}
-        values["factor"] = factor
-        self.operations.append(Operation("attend", [x.span for x in qkv], [out], (module._module,), values))
+        values["own_bias"] = self.bias if values["biased"] and isinstance(self.bias, Computed) else None
+        values |= {"heads": query.heads, "kv_heads": key.heads, "dim": query.shape[3], "factor": factor}
+        self.operations.append(Operation("attend", [x.span for x in qkv], [out], modules, values))
         return StandIn(self, out, query.width, heads=query.heads)
 
 
@@ -276,68 +338,3 @@ def _scaled_sum(operation: Operation, scale: Operation, readers: Mapping[int, in
     if len(others) != 1 or readers[scale.outputs[0].buffer] > 1 or not _is_plain(operation):
         raise UntraceableError("scaled columns are not added once")
     return replace(operation, inputs=[*others, *scale.inputs], values=operation.values | scale.values)
-
-
-# -- encoders ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerOfStack:
-    """A layer that an encoder calls, and the form of this call."""
-
-    layer: nn.Module
-    form: CallForm
-
-
-class StackTrace(EncoderTrace):
-    """One run of the code of an encoder, which must call known layers one after the other and nothing else.
-
-    layers: the modules that are known to be encoder layers. called: those that the code called. outcome: makes the
-    result of the code from a tensor.
-    """
-
-    def __init__(self, dtype: torch.dtype, layers: Container[nn.Module]) -> None:
-        super().__init__(dtype)
-        self.layers, self.called = layers, list[LayerOfStack]()
-        self._last: StandIn | None = None
-        self._kind: type | None = None
-        self._name = ""
-
-    def stack(self, encoder: nn.Module, width: int, form: CallForm) -> None:
-        """Run the forward of an encoder on [B, T, width]. Raises UntraceableError."""
-        result = self.call(encoder, width, form)
-        if is_dataclass(result) and not isinstance(result, type | StandIn):
-            held = {each.name: getattr(result, each.name) for each in fields(result)}
-            self._kind = type(result)
-            (self._name, result), *others = [item for item in held.items() if item[1] is not None] or [("", None)]
-            if others:
-                raise UntraceableError("it returns more than the last hidden states")
-        if result is not self._last or not self.called:
-            raise UntraceableError("it returns something else than what its last layer did")
-
-    def outcome(self, out: torch.Tensor) -> Any:
-        return out if self._kind is None else self._kind(**{self._name: out})
-
-    def child(self, module: nn.Module) -> Any:
-        if isinstance(module, nn.ModuleList):
-            self.note(vars(module), "_modules", module._modules)
-            self.note(module._modules, str(len(module)), None)
-            for name, each in module._modules.items():
-                self.note(module._modules, name, each)
-            return [self.child(each) for each in module]
-        if module in self.layers:
-            return lambda *args, **kwargs: self._layer(module, args, kwargs)
-        raise UntraceableError("it calls more than its layers")
-
-    def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = bound(original_class(layer), args, kwargs)
-        if given is None:
-            raise UntraceableError("it calls a layer with more than plain values")
-        x, mask, form = given
-        whole = Span(INPUT, 0, self.widths[INPUT])
-        is_next = x is self._last if self.called else isinstance(x, StandIn) and x.span == whole and x.factor == 1
-        if not is_next or mask not in (None, self.mask):
-            raise UntraceableError("it gives a layer something else than what the one before it returned")
-        self.called.append(LayerOfStack(layer, form))
-        self._last = StandIn(self, self.buffer(self.widths[INPUT]), self.widths[INPUT])
-        return self._last

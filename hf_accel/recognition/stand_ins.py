@@ -5,7 +5,7 @@ A stand-in knows only what is written here. Whatever else the code asks of it ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .operation import Span, UntraceableError
+from .scores import Scores, TransposedKeys, drops
 
 PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
@@ -24,6 +25,10 @@ class Recorder(Protocol):
 
     dtype: torch.dtype
     attention: str | None
+    equals: dict[str, str]
+    mask: Opaque
+    bias: Opaque
+    device: torch.device | None
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None: ...
 
@@ -40,6 +45,8 @@ class Recorder(Protocol):
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]: ...
 
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn: ...
+
+    def attend_by(self, scores: Scores, value: Any) -> StandIn: ...
 
 
 class Count:
@@ -68,6 +75,20 @@ class Opaque:
 
     def __bool__(self) -> bool:
         raise UntraceableError(f"it looks at {self.name}")
+
+
+class Computed(Opaque):
+    """A tensor that a method of a module computes of the number of tokens, and of plain values."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        super().__init__(method.__name__)
+        vars(self).update(_module=module, _method=method, _args=args, _kwargs=kwargs)
+
+    def __call__(self, tokens: int) -> Any:
+        """Return what the method does with this number of tokens."""
+        args = [tokens if each is TOKENS else each for each in self._args]
+        kwargs = {name: tokens if each is TOKENS else each for name, each in self._kwargs.items()}
+        return self._method(self._module, *args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -104,6 +125,12 @@ class StandIn:
     def dtype(self) -> torch.dtype:
         return self.trace.dtype
 
+    @property
+    def device(self) -> torch.device:
+        if self.trace.device is None:
+            raise UntraceableError("it calls Tensor.device")
+        return self.trace.device
+
     def view(self, *sizes: Any) -> Any:
         batch, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
         if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
@@ -122,13 +149,25 @@ class StandIn:
 
     reshape = view
 
-    def transpose(self, first: int, second: int) -> StandIn:
+    def transpose(self, first: int, second: int) -> Any:
+        if self.transposed and {first % 4, second % 4} == {2, 3}:
+            return TransposedKeys(self)
         if {first, second} != {1, 2} or self.heads is None:
             raise UntraceableError("it transposes other dimensions than heads and tokens")
         return replace(self, transposed=not self.transposed)
 
+    def permute(self, *dims: Any) -> Any:
+        if (dims[0] if len(dims) == 1 else dims) not in ((0, 2, 1, 3), [0, 2, 1, 3]):
+            raise UntraceableError("it transposes other dimensions than heads and tokens")
+        return self.transpose(1, 2)
+
     def contiguous(self) -> StandIn:
         return self
+
+    def __matmul__(self, other: Any) -> Scores:
+        if not isinstance(other, TransposedKeys) or not self.transposed or self.heads != other.keys.heads:
+            raise UntraceableError("it multiplies tensors that are not queries and keys")
+        return Scores(self.trace, self, other.keys)
 
     def to(self, dtype: Any) -> StandIn:
         if dtype is not self.trace.dtype:
@@ -183,8 +222,10 @@ class StandIn:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is F.dropout and args and not _drops(*args[1:], **(kwargs or {})):
+        if function is F.dropout and args and not drops(*args[1:], **(kwargs or {})):
             return args[0]
+        if function is torch.matmul and len(args) == 2 and not kwargs:
+            return args[0] @ args[1]
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
@@ -205,10 +246,6 @@ class SideBySide:
 
     def __getattr__(self, name: str) -> Any:
         raise UntraceableError(f"it calls Tensor.{name}")
-
-
-def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    return training and p > 0
 
 
 class ModuleStandIn:
@@ -249,7 +286,8 @@ class ConfigStandIn:
         if f"{ATTENTION}_internal" not in own:
             raise UntraceableError("it does not say which attention function it takes")
         self._trace.note(own, f"{ATTENTION}_internal", own[f"{ATTENTION}_internal"])
-        return getattr(self._config, ATTENTION)
+        name = getattr(self._config, ATTENTION)
+        return self._trace.equals.get(name, name)
 
 
 class CacheStandIn(Opaque):

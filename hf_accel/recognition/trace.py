@@ -20,6 +20,7 @@ from ..undo.journal import original_class
 from ..undo.state import FUSED
 from .code import ROTATION, with_rotation
 from .operation import INPUT, OUTPUT, Operation, Span, UntraceableError
+from .scores import Scores
 from .stand_ins import (
     BATCH,
     PLAIN_TYPES,
@@ -30,7 +31,7 @@ from .stand_ins import (
     Opaque,
     StandIn,
 )
-from .trial import GatedNames, gated_names
+from .trial import GatedNames, gated_names, seems_rms_norm
 from .unchanged import HOOKS, Read, has_own_forward
 
 # The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
@@ -46,12 +47,15 @@ class Trace:
 
     def __init__(self, dtype: torch.dtype, attention: str | None = None) -> None:
         self.attention, self.dtype = attention, dtype
+        self.equals: dict[str, str] = {}  # names of attention functions that compute what another does
         self.operations: list[Operation] = []
         self.reads: list[Read] = []
         self.hooks: list[Mapping[Any, Any]] = []
         self.ran = False  # whether the layer's own code has begun
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque("attention_mask"), (Opaque("cos"), Opaque("sin"))
+        self.bias: Opaque = Opaque("position_bias")
+        self.device: torch.device | None = None  # of the tensors, where the code may ask for it
         self.layer_idx: int | None = None
         self.returns_tuple = False
 
@@ -123,7 +127,7 @@ class Trace:
         """Return the stand-in of a submodule."""
         if isinstance(module, nn.Linear):
             return lambda x: self.linear(module, x)
-        if type(module).__name__.endswith("RMSNorm"):
+        if seems_rms_norm(module):
             return lambda x: self.norm(module, x)
         if isinstance(module, (nn.Dropout, nn.Identity)):
             for name in ("training", "p"):
@@ -239,6 +243,9 @@ class Trace:
         }  # fmt: skip
         self.operations.append(Operation("attend", [query.span], [out], (module._module,), values))
         return StandIn(self, out, query.heads * value.shape[3], heads=query.heads)
+
+    def attend_by(self, scores: Scores, value: Any) -> StandIn:
+        raise UntraceableError("it computes attention by itself")
 
     def add(self, x: Any, y: Any) -> StandIn:
         same = isinstance(x, StandIn) and isinstance(y, StandIn) and x.width == y.width

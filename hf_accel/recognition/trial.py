@@ -92,6 +92,16 @@ def _apart(expected: Tensor, got: Tensor, tolerance: Tolerance) -> float:
     return float((first != second).float().mean())
 
 
+def seems_rms_norm(module: nn.Module) -> bool:
+    """Return whether a module is named as an RMSNorm, or as T5's norm, which has a weight alone and no mean."""
+    name = type(module).__name__
+    if name.endswith("RMSNorm"):
+        return True
+    own = vars(module)
+    is_t5s = name.endswith("LayerNorm") and not isinstance(module, nn.LayerNorm)
+    return is_t5s and "variance_epsilon" in own and list(own["_parameters"]) == ["weight"]
+
+
 # -- gated MLPs ----------------------------------------------------------------------------------------
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import hf_accel
-from hf_accel.fused import encoder_programme
+from hf_accel.fused import encoder_rows
 from hf_accel.fused.encoder_programme import EncoderProgramme
 from hf_accel.fused.hf.encoder_calls import MOST_KINDS, EncoderCalls, EncoderLayerCalls
 from hf_accel.kernels import cpu as kernels
@@ -195,7 +195,7 @@ def test_a_sequence_has_its_bits_in_any_batch(weights: str | None) -> None:
 def test_long_batches_are_cut_between_sequences(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, given = hf_accel.patch(build(), weights="int8"), batch([11, 3, 7, 1, 4])
     expected = ours(**given).last_hidden_state
-    monkeypatch.setattr(encoder_programme, "CALL_TOKENS", most)
+    monkeypatch.setattr(encoder_rows, "CALL_TOKENS", most)
     assert torch.equal(ours(**given).last_hidden_state, expected)
 
 

@@ -15,17 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from ...attention import PlannedAttention
 from ...attention.cpu import LARGEST_DIM, CpuBackend
+from ...attention.hf import ATTENTION_NAME
+from ...attention.hf.stock import SDPA
 from ...kernels.cpu.library import native
-from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, StackTrace, bound, tables_of
+from ...recognition.encoder_trace import BIAS, MASK, TABLES, CallForm, EncoderTrace, argument, bound
 from ...recognition.operation import UntraceableError
+from ...recognition.stack_trace import StackTrace
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..encoder_programme import EncoderProgramme, RowLayout, Tables, attended_window
+from ..encoder_programme import EncoderProgramme, attended_window
+from ..encoder_rows import Bias, RowLayout, Tables
 from .layer_calls import attend_of
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
@@ -35,7 +41,7 @@ class EncoderForward(Mixin):
     """Is mixed into an encoder layer, or into an encoder. A known call is native; others run its own code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """[B, T, hidden] -> [B, T, hidden], with zeros at padding if the call was native."""
+        """[B, T, hidden] -> [B, T, hidden], with zeros at padding where that was left out."""
         if is_compiling():  # a compiler could not follow into a trace
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         calls: EncoderCalls = self.__dict__[FUSED]
@@ -51,11 +57,11 @@ MOST_KINDS = 8  # of calls that are kept
 class Computation:
     """A computation of a call in place of the module's code.
 
-    run: [B, T, width], its layout, and cos and sin of its tokens -> what the code would return. first: the first
-    layer's programme, which knows the layout of a mask, and whether cos and sin are read.
+    run: [B, T, width], its layout, cos and sin of its tokens, and the bias of their scores -> what the code would
+    return. first: the first layer's programme, which knows the layout of a mask, and what else is read.
     """
 
-    run: Callable[[Tensor, RowLayout, Tables | None], Any]
+    run: Callable[[Tensor, RowLayout, Tables | None, Bias | None], Any]
     first: EncoderProgramme
 
 
@@ -91,7 +97,7 @@ class EncoderCalls(ABC):
     something has changed that this depends on.
 
     A copy or a pickle starts without it, because it may hold addresses.
-    leaves_padding: whether the module may return zeros at padding; else its own code serves batches with padding.
+    leaves_padding: whether the module may return zeros at padding; else padding is computed too.
     """
 
     def __init__(self, leaves_padding: bool) -> None:
@@ -111,15 +117,27 @@ class EncoderCalls(ABC):
             return None
         compute = self.known(module, (form, x.dtype, x.shape[2])).computation()
         layout = None if compute is None else compute.first.layout_of(mask, x.shape[0], x.shape[1])
-        if compute is None or layout is None or (layout.index is not None and not self.leaves_padding):
+        if compute is None or layout is None:
             return None
-        tables = None
+        if layout.index is not None and not self.leaves_padding:
+            layout = layout.with_padding() if compute.first.window is None else None
+            if layout is None:
+                return None
+        own = original_class(module)
+        tables = bias = None
         if compute.first.tables is not None:
-            given_tables = tables_of(original_class(module), args, kwargs)
-            tables = layout.tables(given_tables)
+            tables = layout.tables(argument(own, TABLES, args, kwargs))
             if tables is None or tables[0].shape[1] != compute.first.tables:
                 return None
-        return compute.run(x, layout, tables)
+        if compute.first.biased_heads:
+            computed = compute.first.own_bias
+            given_bias = argument(own, BIAS, args, kwargs)
+            if computed is not None:  # in the layout of the kernel, for the layers behind that share it
+                given_bias = computed(layout.shape[1]).contiguous()
+            bias = layout.bias(given_bias, compute.first.biased_heads)
+            if bias is None:
+                return None
+        return compute.run(x, layout, tables, bias)
 
     def known(self, module: nn.Module, kind: Kind) -> Known:
         """Return what is known of calls of this kind now."""
@@ -141,12 +159,29 @@ class EncoderCalls(ABC):
 
 
 class EncoderLayerCalls(EncoderCalls):
-    """The EncoderCalls of a layer."""
+    """The EncoderCalls of a layer.
+
+    keeps_sdpa: whether the model keeps torch's attention, as those that have decoders too do; this layer computes the
+    same by its native call.
+    """
+
+    def __init__(self, leaves_padding: bool, keeps_sdpa: bool = False) -> None:
+        super().__init__(leaves_padding)
+        self.keeps_sdpa = keeps_sdpa
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.leaves_padding, self.keeps_sdpa)
 
     def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownEncoderLayer:
         form, dtype, width = kind
         trace = EncoderTrace(dtype)
         trace.reads = reads
+        if self.keeps_sdpa:
+            functions = ALL_ATTENTION_FUNCTIONS
+            for owner in (functions._local_mapping, functions._global_mapping):
+                trace.note(owner, SDPA, owner.get(SDPA))
+            if functions[SDPA] is sdpa_attention_forward:
+                trace.equals[SDPA] = ATTENTION_NAME
         trace.encoder_layer(module, width, form)
         scale = scale_of(trace, masked=MASK in form.tensors)
         return KnownEncoderLayer(EncoderProgramme(trace, scale, form.table_dtype))
@@ -169,9 +204,12 @@ class KnownEncoderLayer(Known):
             return None
         return Computation(self._compute, self.programme)
 
-    def _compute(self, x: Tensor, layout: RowLayout, tables: Tables | None) -> Any:
-        out = layout.padded(self.programme(layout.rows(x), layout, tables))
-        return (out, *[None] * (self.programme.arity - 1)) if self.programme.arity else out
+    def _compute(self, x: Tensor, layout: RowLayout, tables: Tables | None, bias: Bias | None) -> Any:
+        out = layout.padded(self.programme(layout.rows(x), layout, tables, bias))
+        others = self.programme.others
+        if others is None:
+            return out
+        return (out, *[None if other is None or bias is None else bias.given for other in others])
 
 
 class EncoderStackCalls(EncoderCalls):
@@ -211,14 +249,21 @@ class KnownStack(Known):
         programmes: list[EncoderProgramme] = []
         for calls, (layer, kind) in zip(self._calls, self._layers, strict=True):
             known = None if has_own_forward(layer) else calls.known(layer, kind)
-            if not isinstance(known, KnownEncoderLayer) or known.programme.arity or known.computation() is None:
+            if (
+                not isinstance(known, KnownEncoderLayer)
+                or known.programme.others is not None
+                or known.computation() is None
+            ):
                 return None
             programmes.append(known.programme)
         if len({programme.window for programme in programmes}) > 1:  # one mask is not that of all of them
             return None
         return Computation(partial(self._compute, programmes), programmes[0])
 
-    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, tables: Tables | None) -> Any:
+    def _compute(
+        self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, tables: Tables | None,
+        bias: Bias | None,
+    ) -> Any:  # fmt: skip
         rows = layout.rows(x)
         for programme in programmes:
             rows = programme(rows, layout)
@@ -240,15 +285,20 @@ def scale_of(trace: EncoderTrace, *, masked: bool) -> float:
 
     masked: whether the call has a mask.
     """
+    attend = next(operation for operation in trace.operations if operation.kind == "attend")
+    if attend.values["masked"] is not masked:
+        raise UntraceableError("its attention leaves the mask out")
+    if attend.values["dim"] > LARGEST_DIM:
+        raise UntraceableError("its heads are too large")
+    if not attend.modules:  # the code computes the scores by itself
+        return float(attend.values["options"]["scaling"] * attend.values["factor"])
     operation, scale, causal = attend_of(trace)
     (module,), values = operation.modules, operation.values
     planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
     trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
     attended_window(trace.operations)  # which must be known
-    if causal or values["options"].get("softcap") or values["masked"] is not masked:
+    if causal or values["options"].get("softcap"):
         raise UntraceableError("its attention is not that of all tokens to all that the mask shows")
     if planned is not None and not isinstance(planned.backend, CpuBackend):
         raise UntraceableError("its attention has another backend")
-    if values["dim"] > LARGEST_DIM:
-        raise UntraceableError("its heads are too large")
     return scale * values["factor"]

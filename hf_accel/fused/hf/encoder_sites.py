@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterator
 from typing import Any
 
 import torch
@@ -10,48 +10,73 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...attention.hf import ATTENTION_NAME
+from ...attention.hf.stock import SDPA, stock_implementation
 from ...models import is_within
-from ...recognition.code import source_of
-from ...recognition.encoder_trace import MASK, EncoderTrace, StackTrace, usual_form
+from ...recognition.code import code_of, source_of
+from ...recognition.encoder_trace import MASK, EncoderTrace, usual_form
 from ...recognition.operation import UntraceableError
+from ...recognition.stack_trace import StackTrace
 from ...recognition.unchanged import has_own_forward
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls, scale_of
-from .sites import Dropped, FusedSite
+from .sites import Dropped, FusedSite, refuse_without_kernel
 
 LAYER, STACK = "encoder layer", "encoder"
+OVER_ROWS = {"linear", "gated", "attend", "add", "layer_norm", "norm", "gate", "rope"}  # operations with a native call
 
 
 def encoder_sites(
-    model: nn.Module, dtype: torch.dtype, *, attends: Iterable[nn.Module], linears: Container[nn.Module]
+    model: PreTrainedModel, dtype: torch.dtype, *, ours: Collection[nn.Module] | None, linears: Container[nn.Module]
 ) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
     """Find encoder layers of which every operation is known, and encoders that do nothing but call such layers.
 
-    attends: the modules whose attention is ours. linears: the linear layers that the native kernels compute.
+    ours: the modules that will call our attention function; None if attention may not be native. Others may keep
+    torch's, or compute attention by themselves: a layer computes the same. linears: the linear layers that the native
+    kernels compute.
     """
-    ahead = {module for module in attends if not getattr(module, "is_causal", True)}
+    if ours is None:
+        return [], []
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
-    for name, layer, attention in _layers(model, ahead):
+    for name, layer, attention in _layers(model):
+        if any(is_within(name, site.name) for site in sites):
+            continue
+        is_ours, attends = attention in ours, code_of(attention).attends
+        if attends and (getattr(attention, "is_causal", True) or not (is_ours or _is_sdpa(model, attention))):
+            continue
         reason = _causal(model, name) or _refusal(layer, dtype, linears=linears, attention=attention)
         if reason is None:
-            sites.append(FusedSite(name, layer, LAYER, EncoderForward, EncoderLayerCalls(_reads_tokens(model, name))))
-        else:
+            calls = EncoderLayerCalls(_leaves_padding(model, name), keeps_sdpa=attends and not is_ours)
+            sites.append(FusedSite(name, layer, LAYER, EncoderForward, calls))
+        elif not _has_layers(layer):
             dropped.append(Dropped(name, LAYER, reason))
     return [*sites, *_stacks(model, dtype, {site.module for site in sites})], dropped
 
 
-def _layers(model: nn.Module, ahead: set[nn.Module]) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """The modules of lists in which one module attends, with their names and this module."""
+def _is_sdpa(model: PreTrainedModel, module: nn.Module) -> bool:
+    return stock_implementation(model, module) == SDPA
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """The modules of lists in which one module attends, with their names and this module; outer ones come first."""
     for place, parent in model.named_modules():
         if not isinstance(parent, nn.ModuleList):
             continue
         for name, layer in parent.named_children():
-            inner = [module for module in layer.modules() if module in ahead]
-            has_layers = any(
-                isinstance(module, nn.ModuleList) and ahead & set(module.modules()) for module in layer.modules()
-            )
-            if len(inner) == 1 and layer not in ahead and not has_layers:
+            inner = [module for module in layer.modules() if _attends(module)]
+            if len(inner) == 1 and not _attends(layer):
                 yield f"{place}.{name}", layer, inner[0]
+
+
+def _attends(module: nn.Module) -> bool:
+    """Return whether a module's code attends, by a function of transformers' interface or by itself."""
+    code = code_of(module)
+    return code.attends or code.refusal is not None
+
+
+def _has_layers(layer: nn.Module) -> bool:
+    return any(
+        isinstance(module, nn.ModuleList) and any(map(_attends, module.modules())) for module in layer.modules()
+    )
 
 
 def _causal(model: nn.Module, name: str) -> str | None:
@@ -67,17 +92,21 @@ def _causal(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def _reads_tokens(model: nn.Module, name: str) -> bool:
-    """Return whether the innermost model around a module reads tokens, which heads and users tell from padding.
+def _leaves_padding(model: nn.Module, name: str) -> bool:
+    """Return whether what a module returns at padding may be zeros.
 
-    Frames of sound are another matter: a CTC head reads those of padding too, and they are written out.
+    It may where the innermost model around it reads tokens, which heads and users tell from padding. Frames of sound
+    are another matter: a CTC head reads those of padding too, and they are written out. Nor may it before a decoder,
+    whose cross-attention sees padding where a call has no mask.
     """
     around = [
         outer
         for place, outer in model.named_modules()
         if isinstance(outer, PreTrainedModel) and is_within(name, place)
     ]
-    return bool(around) and around[-1].main_input_name == "input_ids"
+    if not around or any(outer.config.is_encoder_decoder for outer in around):
+        return False
+    return around[-1].main_input_name == "input_ids"
 
 
 def _refusal(
@@ -91,19 +120,10 @@ def _refusal(
         trace = EncoderTrace(dtype, attention=ATTENTION_NAME)
         trace.encoder_layer(layer, _width(attention), form)
         scale_of(trace, masked=MASK in form.tensors)
+        refuse_without_kernel(trace, linears, "cpu")
     except UntraceableError as error:
         return str(error)
-    products = [operation for operation in trace.operations if operation.kind in ("linear", "gated")]
-    if not all(module in linears for operation in products for module in operation.modules):
-        return "a linear layer has no native call"
-    others = {operation.kind for operation in trace.operations} - {
-        "linear",
-        "attend",
-        "add",
-        "layer_norm",
-        "gate",
-        "rope",
-    }
+    others = {operation.kind for operation in trace.operations} - OVER_ROWS
     return f"{min(others)} has no native call over rows" if others else None
 
 
@@ -125,4 +145,4 @@ def _stacks(model: nn.Module, dtype: torch.dtype, layers: set[nn.Module]) -> Ite
             StackTrace(dtype, layers).stack(module, 1, usual_form(type(module)))
         except UntraceableError:
             continue
-        yield FusedSite(name, module, STACK, EncoderForward, EncoderStackCalls(_reads_tokens(model, name)))
+        yield FusedSite(name, module, STACK, EncoderForward, EncoderStackCalls(_leaves_padding(model, name)))

@@ -17,7 +17,7 @@ from ...models import layers_config
 from ...recognition.code import ROTATION, siblings
 from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.trace import TENSORS, Trace
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
 from ...undo.journal import Mixin, mixed_class
 from ...undo.state import FUSED
@@ -124,7 +124,7 @@ def _candidate(
     name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str
 ) -> FusedSite | None:
     """Return a site of the kind that a module seems to be, by its name and its code."""
-    if type(module).__name__.endswith("RMSNorm"):
+    if seems_rms_norm(module):
         return FusedSite(name, module, "norm", NativeNorm, NormForms())
     if rotary_form(module, dtype, device_type) is not None:
         return FusedSite(name, module, "rotary", NativeRotary, None)
@@ -222,7 +222,7 @@ def layer_sites(
         try:
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
             attention_of(trace, attention[inner[0]])
-            _refuse_without_kernel(trace, linears, device_type)
+            refuse_without_kernel(trace, linears, device_type)
             _refuse_partial_rotation(model.config)
             joined = joins(trace.operations) if linears is None else None
             if joined is not None and not joined:
@@ -264,7 +264,7 @@ def _width(layer: nn.Module) -> int:
     raise UntraceableError("it has no norm")
 
 
-def _refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, device_type: str) -> None:
+def refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, device_type: str) -> None:
     """Raise UntraceableError for what a TracedLayer would refuse in a layer that is still to be patched.
 
     linears: the linear layers that will have a native call; None where they are called as modules.

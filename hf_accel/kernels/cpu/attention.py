@@ -12,6 +12,7 @@ from ..layouts import KV, AttentionOptions, Ragged
 from .library import DTYPES, ScoreBias, fields, kernel, threads
 
 EVERY_KEY = -1  # of kernels.h
+NO_BIAS = (0, 0, 0)  # the fields of ScoreBias
 
 
 class Rows(Structure):
@@ -64,8 +65,9 @@ def attend(
     to its own, so window=w + 1 and ahead=w is a window on both sides (Beltagy et al. 2020, "Longformer").
     bias: float32, added to the scores after they are scaled and capped. [Hq, P, P] by the positions of query and key,
     which begin at 0 in each sequence; or [Hq, 2 M - 1], whose column M - 1 + key - query holds the bias of a distance
-    (Raffel et al. 2020, "Exploring the Limits of Transfer Learning", section 2.1). -inf hides a key. Raises
-    UnsupportedError if it is not as large as the longest sequence, or if one has more queries than keys.
+    (Raffel et al. 2020, "Exploring the Limits of Transfer Learning", section 2.1). -inf hides a key. If a sequence has
+    more queries than keys, as where padding is computed too, it is its first queries that have the positions of the
+    keys. Raises UnsupportedError if it is not as large as the longest sequence.
     """
     if options.causal and ahead is not None:
         raise UnsupportedError(f"attention: causal, and {ahead=} keys after a query's own; give one of them")
@@ -112,23 +114,21 @@ def lengths_of(starts: Tensor) -> list[int]:
 
 def checked_bias(bias: Tensor, heads: int, lengths: list[tuple[int, int]]) -> Tensor:
     """`bias` as the kernel reads it. lengths: the queries and the keys of each sequence."""
-    longest = max((keys for _, keys in lengths), default=0)
+    longest = max(map(max, lengths), default=0)
     size = (bias.shape[-1] + 1) // 2 if bias.ndim == 2 else min(bias.shape[-2:], default=0)
     known = bias.ndim == 3 or (bias.ndim == 2 and bias.shape[1] % 2 == 1)
     if not known or bias.dtype is not torch.float32 or bias.shape[0] != heads or size < longest:
         raise UnsupportedError(
-            f"attention: a bias of {bias.dtype} {tuple(bias.shape)} for {heads} heads and {longest} keys; it takes "
-            "torch.float32 [heads, keys, keys] or [heads, 2 * keys - 1]"
+            f"attention: a bias of {bias.dtype} {tuple(bias.shape)} for {heads} heads and {longest} tokens; it takes "
+            "torch.float32 [heads, tokens, tokens] or [heads, 2 * tokens - 1]"
         )
-    if any(queries > keys for queries, keys in lengths):
-        raise UnsupportedError("attention: a bias for a sequence of more queries than keys; give it as many keys")
     return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
 def bias_fields(bias: Tensor | None) -> tuple[int, int, int]:
     """The fields of ScoreBias."""
     if bias is None:
-        return 0, 0, 0
+        return NO_BIAS
     if bias.ndim == 2:
         return bias.data_ptr() + bias.shape[1] // 2 * bias.itemsize, bias.stride(0), -1
     return bias.data_ptr(), bias.stride(0), bias.stride(1)

@@ -113,9 +113,8 @@ class LayerOp(Structure):
     _fields_ = [
         *fields(ints="kind weight_dtype"),
         *[(place, Columns) for place in ("x", "y", "out", "out2", "z")],
-        *fields(pointers="weight bias", sizes="heads kv_heads dim value_dim window ahead"),
-        ("score_bias", ScoreBias),
         *fields(
+            pointers="weight bias", sizes="heads kv_heads dim value_dim window ahead",
             floats="eps offset scale softcap",
             ints="round_first interleaved round_each tile_rows bias_dtype activation",
         ),

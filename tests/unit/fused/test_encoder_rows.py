@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.fused import encoder_programme
-from hf_accel.fused.encoder_programme import layout_of, windowed_layout
+from hf_accel.fused import encoder_rows
+from hf_accel.fused.encoder_rows import layout_of, windowed_layout
 
 REAL = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0]]).bool()
 LOWEST = torch.finfo(torch.float32).min
@@ -69,10 +71,10 @@ def test_other_masks_are_left_to_the_model(mask: Tensor) -> None:
 def test_calls_end_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = REAL[:, None, None]
     for most, ends in ((1, [4, 6, 7]), (3, [4, 7]), (6, [6, 7]), (7, [7])):
-        monkeypatch.setattr(encoder_programme, "CALL_TOKENS", most)
+        monkeypatch.setattr(encoder_rows, "CALL_TOKENS", most)
         layout = layout_of(mask, 3, 4)
-        assert layout is not None and [part.stop for part, _ in layout.calls] == ends
-        assert all(starts.tolist()[-1] == part.stop - part.start for part, starts in layout.calls)
+        assert layout is not None and [part.rows.stop for part in layout.calls] == ends
+        assert all(part.starts.tolist()[-1] == part.rows.stop - part.rows.start for part in layout.calls)
 
 
 # -- windows ---------------------------------------------------------------------------------------------
@@ -136,3 +138,47 @@ def test_cos_and_sin_are_those_of_the_tokens(rows: int) -> None:
     for other in ((cos, sin[:, :3]), (cos[:, :3], sin[:, :3]), (cos, sin.double()), (cos[0], sin[0])):
         assert layout.tables(other) is None
     assert layout.tables((cos[:1].repeat(2, 1, 1), sin[:1].repeat(2, 1, 1))) is None
+
+
+# -- padding that is computed too, and biases -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("most", "ends"), [(1, [6, 12, 18]), (13, [12, 18]), (100, [18])])
+def test_padding_is_computed_from_the_keys_of_tokens(most: int, ends: list[int], monkeypatch: Any) -> None:
+    monkeypatch.setattr(encoder_rows, "CALL_TOKENS", most)
+    layout, x = layout_of(RIGHT[:, None, None], 3, 6), torch.randn(3, 6, 5)
+    assert layout is not None and layout.ends_with_padding()
+    whole = layout.with_padding()
+    assert whole is not None and torch.equal(whole.padded(whole.rows(x)), x)
+    assert torch.equal(whole.keys_of(whole.rows(x)), x[RIGHT])
+    assert whole.ragged.cu_q.tolist() == [0, 6, 12, 18] and whole.ragged.cu_k.tolist() == [0, 6, 11, 13]
+    assert [call.rows.stop for call in whole.calls] == ends
+    lengths: list[int] = []
+    for call in whole.calls:
+        assert call.lengths is not None
+        assert call.starts.tolist() == list(range(0, call.rows.stop - call.rows.start + 1, 6))
+        lengths += call.lengths.tolist()
+    assert lengths == [6, 5, 2]
+
+
+def test_holes_are_no_padding_that_is_computed_too() -> None:
+    layout = layout_of(REAL[:, None, None], 3, 4)
+    assert layout is not None and not layout.ends_with_padding() and layout.with_padding() is None
+    assert layout.bias(torch.zeros(1, 2, 4, 4), 2) is None
+    full = layout_of(None, 3, 4)
+    assert full is not None and full.with_padding() is full
+
+
+def test_biases_are_those_of_all_rows() -> None:
+    layout, bias = layout_of(RIGHT[:, None, None], 3, 6), torch.randn(1, 2, 6, 6)
+    assert layout is not None
+    for given in (bias, bias.expand(3, -1, -1, -1), bias.repeat(3, 1, 1, 1), bias.transpose(2, 3).contiguous().mT):
+        found = layout.bias(given, 2)
+        assert found is not None and found.given is given and torch.equal(found.table, bias[0])
+        assert found.table.is_contiguous()
+    half = layout.bias(bias.bfloat16(), 2)
+    assert half is not None and torch.equal(half.table, bias[0].bfloat16().float())
+    other = bias.repeat(3, 1, 1, 1)
+    other[2, 1, 5, 0] += 1
+    for given in (other, bias[:, :, :5], bias[:, :1], bias.repeat(2, 1, 1, 1), bias.long(), bias[0], 0.5, None):
+        assert layout.bias(given, 2) is None

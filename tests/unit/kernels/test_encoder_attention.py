@@ -46,9 +46,11 @@ def expected(x: list[Tensor], lengths: list[tuple[int, int]], **extra: Any) -> T
         scores = q.transpose(0, 1) @ k.transpose(1, 2) * SCALE
         position = torch.arange(len(q))[:, None] + k.shape[1] - len(q)
         distance = torch.arange(k.shape[1])[None] - position
+        if len(q) > k.shape[1]:  # the places of queries among biases; windows count from the last key
+            position = torch.arange(len(q))[:, None]
         bias, window, ahead = (extra.get(name) for name in ("bias", "window", "ahead"))
         if bias is not None and bias.ndim == 2:
-            scores = scores + bias.double()[:, distance + bias.shape[1] // 2]
+            scores = scores + bias.double()[:, torch.arange(k.shape[1]) - position + bias.shape[1] // 2]
         elif bias is not None:
             scores = scores + bias.double()[:, position, torch.arange(k.shape[1])]
         ahead = 0 if extra.get("causal") else ahead
@@ -137,9 +139,9 @@ def test_a_dense_batch_takes_a_bias_too() -> None:
     ("extra", "message"),
     [
         ({"causal": True, "ahead": 3}, "give one of them"),
-        ({"bias": torch.zeros(HEADS, 12, 12)}, r"\(4, 12, 12\) for 4 heads and 20 keys; it takes"),
-        ({"bias": torch.zeros(HEADS, 37)}, "for 4 heads and 20 keys"),
-        ({"bias": torch.zeros(HEADS, 40)}, "for 4 heads and 20 keys"),
+        ({"bias": torch.zeros(HEADS, 12, 12)}, r"\(4, 12, 12\) for 4 heads and 20 tokens; it takes"),
+        ({"bias": torch.zeros(HEADS, 37)}, "for 4 heads and 20 tokens"),
+        ({"bias": torch.zeros(HEADS, 40)}, "for 4 heads and 20 tokens"),
         ({"bias": torch.zeros(1, 20, 20)}, "for 4 heads"),
         ({"bias": torch.zeros(HEADS, 20, 20).half()}, "a bias of torch.float16"),
     ],
@@ -150,6 +152,10 @@ def test_refuses(extra: dict[str, Any], message: str) -> None:
         packed(operands([(20, 20)], torch.float32), [(20, 20)], **extra)
 
 
-def test_refuses_a_bias_for_queries_before_the_first_key() -> None:
-    with pytest.raises(UnsupportedError, match="more queries than keys"):
-        packed(operands([(5, 3)], torch.float32), [(5, 3)], bias=BIASES["positions"])
+@pytest.mark.parametrize("bias", BIASES)
+def test_queries_of_padding_are_behind_the_keys(bias: str) -> None:
+    lengths = [(5, 3), (5, 5), (70, 41), (4, 1)]
+    x = operands(lengths, torch.float32)
+    assert_near(packed(x, lengths, bias=BIASES[bias]), expected(x, lengths, bias=BIASES[bias]))
+    with pytest.raises(UnsupportedError, match="for 4 heads and 70 tokens"):
+        packed(x, lengths, bias=torch.zeros(HEADS, 69, 69))

@@ -15,8 +15,9 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.fused.encoder_programme import attended_window
-from hf_accel.recognition.encoder_trace import CallForm, EncoderTrace, StackTrace, bound, usual_form
+from hf_accel.recognition.encoder_trace import CallForm, EncoderTrace, bound, usual_form
 from hf_accel.recognition.operation import INPUT, OUTPUT, UntraceableError
+from hf_accel.recognition.stack_trace import StackTrace
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 40, "num_hidden_layers": 2,

@@ -207,7 +207,8 @@ struct Rows {
 };
 
 // What is added to the scores of head h: data[h * head + i * query + j], where i is the position of a query and j that
-// of a key. A bias of their distance has query = -1, and `data` is the entry of distance 0.
+// of a key. A bias of their distance has query = -1, and `data` is the entry of distance 0. In a sequence of more queries
+// than keys, the positions of both begin at 0.
 struct ScoreBias {
   const float* data;  // or null
   int64_t head, query;
@@ -276,7 +277,6 @@ struct LayerOp {
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row
   int64_t window, ahead;  // ATTEND, ATTEND_ROWS; ATTEND is causal
-  ScoreBias score_bias;   // ATTEND_ROWS
   float eps, offset;      // NORM, LAYER_NORM: eps
   float scale, softcap;  // ATTEND; ADD: scale is the factor of y
   int32_t round_first;   // NORM
@@ -288,7 +288,7 @@ struct LayerOp {
 
 // One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
 // pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
-// pages.
+// pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
 struct LayerCall {
   const LayerOp* ops;
   const int64_t* starts;  // [buffers]: the numbers a token has in the buffers before each one
@@ -307,6 +307,7 @@ struct LayerCall {
   const int32_t* cu_q;
   const int32_t* kv_len;
   int64_t table_stride, sequences, block_size;
+  ScoreBias score_bias;  // of ATTEND_ROWS; positions begin at 0 in each sequence
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
 };
 

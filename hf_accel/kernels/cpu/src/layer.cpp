@@ -69,11 +69,13 @@ struct Layer {
     attention.q = {at(op.x), 0, op.dim, op.x.stride};
     attention.cu_q = call.cu_q;
     if (op.kind == ATTEND_ROWS) {
-      attention.k = {at(op.y), 0, op.dim, op.y.stride};
-      attention.v = {at(op.z), 0, op.value_dim, op.z.stride};
-      attention.cu_k = call.cu_q;
+      const int64_t rows = call.kv_len ? call.cu_q[1] : 0;  // of each sequence, if it has fewer keys than rows
+      attention.k = {at(op.y), rows * op.y.stride, op.dim, op.y.stride};
+      attention.v = {at(op.z), rows * op.z.stride, op.value_dim, op.z.stride};
+      attention.cu_k = call.kv_len ? nullptr : call.cu_q;
+      attention.kv_len = call.kv_len;
       attention.ahead = op.ahead;
-      attention.bias = op.score_bias;
+      attention.bias = call.score_bias;
       attention.k_dtype = attention.v_dtype = call.dtype;
     } else {
       attention.k = pages(call.k_pages, op.kv_heads, op.dim);
