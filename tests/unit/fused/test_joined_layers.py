@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 import hf_accel
 from hf_accel.fused import joined_layer, modules
 from hf_accel.fused.hf import layer_calls, sites
-from hf_accel.fused.hf.layer_calls import JoinedCalls, TracedForward
+from hf_accel.fused.hf.joined_calls import JoinedCalls
+from hf_accel.fused.hf.layer_calls import TracedForward
 from hf_accel.fused.hf.sites import JOINED
 from hf_accel.fused.modules import ACTIVATIONS, NativeNorm, form_of_rotation, rms_norm, rope
 from hf_accel.kernels import cpu, triton
