@@ -75,7 +75,7 @@ def logits_in_parts(model: PreTrainedModel, ids: Tensor, *ends: int) -> Tensor:
 
 
 def roughly_the_modules(model: PreTrainedModel, share: float) -> None:
-    """Assert the same on average, up to a share of the numbers, where another rounding makes another integer of some."""
+    """Assert the same on average up to a share, where another rounding makes another integer of some numbers."""
     ids = torch.arange(60).view(2, 30) + 1
     with counted() as calls:
         got = logits_in_parts(model, ids, 9, 10)
