@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.cpu.attention import EVERY_KEY, attend, bias_fields
 from ..kernels.cpu.decoder_layer import run_layer
-from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS, threads
+from ..kernels.cpu.library import ACTIVATIONS, DTYPES, threads
 from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
 from ..kernels.layouts import KV, AttentionOptions
 from ..recognition.encoder_trace import EncoderTrace, Vector
@@ -61,8 +61,6 @@ class EncoderProgramme(NativeOperations):
     def _fields(self, operation: Operation) -> dict[str, Any]:
         values = operation.values
         match operation.kind:
-            case "layer_norm":
-                return self._layer_norm(operation)
             case "attend":
                 return {
                     "kind": KINDS["attend_rows"], "heads": values["heads"], "kv_heads": values["kv_heads"],
@@ -102,27 +100,6 @@ class EncoderProgramme(NativeOperations):
             raise UntraceableError("a scale of columns has no native call")
         self._tensors.append(tensor)
         return tensor
-
-    def _layer_norm(self, operation: Operation) -> dict[str, Any]:
-        (norm,) = operation.modules
-        fields: dict[str, Any] = {"dim": operation.values["dim"], "eps": norm.eps}
-        for name in ("weight", "bias"):
-            tensor = norm._parameters.get(name)
-            self.reads.append(Read(norm._parameters, name, tensor))
-            if name not in norm._parameters:
-                raise UntraceableError("a norm computes its weight or bias")
-            if tensor is None:
-                continue
-            if (
-                not is_plain_tensor(tensor)
-                or not tensor.is_cpu
-                or tensor.dtype not in FLOATS
-                or not tensor.is_contiguous()
-            ):
-                raise UntraceableError("a norm has no native call")
-            self._tensors.append(tensor)
-            fields |= {name: tensor.data_ptr(), f"{name}_dtype": DTYPES[tensor.dtype]}
-        return fields
 
     # -- while it is used ------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.group import KVStorage
-from ..recognition.operation import INPUT, OUTPUT, Operation, Span
+from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError
 from ..recognition.stand_ins import Opaque
 from ..recognition.trace import Trace
 from ..undo.state import FUSED
-from .layer_programme import Attention, TracedLayer
 from .modules import NativeNorm, NormForms, add_rms_norm, gate_and_multiply, rope, rope_and_write
+from .traced_layer import Attention, TracedLayer
 
 # Computes attention: (module, (q, k, v), options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
 Attend = Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], dict[str, Any]], Tensor]
@@ -46,6 +46,19 @@ def with_partners(operations: list[Operation]) -> Iterator[tuple[Operation, Oper
             yield operation, taken
 
 
+JOINABLE = ("linear", "gated", "norm", "rope", "write", "attend", "add")
+
+
+def refuse_others(operations: list[Operation]) -> None:
+    """Raise UntraceableError for an operation that a JoinedLayer cannot compute."""
+    for operation in operations:
+        is_linear = operation.kind != "linear" or isinstance(operation.modules[0], nn.Linear)
+        is_plain = operation.kind != "attend" or operation.values["factor"] == 1
+        known = operation.kind in JOINABLE and is_linear and is_plain
+        if not known or any(span.head for span in operation.inputs):
+            raise UntraceableError("one of its steps has no call on a GPU")
+
+
 def joins(operations: list[Operation]) -> frozenset[str]:
     """Return the kinds of operations that have a partner."""
     return frozenset(operation.kind for operation, behind in with_partners(operations) if behind is not None)
@@ -64,6 +77,7 @@ class JoinedLayer(TracedLayer):
         following: nn.Module | None,
     ) -> None:  # fmt: skip
         super().__init__(trace, table_dtype, attention, device)
+        refuse_others(trace.operations)
         self.following = following
         self._steps = list(with_partners(trace.operations))
         for operation in trace.operations:

@@ -1,4 +1,4 @@
-"""Traced decoder layers: the values that a layer depends on, and for the CPU its operations as C structs."""
+"""A traced decoder layer as one native call on the CPU: its operations as C structs."""
 
 from __future__ import annotations
 
@@ -9,136 +9,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..cache.group import GroupStep, KVStorage
+from ..cache.group import GroupStep
 from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.decoder_layer import OPERATIONS, run_layer
 from ..kernels.cpu.float_linear import FloatLinear
-from ..kernels.cpu.library import DTYPES, Columns, LayerOp, threads
+from ..kernels.cpu.library import DTYPES, FLOATS, Columns, LayerOp, threads
 from ..kernels.cpu.row_kernels import rounds_each
 from ..kernels.layouts import KV
 from ..linear import QuantLinear
+from ..recognition.encoder_trace import folded
 from ..recognition.operation import OUTPUT, Operation, Span, UntraceableError
 from ..recognition.trace import Trace
-from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
-from ..tensors import PLAIN
+from ..recognition.unchanged import Read
+from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
-from .modules import NativeNorm, NormForm, RotaryForm, form_of_rotation
 from .projections import UNLIMITED, NativeCall, NativeLinear, make_call
+from .traced_layer import Attention, TracedLayer, TracedNorms
 
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
 MOST_TOKENS = 256
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
-
-
-class Attention(NamedTuple):
-    """The attention of a layer's attend operation. window: in tokens, None for all."""
-
-    scale: float
-    softcap: float | None
-    window: int | None
-
-
-class TracedNorms:
-    """The norms of a trace that was taken with tensors of one dtype, for calls on `device`.
-
-    reads: the values that must not change.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    reads: list[Read]
-
-    def norm_form(self, operation: Operation) -> NormForm:
-        """Raises UntraceableError for a norm that has no native call."""
-        (module,) = operation.modules
-        own, weight = vars(module), module._parameters["weight"]
-        form: NormForm | None = None
-        if isinstance(module, NativeNorm):
-            example = torch.empty(1, operation.values["dim"], dtype=self.dtype, device=self.device)
-            form = own[FUSED].form(module, example)
-        if form is None or weight is None or not weight.is_contiguous():
-            raise UntraceableError("a norm has no native call")
-        if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:
-            raise UntraceableError("a norm changes the dtype")
-        self.reads += [Read(own, name, own.get(name)) for name in ("eps", "variance_epsilon")]
-        self.reads.append(Read(module._parameters, "weight", weight))
-        return form
-
-
-class TracedLayer(TracedNorms):
-    """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
-
-    max_tokens: the most tokens of a call. reads: the values that must not change, those that the trace read among
-    them.
-    """
-
-    max_tokens: int
-
-    def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention, device: torch.device) -> None:
-        assert trace.layer_idx is not None
-        self.dtype, self.table_dtype, self.attention, self.device = trace.dtype, table_dtype, attention, device
-        self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
-        self.reads = trace.reads
-        self.width = trace.widths[OUTPUT]
-        self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
-        kv = next(operation.values for operation in trace.operations if operation.kind == "write")
-        # Empty K and V, with the shape and the dtype of those that are written.
-        shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
-        self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
-
-    # -- while it is made ------------------------------------------------------------------------------
-
-    def rotary_form(self, operation: Operation) -> RotaryForm:
-        """Raises UntraceableError for a rotation that has no native call."""
-        form = form_of_rotation(operation.values["function"], self.dtype, self.table_dtype, self.device.type)
-        if form is None:
-            raise UntraceableError("its rotation has no native call")
-        return form
-
-    @property
-    def limits(self) -> tuple[object, ...]:
-        """The sizes that `takes` and `fits` compare, besides dtypes and the device."""
-        return self.width, self.max_tokens, self.attention.window, *(tensor.shape for tensor in self.written)
-
-    def freeze_reads(self) -> None:
-        """End the collection of `reads`; called when all that the layer depends on is in them."""
-        self._frozen = Reads(self.reads)
-
-    # -- while it is used ------------------------------------------------------------------------------
-
-    def is_current(self) -> bool:
-        return self._frozen.hold()
-
-    def is_unobserved(self) -> bool:
-        """Return whether no hook or replaced forward would notice that the modules are not called."""
-        return not any(self._hooks)
-
-    def takes(self, x: Tensor, cos: Tensor, sin: Tensor, *, tokens: int) -> bool:
-        """Return whether the tensors of a pass over so many tokens have the shapes that the trace is for."""
-        if x.ndim != 3 or cos.ndim != 3:
-            return False
-        batch, row, size = x.shape
-        table = (cos.shape[0], row, self.written[0].shape[2])
-        return (
-            size == self.width
-            and batch * row == tokens
-            and 0 < tokens <= self.max_tokens
-            and cos.shape[0] in (1, batch)
-            and x.is_contiguous()
-            and cos.dtype is sin.dtype
-            and cos.shape == sin.shape == table
-            and type(cos) in PLAIN
-            and type(sin) in PLAIN
-            and cos.device == sin.device == x.device == self.device
-        )
-
-    def fits(self, storage: KVStorage) -> bool:
-        """Return whether the pages hold K and V as the layer writes them, and attention reads them."""
-        pages, (keys, values) = storage.pages, self.written
-        dims = (pages.k.shape[1], pages.key_dim, pages.value_dim)
-        same = storage.dtype is self.dtype and pages.k.device == self.device
-        return same and dims == (*keys.shape[1:], values.shape[2])
 
 
 class CallFields(NamedTuple):
@@ -153,19 +44,22 @@ class CallFields(NamedTuple):
     held: tuple[Tensor, ...]
 
     @staticmethod
-    def of(x: Tensor, tables: tuple[Tensor, Tensor], step: GroupStep, block_size: int) -> CallFields:
+    def of(x: Tensor, tables: tuple[Tensor, Tensor] | None, step: GroupStep, block_size: int) -> CallFields:
         """x: [B, Q, hidden], contiguous; tables: cos and sin, [B or 1, Q, head_dim]."""
-        cos, sin = tables
-        if cos.stride(-1) != 1 or sin.stride() != cos.stride():
-            cos, sin = cos.contiguous(), sin.contiguous()
+        batch, tokens = x.shape[0], x.shape[0] * x.shape[1]
+        places = (0, 0, tokens, batch, 0, 0)
+        if tables is not None:
+            cos, sin = tables
+            if cos.stride(-1) != 1 or sin.stride() != cos.stride():
+                cos, sin = tables = cos.contiguous(), sin.contiguous()
+            strides = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
+            places = (cos.data_ptr(), sin.data_ptr(), tokens, batch, *strides)
         slots, ragged = step.slots, step.ragged
         table = ragged.block_table
         assert table is not None
-        held = (cos, sin, slots, table, ragged.cu_q, ragged.kv_len)
-        batch, tokens = x.shape[0], x.shape[0] * x.shape[1]
-        places = (cos.data_ptr(), sin.data_ptr(), tokens, batch, cos.stride(0) if len(cos) > 1 else 0, cos.stride(1))
-        pages = (*(tensor.data_ptr() for tensor in held[2:]), table.stride(0), len(table), block_size)
-        return CallFields(places, pages, threads(), held)
+        held = (slots, table, ragged.cu_q, ragged.kv_len)
+        pages = (*(tensor.data_ptr() for tensor in held), table.stride(0), len(table), block_size)
+        return CallFields(places, pages, threads(), (*(tables or ()), *held))
 
 
 class NativeOperations(TracedNorms):
@@ -203,9 +97,11 @@ class NativeOperations(TracedNorms):
         for operation in operations:
             if operation in done:
                 continue
+            # Operations with other values end in other ways: one with an activation is computed alone.
             group = [
                 o for o in operations
-                if o.kind == "linear" and o.inputs == operation.inputs and o.outputs[0] not in summed
+                if o.kind == "linear" and o.inputs == operation.inputs and not (o.values or operation.values)
+                and o.outputs[0] not in summed
             ]  # fmt: skip
             if operation in group and len(group) > 1 and make_call(_layers(group), None, 1) is not None:
                 done += group
@@ -226,8 +122,8 @@ class NativeOperations(TracedNorms):
     def _place(self, span: Span) -> Columns:
         moved = self._moved.get(span.buffer)
         if moved is None:
-            return Columns(span.buffer, span.offset, span.stride)
-        return Columns(moved.buffer, moved.offset + span.offset, moved.stride)
+            return Columns(span.buffer, span.offset, span.stride, span.head)
+        return Columns(moved.buffer, moved.offset + span.offset, moved.stride, span.head)
 
     def _compile(self, operation: Operation) -> LayerOp:
         fields = self._fields(operation)
@@ -249,7 +145,30 @@ class NativeOperations(TracedNorms):
                 return self._norm(operation)
             case "add":
                 return {"dim": operation.values["dim"], "scale": operation.values["factor"]}
+            case "layer_norm":
+                return self._layer_norm(operation)
         raise UntraceableError(f"{operation.kind} has no native call")
+
+    def _layer_norm(self, operation: Operation) -> dict[str, Any]:
+        (norm,) = operation.modules
+        fields: dict[str, Any] = {"dim": operation.values["dim"], "eps": norm.eps}
+        for name in ("weight", "bias"):
+            tensor = norm._parameters.get(name)
+            self.reads.append(Read(norm._parameters, name, tensor))
+            if name not in norm._parameters:
+                raise UntraceableError("a norm computes its weight or bias")
+            if tensor is None:
+                continue
+            if (
+                not is_plain_tensor(tensor)
+                or not tensor.is_cpu
+                or tensor.dtype not in FLOATS
+                or not tensor.is_contiguous()
+            ):
+                raise UntraceableError("a norm has no native call")
+            self._tensors.append(tensor)
+            fields |= {name: tensor.data_ptr(), f"{name}_dtype": DTYPES[tensor.dtype]}
+        return fields
 
     def _linear(self, operation: Operation) -> dict[str, Any]:
         rows = min(self._rows(layer) for layer in operation.modules)
@@ -301,10 +220,14 @@ class LayerProgramme(TracedLayer, NativeOperations):
     Raises UntraceableError for an operation that has no kernel.
     """
 
-    def __init__(self, trace: Trace, table_dtype: torch.dtype, attention: Attention) -> None:
+    def __init__(self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention) -> None:
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
-        self.max_tokens = MOST_TOKENS
-        self.compile(trace.operations, trace.widths)
+        operations = folded(trace.operations)
+        # The kernels round a LayerNorm and an activation in other ways than torch does, which is called with more
+        # tokens: where it need not be called, the bits of a token do not depend on how many there are.
+        rounds = any(each.kind == "layer_norm" or "activation" in each.values for each in operations)
+        self.max_tokens = UNLIMITED if rounds else MOST_TOKENS
+        self.compile(operations, trace.widths)
         self.freeze_reads()
 
     # -- while it is made ------------------------------------------------------------------------------
@@ -314,6 +237,8 @@ class LayerProgramme(TracedLayer, NativeOperations):
         match operation.kind:
             case "rope":
                 return self._rope(operation)
+            case "join":
+                return {name: values[name] for name in ("heads", "dim", "value_dim")}
             case "write":
                 return {"kv_heads": values["heads"], "dim": values["dim"], "value_dim": values["value_dim"]}
             case "attend":
@@ -323,6 +248,7 @@ class LayerProgramme(TracedLayer, NativeOperations):
 
     def _rope(self, operation: Operation) -> dict[str, Any]:
         form, values = self.rotary_form(operation), operation.values
+        assert self.table_dtype is not None
         return {
             "heads": values["heads"], "kv_heads": values["kv_heads"], "dim": values["dim"],
             "interleaved": form.interleaved,
@@ -340,7 +266,7 @@ class LayerProgramme(TracedLayer, NativeOperations):
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), *fields.tables,
             *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step, *NO_BIAS,
-            dtype, DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
+            dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip
         return out

@@ -213,10 +213,3 @@ def is_widened(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:
         return False
     tensors = [weight] if bias is None else [weight, bias]
     return x.dtype is weight.dtype and x.numel() > 0 and all(is_plain_tensor(t) and t.is_cpu for t in tensors)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module has the name and the sizes of transformers' Conv1D."""
-    own: dict[str, Any] = vars(module)
-    weight = own["_parameters"].get("weight")
-    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == (own.get("nx"), own.get("nf"))

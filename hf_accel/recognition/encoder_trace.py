@@ -150,6 +150,8 @@ class EncoderTrace(Trace):
         written = {INPUT, *(span.buffer for operation in self.operations for span in operation.outputs)}
         if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
             raise UntraceableError("it reads an activation again that it multiplied")
+        if any(span.head for operation in self.operations for span in operation.inputs):
+            raise UntraceableError("it takes parts of heads")
         whole = isinstance(result, StandIn) and result.shape == (BATCH, TOKENS, width) and result.factor == 1
         if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm"):
             raise UntraceableError("it returns something else than its last sum or norm")
@@ -206,18 +208,8 @@ class EncoderTrace(Trace):
             for place, each in module._modules.items():
                 self.note(module._modules, place, each)
             return [self.child(each) for each in module]
-        if type(module) is nn.LayerNorm:
-            return lambda x: self.layer_norm(module, x)
         if isinstance(module, nn.Linear):
             return LinearStandIn(self, module)
-        parts = vars(module)
-        if not (parts["_modules"] or parts["_parameters"] or parts["_buffers"]) and not isinstance(module, nn.Dropout):
-            name = activation_name(module, PLAIN_ACTIVATIONS)
-            if name is not None:
-                self.visit(module)
-                for attribute, value in parts.items():
-                    self.note(parts, attribute, value)
-                return lambda x: self.activate(name, x)
         return super().child(module)
 
     def _activation(self, function: Any) -> Callable[[Any], StandIn]:
@@ -228,18 +220,12 @@ class EncoderTrace(Trace):
 
     # -- operations ------------------------------------------------------------------------------------
 
-    def activate(self, name: str, x: Any) -> StandIn:
-        self._require(x, heads=False)
-        out = self.buffer(x.width)
-        self.operations.append(Operation("activation", [x.span], [out], values={"activation": name}))
-        return StandIn(self, out, x.width)
-
     def multiply(self, x: StandIn, other: Any) -> StandIn:
         if isinstance(other, StandIn):
             return self.gate(x, other)
         if not isinstance(other, Vector):
             return super().multiply(x, other)
-        self._require(x, heads=False)
+        self._require(x, heads=False, flat=False)
         if other.parameter.shape != (x.width,) or other.parameter.dtype is not self.dtype:
             raise UntraceableError("it multiplies by a parameter of another size or dtype")
         out = self.buffer(x.width)
@@ -253,23 +239,12 @@ class EncoderTrace(Trace):
              if operation.kind == "activation" and operation.outputs == [a.span]), (None, None),
         )  # fmt: skip
         for each in (x, y):
-            self._require(each, heads=False)
+            self._require(each, heads=False, flat=False)
         if place is None or other is None or x.width != y.width or x.span == y.span:
             raise UntraceableError("it multiplies two tensors of which none is an activation")
         activation, out = self.operations.pop(place), self.buffer(x.width)
         values = activation.values | {"dim": x.width}
         self.operations.append(Operation("gate", [*activation.inputs, other.span], [out], values=values))
-        return StandIn(self, out, x.width)
-
-    def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:
-        self._require(x, heads=False)
-        if module.normalized_shape != (x.width,):
-            raise UntraceableError("a norm takes another number of inputs")
-        self.visit(module)
-        for name in ("eps", "normalized_shape", "elementwise_affine"):
-            self.note(vars(module), name, vars(module).get(name))
-        out = self.buffer(x.width)
-        self.operations.append(Operation("layer_norm", [x.span], [out], (module,), {"dim": x.width}))
         return StandIn(self, out, x.width)
 
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:

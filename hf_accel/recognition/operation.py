@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 Kind = Literal[
-    "linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate", "scale",
+    "linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate", "scale", "join",
 ]  # fmt: skip
 
 INPUT, OUTPUT = 0, 1  # the buffers of a layer's input and output, by their numbers in the kernels
@@ -20,11 +20,16 @@ class UntraceableError(Exception):
 
 @dataclass(frozen=True)
 class Span:
-    """Columns of a buffer whose rows are tokens: the columns from `offset` on, in rows of `stride` numbers."""
+    """Columns of a buffer whose rows are tokens: the columns from `offset` on, in rows of `stride` numbers.
+
+    head: the stride between heads, of which each has numbers in between that are not of these columns; 0 if there are
+    none.
+    """
 
     buffer: int
     offset: int
     stride: int
+    head: int = 0
 
 
 @dataclass

@@ -40,6 +40,8 @@ class Recorder(Protocol):
 
     def add(self, x: Any, y: Any) -> StandIn: ...
 
+    def join(self, x: Any, y: Any) -> StandIn: ...
+
     def multiply(self, x: StandIn, other: Any) -> StandIn: ...
 
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]: ...
@@ -62,6 +64,7 @@ class Count:
 
 BATCH: Any = Count()
 TOKENS: Any = Count()
+ALL_TOKENS: Any = Count()  # of all rows of a pass
 
 
 class Opaque:
@@ -93,7 +96,8 @@ class Computed(Opaque):
 
 @dataclass(eq=False)
 class StandIn:
-    """A tensor [B, T, width], [B, T, heads, dim], or [B, heads, T, dim] if it is `transposed`.
+    """A tensor [B, T, width], [B * T, width] if it is `flat`, [B, T, heads, dim], or [B, heads, T, dim] if it is
+    `transposed`.
 
     factor: the number by which it must still be multiplied. cached: whether it came from the cache.
     """
@@ -105,6 +109,7 @@ class StandIn:
     transposed: bool = False
     factor: float = 1.0
     cached: bool = False
+    flat: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -114,7 +119,7 @@ class StandIn:
     @property
     def shape(self) -> tuple[Any, ...]:
         if self.heads is None:
-            return (BATCH, TOKENS, self.width)
+            return (ALL_TOKENS, self.width) if self.flat else (BATCH, TOKENS, self.width)
         dim = self.width // self.heads
         return (BATCH, self.heads, TOKENS, dim) if self.transposed else (BATCH, TOKENS, self.heads, dim)
 
@@ -132,12 +137,15 @@ class StandIn:
         return self.trace.device
 
     def view(self, *sizes: Any) -> Any:
-        batch, tokens, *rest = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        if len(sizes) == 2 or self.flat:
+            return self._flattened(*sizes)
+        batch, tokens, *rest = sizes
         if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
         plain = plain and (tokens is TOKENS or (tokens == -1 and -1 not in rest))
-        if self.transposed or batch is not BATCH or not plain:
+        if self.transposed or self.span.head or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
         known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
         if self.width % known if -1 in rest else known != self.width:
@@ -148,6 +156,14 @@ class StandIn:
         return replace(self, heads=heads)
 
     reshape = view
+
+    def _flattened(self, *sizes: Any) -> StandIn:
+        """Join the rows of a pass, or take them apart again."""
+        if self.flat and len(sizes) == 3 and sizes[0] is BATCH and sizes[1] is TOKENS and sizes[2] == self.width:
+            return replace(self, flat=False)
+        if self.flat or self.heads is not None or type(sizes[0]) is not int or sizes != (-1, self.width):
+            raise UntraceableError("it reshapes in another way than into heads and back")
+        return replace(self, flat=True)
 
     def transpose(self, first: int, second: int) -> Any:
         if self.transposed and {first % 4, second % 4} == {2, 3}:
@@ -175,23 +191,31 @@ class StandIn:
         return self
 
     def parts(self, count: int) -> list[StandIn]:
-        """Columns side by side, of one width."""
-        if self.heads is not None or self.width % count:
+        """Columns side by side, of one width; those of each head if it has heads."""
+        size = self.width // (self.heads or 1)
+        if count < 1 or size % count:
             raise UntraceableError("it divides a tensor into other parts than columns")
-        width = self.width // count
+        width = size // count
         return [self[..., place * width : (place + 1) * width] for place in range(count)]
 
     def chunk(self, chunks: Any, dim: Any = 0) -> tuple[StandIn, ...]:
-        if type(chunks) is not int or chunks < 1 or dim not in (-1, 2):
+        if type(chunks) is not int or self.flat or dim not in (-1, 2 if self.heads is None else 3):
             raise UntraceableError("it divides a tensor into other parts than columns")
         return tuple(self.parts(chunks))
 
+    def split(self, size: Any, dim: Any = 0) -> tuple[StandIn, ...]:
+        if type(size) is not int or size < 1 or self.shape[-1] % size:
+            raise UntraceableError("it divides a tensor into other parts than columns")
+        return self.chunk(self.shape[-1] // size, dim)
+
     def __getitem__(self, index: Any) -> StandIn:
         match index:
-            case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and self.heads is None:
-                start, stop, _ = columns.indices(self.width)
-                span = Span(self.span.buffer, self.span.offset + start, self.span.stride)
-                return replace(self, span=span, width=max(0, stop - start))
+            case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and not self.cached:
+                heads = self.heads or 1
+                size, head = self.width // heads, 0 if self.heads is None else self.span.head or self.width // heads
+                start, stop, _ = columns.indices(size)
+                span = Span(self.span.buffer, self.span.offset + start, self.span.stride, head)
+                return replace(self, span=span, width=max(0, stop - start) * heads)
         raise UntraceableError("it takes other parts of a tensor than columns")
 
     def __add__(self, other: Any) -> StandIn:
@@ -226,6 +250,9 @@ class StandIn:
             return args[0]
         if function is torch.matmul and len(args) == 2 and not kwargs:
             return args[0] @ args[1]
+        parts: Any = args[0] if function is torch.cat and args else ()
+        if len(parts) == 2 and (kwargs or {}) == {"dim": -1} and isinstance(parts[0], StandIn):
+            return parts[0].trace.join(*parts)
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:

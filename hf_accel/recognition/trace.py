@@ -31,11 +31,12 @@ from .stand_ins import (
     Opaque,
     StandIn,
 )
-from .trial import GatedNames, gated_names, seems_rms_norm
+from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name, gated_names, seems_rms_norm
 from .unchanged import HOOKS, Read, has_own_forward
 
 # The arguments of a layer for which stand-ins are given where the call has any; others must be plain values.
-TENSORS = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
+CACHES = ("past_key_values", "layer_past")  # the names of the cache among them
+TENSORS = ("attention_mask", "position_ids", "position_embeddings", *CACHES)
 
 
 class Trace:
@@ -43,10 +44,11 @@ class Trace:
 
     operations: what it computed. reads: what it depends on. hooks: those of the modules that it called; usually none.
     dtype: of the tensors. attention: the name of the attention function that the model will have; None for its own.
+    table_size: the numbers of cos of a token, which may be fewer than those of a head; None for as many.
     """
 
-    def __init__(self, dtype: torch.dtype, attention: str | None = None) -> None:
-        self.attention, self.dtype = attention, dtype
+    def __init__(self, dtype: torch.dtype, attention: str | None = None, *, table_size: int | None = None) -> None:
+        self.attention, self.dtype, self.table_size = attention, dtype, table_size
         self.equals: dict[str, str] = {}  # names of attention functions that compute what another does
         self.operations: list[Operation] = []
         self.reads: list[Read] = []
@@ -66,7 +68,8 @@ class Trace:
         values, which the code may read.
         """
         self.widths[INPUT] = self.widths[OUTPUT] = width
-        stand_ins = (self.mask, Opaque("position_ids"), CacheStandIn(self), self.tables)
+        cache = CacheStandIn(self)
+        stand_ins = (self.mask, Opaque("position_ids"), self.tables, *[cache] * len(CACHES))
         given = {n: new for n, new in zip(TENSORS, stand_ins, strict=True) if arguments.get(n) is not None}
         x = StandIn(self, Span(INPUT, 0, width), width)
         try:
@@ -85,8 +88,9 @@ class Trace:
         if last is None or not {"write", "attend"} <= kinds:
             raise UntraceableError("it does not attend over the cache")
         is_last = isinstance(result, StandIn) and result.factor == 1 and [result.span] == last.outputs
-        if not is_last or last.kind != "add" or result.shape != (BATCH, TOKENS, self.widths[OUTPUT]):
-            raise UntraceableError("it returns something else than the last sum")
+        is_last = is_last and last.kind in ("add", "layer_norm")
+        if not is_last or result.shape != (BATCH, TOKENS, self.widths[OUTPUT]):
+            raise UntraceableError("it returns something else than its last sum or norm")
         last.outputs = [Span(OUTPUT, 0, self.widths[OUTPUT])]
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
@@ -125,8 +129,10 @@ class Trace:
 
     def child(self, module: nn.Module) -> Callable[..., Any]:
         """Return the stand-in of a submodule."""
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or is_conv1d(module):
             return lambda x: self.linear(module, x)
+        if type(module) is nn.LayerNorm:
+            return lambda x: self.layer_norm(module, x)
         if seems_rms_norm(module):
             return lambda x: self.norm(module, x)
         if isinstance(module, (nn.Dropout, nn.Identity)):
@@ -136,7 +142,15 @@ class Trace:
             if isinstance(module, nn.Dropout) and module.training and module.p > 0:
                 raise UntraceableError("it drops numbers at random")
             return lambda x: x
-        held = vars(module).get(FUSED)  # the parts that it had when it was given a native forward
+        parts = vars(module)
+        if not (parts["_modules"] or parts["_parameters"] or parts["_buffers"]):
+            activation = activation_name(module, PLAIN_ACTIVATIONS)
+            if activation is not None:
+                self.visit(module)
+                for name, value in parts.items():
+                    self.note(parts, name, value)
+                return lambda x: self.activate(activation, x)
+        held = parts.get(FUSED)  # the parts that it had when it was given a native forward
         names = held if isinstance(held, GatedNames) else gated_names(module)
         if names is not None:
             return lambda x: self.gated(module, names, x)
@@ -162,18 +176,37 @@ class Trace:
         self.widths.append(width)
         return Span(len(self.widths) - 1, 0, width)
 
-    def linear(self, module: nn.Linear, x: Any) -> StandIn:
+    def linear(self, module: nn.Module, x: Any) -> StandIn:
         self._require(x, heads=False)
-        if x.width != module.in_features:
+        names = ("in_features", "out_features") if isinstance(module, nn.Linear) else ("nx", "nf")
+        inputs, outputs = (vars(module)[name] for name in names)
+        if x.width != inputs:
             raise UntraceableError("a linear layer takes another number of inputs")
         self.visit(module)
-        out = self.buffer(module.out_features)
+        out = self.buffer(outputs)
         self.operations.append(Operation("linear", [x.span], [out], (module,)))
-        return StandIn(self, out, module.out_features)
+        return self._like(x, out, outputs)
+
+    def activate(self, name: str, x: Any) -> StandIn:
+        self._require(x, heads=False)
+        out = self.buffer(x.width)
+        self.operations.append(Operation("activation", [x.span], [out], values={"activation": name}))
+        return self._like(x, out, x.width)
+
+    def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:
+        self._require(x, heads=False)
+        if module.normalized_shape != (x.width,):
+            raise UntraceableError("a norm takes another number of inputs")
+        self.visit(module)
+        for name in ("eps", "normalized_shape", "elementwise_affine"):
+            self.note(vars(module), name, vars(module).get(name))
+        out = self.buffer(x.width)
+        self.operations.append(Operation("layer_norm", [x.span], [out], (module,), {"dim": x.width}))
+        return self._like(x, out, x.width)
 
     def gated(self, module: nn.Module, names: GatedNames, x: Any) -> StandIn:
         """Record down(act(gate(x)) * up(x)), where the product is one operation."""
-        self._require(x, heads=False)
+        self._require(x, heads=False, flat=False)
         parts = vars(module)["_modules"]
         gate, up, down = (parts[name] for name in (names.gate, names.up, names.down))
         for each in (module, gate, up):
@@ -195,7 +228,7 @@ class Trace:
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
         self.note(module._parameters, "weight", weight)
-        if not isinstance(x, StandIn) or x.factor != 1 or weight is None:
+        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.span.head or weight is None:
             raise UntraceableError("a norm takes something else than numbers of tokens")
         if x.shape[-1] != weight.shape[0]:
             raise UntraceableError("a norm takes another number of inputs")
@@ -213,10 +246,32 @@ class Trace:
             self._require(x, heads=True)
         if q.shape[3] != k.shape[3]:
             raise UntraceableError("queries and keys have heads of different sizes")
-        outs = [self.buffer(x.width) for x in (q, k)]
-        values = {"function": original, "heads": q.heads, "kv_heads": k.heads, "dim": q.shape[3]}
-        self.operations.append(Operation("rope", [q.span, k.span], outs, values=values))
-        return replace(q, span=outs[0]), replace(k, span=outs[1])
+        if q.cached or k.cached:
+            raise UntraceableError("it rotates what comes from the cache")
+        size, dim = self.table_size or q.shape[3], q.shape[3]
+        if size > dim:
+            raise UntraceableError("its cos and sin have more numbers than a head")
+        rotated = [x if size == dim else x[..., :size] for x in (q, k)]
+        outs = [self.buffer(x.width) for x in rotated]
+        values = {
+            "function": original, "heads": q.heads, "kv_heads": k.heads, "dim": size, "partial": size < dim,
+        }  # fmt: skip
+        self.operations.append(Operation("rope", [x.span for x in rotated], outs, values=values))
+        q_out, k_out = (replace(x, span=out) for x, out in zip(rotated, outs, strict=True))
+        if size == dim:
+            return q_out, k_out
+        return self.join(q_out, q[..., size:]), self.join(k_out, k[..., size:])
+
+    def join(self, x: Any, y: Any) -> StandIn:
+        """Record that the numbers of each head of y follow those of x."""
+        for each in (x, y):
+            self._require(each, heads=True)
+        if x.heads != y.heads or x.cached or y.cached or not (x.width and y.width):
+            raise UntraceableError("it joins something else than parts of heads")
+        out = self.buffer(x.width + y.width)
+        values = {"heads": x.heads, "dim": x.shape[3], "value_dim": y.shape[3]}
+        self.operations.append(Operation("join", [x.span, y.span], [out], values=values))
+        return self._like(x, out, x.width + y.width)
 
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
         self._require(key, heads=True)
@@ -229,9 +284,10 @@ class Trace:
         return replace(key, cached=True), replace(value, cached=True)
 
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
-        for x in qkv:
-            self._require(x, heads=True)
         query, key, value = qkv
+        factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
+        for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
+            self._require(x, heads=True)
         same = query.shape[3] == key.shape[3] and query.heads % key.heads == 0
         cached = key.cached and value.cached
         if not (same and cached and isinstance(module, ModuleStandIn) and mask in (None, self.mask)):
@@ -239,7 +295,7 @@ class Trace:
         out = self.buffer(query.heads * value.shape[3])
         values = {
             "options": options, "heads": query.heads, "kv_heads": key.heads, "dim": key.shape[3],
-            "value_dim": value.shape[3],
+            "value_dim": value.shape[3], "factor": factor,
         }  # fmt: skip
         self.operations.append(Operation("attend", [query.span], [out], (module._module,), values))
         return StandIn(self, out, query.heads * value.shape[3], heads=query.heads)
@@ -251,22 +307,36 @@ class Trace:
         same = isinstance(x, StandIn) and isinstance(y, StandIn) and x.width == y.width
         if same and x.factor != 1:
             x, y = y, x
-        if not same or x.factor != 1 or not (x.is_whole and y.is_whole):
+        if not same or x.factor != 1 or x.flat is not y.flat or not (x.is_whole and y.is_whole):
             raise UntraceableError("it adds something else than two tensors of one shape")
         out = self.buffer(x.width)
         self.operations.append(Operation("add", [x.span, y.span], [out], values={"dim": x.width, "factor": y.factor}))
-        return StandIn(self, out, x.width)
+        return self._like(x, out, x.width)
 
     def multiply(self, x: StandIn, other: Any) -> StandIn:
         """Multiply by something else than a number."""
         raise UntraceableError("it multiplies by more than a number")
 
     @staticmethod
-    def _require(x: Any, *, heads: bool) -> None:
-        """Check the form of x. heads: whether x must be [B, heads, T, dim], else [B, T, width]."""
-        known = isinstance(x, StandIn) and x.factor == 1
+    def _like(x: StandIn, span: Span, width: int) -> StandIn:
+        """Return a tensor of the form of x."""
+        return replace(x, span=span, width=width)
+
+    @staticmethod
+    def _require(x: Any, *, heads: bool, flat: bool = True) -> None:
+        """Check the form of x. heads: whether it must be [B, heads, T, dim], else [B, T, width]. flat: whether [B * T,
+        width] will do as well.
+        """
+        known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat)
         if not known or x.transposed is not heads or (x.heads is not None) is not heads:
             raise UntraceableError("its tensors have another layout")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module has the name and the sizes of transformers' Conv1D."""
+    own: dict[str, Any] = vars(module)
+    weight = own["_parameters"].get("weight")
+    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == (own.get("nx"), own.get("nf"))
 
 
 def _as_usual(rotation: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -19,20 +19,20 @@ from transformers.utils import output_capturing
 
 from ...attention import AttentionSpec, PlannedAttention
 from ...attention.cpu import CpuBackend
-from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS, attention_forward
+from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
 from ...attention.hf.mask import window_of
-from ...cache.group import GroupStep, KVStorage, PageGroup, Step
-from ...cache.hf.layers import CacheOverPages, LayerOverPages, PagedKV
+from ...cache.group import GroupStep, PageGroup, Step
+from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...kernels.cpu.library import native
+from ...recognition.encoder_trace import parameter_names
 from ...recognition.operation import Operation, UntraceableError
 from ...recognition.stand_ins import PLAIN_TYPES
-from ...recognition.trace import TENSORS, Trace
+from ...recognition.trace import CACHES, TENSORS, Trace
 from ...recognition.unchanged import Read, Surroundings
-from ...undo.journal import Mixin
+from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..joined_layer import JoinedLayer
-from ..layer_programme import Attention, CallFields, LayerProgramme, TracedLayer
-from ..modules import by_library, computes
+from ..layer_programme import CallFields, LayerProgramme
+from ..traced_layer import Attention, TracedLayer
 
 
 class TracedForward(Mixin):
@@ -64,10 +64,9 @@ class LayerPlace:
     fields: CallFields | None = None
 
     @property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin, [B or 1, T, head_dim]."""
-        tables: tuple[Tensor, Tensor] = self.kwargs["position_embeddings"]
-        return tables
+    def tables(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin, [B or 1, T, head_dim]; None if the layer is given none."""
+        return self.kwargs.get("position_embeddings")
 
 
 class KnownPass:
@@ -161,7 +160,7 @@ class LayerCalls(ABC, Generic[Layer]):
         self.kind: tuple[object, ...] = ()  # two layers of one kind take the same calls
 
     @abstractmethod
-    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> Layer:
+    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype | None) -> Layer:
         """Make the object that computes the layer. Raises UntraceableError if it cannot be made."""
 
     @abstractmethod
@@ -170,7 +169,13 @@ class LayerCalls(ABC, Generic[Layer]):
 
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
         """Return the layer's result; None if its own code must run."""
-        cache = kwargs.get("past_key_values")
+        if len(args) > 1:
+            names = parameter_names(original_class(layer).forward)[1:]
+            given = dict(zip(names, args[1:], strict=False))
+            if len(args) - 1 > len(names) or not given.keys().isdisjoint(kwargs):
+                return None
+            args, kwargs = args[:1], given | kwargs
+        cache = _cache_of(kwargs)
         if not isinstance(cache, CacheOverPages) or len(args) != 1 or not self.computes(args[0]):
             return None
         x, known = args[0], cache.known_pass
@@ -199,7 +204,7 @@ class LayerCalls(ABC, Generic[Layer]):
         x: what it is called with, for which `computes` holds. kwargs: its other arguments, with a CacheOverPages.
         """
         tables = kwargs.get("position_embeddings")
-        if type(tables) is not tuple or list(map(type, tables)) != [Tensor, Tensor]:
+        if tables is not None and (type(tables) is not tuple or list(map(type, tables)) != [Tensor, Tensor]):
             return "its position embeddings are not two tensors"
         if output_capturing._active_collector.get():
             return "transformers collects what its modules return"
@@ -209,7 +214,7 @@ class LayerCalls(ABC, Generic[Layer]):
         if not programme.is_unobserved():
             return "a hook wants to see a module"
         known, window = window_of(kwargs.get("attention_mask"))
-        pages = kwargs["past_key_values"].layers[programme.layer_idx]
+        pages = _cache_of(kwargs).layers[programme.layer_idx]
         if not known or not isinstance(pages, LayerOverPages):
             return "its mask or its cache is not ours"
         group = pages.group
@@ -222,14 +227,15 @@ class LayerCalls(ABC, Generic[Layer]):
             return "its pass needs a mask"
         step = whole.groups[pages.group_index]
         # With padding, there are fewer tokens than columns.
-        if step.written is not None or not programme.takes(x, *tables, tokens=len(step.slots)):
+        if step.written is not None or not programme.takes(x, tables, tokens=len(step.slots)):
             return "its pass has padding, or tensors of another shape or place"
         return LayerPlace(kwargs, self.kind, group, whole, step)
 
     def _ready(
-        self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+        self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor] | None, kwargs: dict[str, Any]
     ) -> Layer | None:
-        kinds, programme = (x.dtype, tables[0].dtype, x.device), self.programme
+        table = None if tables is None else (tables[0].dtype, tables[0].shape[-1])
+        kinds, programme = (x.dtype, table, x.device), self.programme
         tensors = frozenset(name for name in TENSORS if kwargs.get(name) is not None)
         same = kinds == self.kinds and kwargs.keys() == self.names and tensors == self.tensors
         if same and all(_is_same(kwargs[name], value) for name, value in self.plain.items()):
@@ -239,14 +245,17 @@ class LayerCalls(ABC, Generic[Layer]):
                 return None  # a layer that could not be traced has not changed since
         self.kinds, self.names, self.tensors = kinds, frozenset(kwargs), tensors
         self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
-        self.programme = self._make(layer, x, tables[0].dtype, kwargs)
+        self.programme = self._make(layer, x, table, kwargs)
         if self.programme is not None:
             plain = tuple((name, type(value), value) for name, value in self.plain.items())
             self.kind = (*kinds, self.names, tensors, plain, *self.programme.limits)
         return self.programme
 
-    def _make(self, layer: nn.Module, x: Tensor, table_dtype: torch.dtype, kwargs: dict[str, Any]) -> Layer | None:
-        trace = Trace(x.dtype)
+    def _make(
+        self, layer: nn.Module, x: Tensor, table: tuple[torch.dtype, int] | None, kwargs: dict[str, Any]
+    ) -> Layer | None:
+        table_dtype, table_size = table or (None, None)
+        trace = Trace(x.dtype, table_size=table_size)
         try:
             if not all(isinstance(value, PLAIN_TYPES) for value in self.plain.values()):
                 raise UntraceableError("it is given more than plain values")
@@ -270,7 +279,9 @@ class NativeCalls(LayerCalls[LayerProgramme]):
     def __reduce__(self) -> Any:
         return NativeCalls, ()
 
-    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> LayerProgramme:
+    def make(
+        self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype | None
+    ) -> LayerProgramme:
         spec = replace(planned.spec, dtype=x.dtype)
         if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(spec) is not None:
             raise UntraceableError("its attention has another backend")
@@ -285,41 +296,6 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         return programme(x, place.fields, storage.pages)
 
 
-class JoinedCalls(LayerCalls[JoinedLayer]):
-    """The LayerCalls of a layer on a GPU.
-
-    joined: the operations of JOINS that share a launch. following: see JoinedLayer.
-    """
-
-    computes = staticmethod(computes)
-
-    def __init__(self, joined: frozenset[str], following: nn.Module | None = None) -> None:
-        super().__init__()
-        self.joined, self.following = joined, following
-
-    def __reduce__(self) -> Any:
-        return JoinedCalls, (self.joined, self.following)
-
-    def make(self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype) -> JoinedLayer:
-        if by_library(x):  # the model was moved to a CPU since
-            raise UntraceableError("its operations share launches only on a GPU")
-        attention = attention_of(trace, replace(planned.spec, dtype=x.dtype))
-        return JoinedLayer(trace, table_dtype, attention, device=x.device, following=self.following)
-
-    def compute(self, programme: JoinedLayer, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
-        storage: KVStorage = pages.group.storage(programme.layer_idx, *programme.written)
-        if not programme.fits(storage):
-            return None
-        step, mask = place.group_step, place.kwargs.get("attention_mask")
-
-        def attend(module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
-            q, k, v = heads
-            paged = PagedKV(pages, storage, place.step, step, True, v)
-            return attention_forward(module, q, paged.attach(k), v, mask, **options)[0]
-
-        return programme(x, place.tables, storage=storage, slots=step.slots, attend=attend)
-
-
 def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     """Return the trace's attention by the rules of our attention function; it must be the planned one."""
     operation, scale, causal = attend_of(trace)
@@ -328,7 +304,7 @@ def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     planned = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks)
     if planned != (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False) or not causal:
         raise UntraceableError("its attention is not the one that was planned")
-    return Attention(scale, softcap, spec.window)
+    return Attention(scale * values["factor"], softcap, spec.window)
 
 
 def attend_of(trace: Trace) -> tuple[Operation, float, bool]:
@@ -346,6 +322,10 @@ def attend_of(trace: Trace) -> tuple[Operation, float, bool]:
     if not isinstance(scale, (int, float, NoneType)):
         raise UntraceableError("it scales by more than a number")
     return operation, operation.values["dim"] ** -0.5 if scale is None else float(scale), bool(causal)
+
+
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
 
 
 def _is_same(value: object, traced: object) -> bool:

@@ -14,15 +14,16 @@ from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
 from ...kernels.cpu.library import FLOATS
 from ...models import layers_config
-from ...recognition.code import ROTATION, siblings
+from ...recognition.code import siblings
+from ...recognition.encoder_trace import parameter_names
 from ...recognition.operation import INPUT, Span, UntraceableError
-from ...recognition.trace import TENSORS, Trace
+from ...recognition.trace import CACHES, TENSORS, Trace, is_conv1d
 from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
 from ...undo.journal import Mixin, mixed_class
 from ...undo.state import FUSED
 from ..composed_activation import NativeActivation, composed_activation
-from ..joined_layer import joins
+from ..joined_layer import joins, refuse_others
 from ..modules import (
     FusedGate,
     GatedCall,
@@ -35,8 +36,10 @@ from ..modules import (
     norm_form,
     rotary_form,
 )
-from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_conv1d, is_readable, is_slow_in_torch
-from .layer_calls import JoinedCalls, NativeCalls, TracedForward, attention_of
+from ..partial_rotation import leaves_rest
+from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readable, is_slow_in_torch
+from .joined_calls import JoinedCalls
+from .layer_calls import NativeCalls, TracedForward, attention_of
 
 ACTIVATION = "activation"
 DIFFERS = "the native call differs from the module's own result on random input"
@@ -198,8 +201,6 @@ def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
 KIND = "layer"
 JOINED = "joined layer"  # the kind of one on a GPU
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
-# The arguments that transformers' models give a layer.
-USUAL_ARGUMENTS = dict.fromkeys(TENSORS, True) | {"use_cache": True}
 
 
 def layer_sites(
@@ -216,14 +217,14 @@ def layer_sites(
     first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
     for name, module in model.named_modules():
         inner = [child for child in module.children() if child in attention]
-        if len(inner) != 1 or not _rotates(inner[0]) or has_own_forward(module):
+        if len(inner) != 1 or has_own_forward(module):
             continue
-        trace = Trace(dtype, attention=ATTENTION_NAME)
         try:
-            trace.layer(module, _width(module), **USUAL_ARGUMENTS)
+            size = rotated_size(model.config, attention[inner[0]].head_dim)
+            trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size)
+            trace.layer(module, _width(module), **usual_arguments(type(module)))
             attention_of(trace, attention[inner[0]])
             refuse_without_kernel(trace, linears, device_type)
-            _refuse_partial_rotation(model.config)
             joined = joins(trace.operations) if linears is None else None
             if joined is not None and not joined:
                 raise UntraceableError("none of its steps can share a launch")
@@ -242,17 +243,21 @@ def layer_sites(
     return sites, dropped
 
 
-def _rotates(attention: nn.Module) -> bool:
-    code = getattr(type(attention).forward, "__code__", None)
-    return code is not None and ROTATION in code.co_names
+def usual_arguments(kind: type[nn.Module]) -> dict[str, Any]:
+    """Return the arguments that transformers' models give a layer: those of TENSORS that its code names."""
+    named = set(parameter_names(kind.forward)) & set(TENSORS)
+    if named.isdisjoint(CACHES):
+        named = set(TENSORS) - set(CACHES[1:])
+    return dict.fromkeys(sorted(named), True) | {"use_cache": True}
 
 
-def _refuse_partial_rotation(config: Any) -> None:
-    """Raise UntraceableError if the rotation leaves some numbers of a head as they are."""
+def rotated_size(config: Any, head_dim: int) -> int:
+    """Return how many numbers of a head the rotation turns. Raises UntraceableError if it depends on the layer."""
     parameters = getattr(layers_config(config), "rope_parameters", None) or {}
-    for each in (parameters, *parameters.values()):
+    for each in parameters.values():
         if isinstance(each, dict) and each.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UntraceableError("its rotation leaves numbers as they are")
+            raise UntraceableError("its layers rotate different numbers of a head")
+    return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
 def _width(layer: nn.Module) -> int:
@@ -269,6 +274,8 @@ def refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, de
 
     linears: the linear layers that will have a native call; None where they are called as modules.
     """
+    if linears is None:
+        refuse_others(trace.operations)
     for operation in trace.operations:
         match operation.kind:
             case "linear" | "gated":
@@ -278,5 +285,6 @@ def refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, de
                 raise UntraceableError("a norm has no native call")
             case "rope":
                 function = operation.values["function"]
-                if form_of_rotation(function, trace.dtype, trace.dtype, device_type) is None:
+                known = form_of_rotation(function, trace.dtype, trace.dtype, device_type) is not None
+                if not known or (operation.values["partial"] and not leaves_rest(function)):
                     raise UntraceableError("its rotation has no native call")

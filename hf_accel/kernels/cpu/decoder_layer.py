@@ -9,6 +9,7 @@ from .library import ScoreBias, fields, kernel
 # LayerOpKind in kernels.h
 OPERATIONS = (
     "integer_linear", "float_linear", "norm", "rope", "write", "attend", "add", "layer_norm", "attend_rows", "gate",
+    "join",
 )  # fmt: skip
 INPUT, OUTPUT = 0, 1  # the buffers that are tensors of the caller
 

@@ -102,7 +102,7 @@ class ExpertsCall(Structure):
 
 
 class Columns(Structure):
-    _fields_ = fields(sizes="buffer offset stride")
+    _fields_ = fields(sizes="buffer offset stride head")
 
 
 class ScoreBias(Structure):

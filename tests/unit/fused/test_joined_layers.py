@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 import hf_accel
 from hf_accel.fused import joined_layer, modules
-from hf_accel.fused.hf import layer_calls, sites
-from hf_accel.fused.hf.layer_calls import JoinedCalls, TracedForward
+from hf_accel.fused.hf import joined_calls, sites
+from hf_accel.fused.hf.joined_calls import JoinedCalls
+from hf_accel.fused.hf.layer_calls import TracedForward
 from hf_accel.fused.hf.sites import JOINED
 from hf_accel.fused.modules import ACTIVATIONS, NativeNorm, form_of_rotation, rms_norm, rope
 from hf_accel.kernels import cpu, triton
@@ -75,7 +76,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             pytest.skip(cpu.refusal() or "Triton's interpreter takes the place of the library")
         for planner in (planning, sites):
             monkeypatch.setattr(planner, "has_library", lambda device_type: False)
-        monkeypatch.setattr(layer_calls, "by_library", lambda x: False)
+        monkeypatch.setattr(joined_calls, "by_library", lambda x: False)
         monkeypatch.setattr(modules, "gated", lambda gate, up, activation: ACTIVATIONS[activation](gate) * up)
         monkeypatch.setattr(joined_layer, "add_rms_norm", add_rms_norm)
         monkeypatch.setattr(joined_layer, "rope_and_write", rope_and_write)
@@ -325,7 +326,7 @@ def test_a_model_that_was_moved_to_a_cpu_runs_module_by_module(
     if cpu.refusal() is not None:
         pytest.skip("its kernels are not there")
     assert same_bits(model)[True]
-    monkeypatch.setattr(layer_calls, "by_library", modules.by_library)
+    monkeypatch.setattr(joined_calls, "by_library", modules.by_library)
     layers = layers_of(model)
     for layer in layers:
         layer.self_attn.scaling *= 0.5  # they are traced again

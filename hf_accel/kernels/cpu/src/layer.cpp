@@ -40,9 +40,12 @@ struct Layer {
     }
   }
 
+  static int64_t head_stride(const Columns& place, int64_t dim) { return place.head ? place.head : dim; }
+
   Rotated rotated(const Columns& x, const Columns& out, int64_t heads, int64_t dim) const {
     const int64_t row = call.tokens / call.batch;
-    return {at(x), at(out), row * x.stride, dim, x.stride, row * out.stride, dim, out.stride, heads};
+    return {at(x), at(out), row * x.stride, head_stride(x, dim), x.stride, row * out.stride, head_stride(out, dim),
+            out.stride, heads};
   }
 
   void rope(const LayerOp& op) const {
@@ -52,8 +55,9 @@ struct Layer {
   }
 
   void write(const LayerOp& op) const {
-    kernels.write_pages({{at(op.x), op.dim, op.x.stride, call.k_pages, call.k_scales, op.dim},
-                         {at(op.y), op.value_dim, op.y.stride, call.v_pages, call.v_scales, op.value_dim},
+    const int64_t key = head_stride(op.x, op.dim), value = head_stride(op.y, op.value_dim);
+    kernels.write_pages({{at(op.x), key, op.x.stride, call.k_pages, call.k_scales, op.dim},
+                         {at(op.y), value, op.y.stride, call.v_pages, call.v_scales, op.value_dim},
                          call.slots, call.tokens, op.kv_heads, call.block_size, call.dtype, call.page_dtype,
                          call.threads});
   }
@@ -66,7 +70,7 @@ struct Layer {
   // Both kinds of attention; a causal one over the keys of the pages.
   void attend(const LayerOp& op) const {
     AttentionCall attention = {};
-    attention.q = {at(op.x), 0, op.dim, op.x.stride};
+    attention.q = {at(op.x), 0, head_stride(op.x, op.dim), op.x.stride};
     attention.cu_q = call.cu_q;
     if (op.kind == ATTEND_ROWS) {
       const int64_t rows = call.kv_len ? call.cu_q[1] : 0;  // of each sequence, if it has fewer keys than rows
@@ -120,6 +124,20 @@ struct Layer {
                       op.activation, call.dtype, call.threads});
   }
 
+  // The parts of a head side by side: what was rotated, and the rest.
+  void join(const LayerOp& op) const {
+    const int64_t first = op.dim * size, second = op.value_dim * size;
+    const int64_t x_head = head_stride(op.x, op.dim) * size, y_head = head_stride(op.y, op.value_dim) * size;
+    for (int64_t n = 0; n < call.tokens; ++n) {
+      const char *x = at(op.x) + n * op.x.stride * size, *y = at(op.y) + n * op.y.stride * size;
+      char* out = at(op.out) + n * op.out.stride * size;
+      for (int64_t h = 0; h < op.heads; ++h, x += x_head, y += y_head, out += first + second) {
+        std::memcpy(out, x, static_cast<size_t>(first));
+        std::memcpy(out + first, y, static_cast<size_t>(second));
+      }
+    }
+  }
+
   void run(const LayerOp& op) const {
     switch (op.kind) {
       case INTEGER_LINEAR:
@@ -131,6 +149,7 @@ struct Layer {
       case ATTEND_ROWS: return attend(op);
       case LAYER_NORM: return layer_norm(op);
       case GATE: return gate(op);
+      case JOIN: return join(op);
       default: return add(op);
     }
   }

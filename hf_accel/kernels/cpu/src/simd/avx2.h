@@ -28,6 +28,7 @@ inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
 inline F fmadd(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F reciprocal(F a) { return div(set1(1.0f), a); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F keep_nan(F a, F x) { return _mm256_blendv_ps(a, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
 inline F zero_nan(F x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)); }

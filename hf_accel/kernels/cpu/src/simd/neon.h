@@ -36,6 +36,7 @@ inline F max(F a, F b) { return select(below(b, a), a, b); }
 inline F abs(F a) { return {vabsq_f32(a.low), vabsq_f32(a.high)}; }
 inline F sqrt(F a) { return {vsqrtq_f32(a.low), vsqrtq_f32(a.high)}; }
 inline F fmadd(F a, F b, F c) { return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)}; }
+inline F reciprocal(F a) { return div(set1(1.0f), a); }
 inline F round(F a) { return {vrndnq_f32(a.low), vrndnq_f32(a.high)}; }
 inline F keep_nan(F a, F x) { return select(ordered(x), a, x); }
 inline F zero_nan(F x) { return select(ordered(x), x, zero()); }

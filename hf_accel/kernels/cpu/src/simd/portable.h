@@ -23,6 +23,7 @@ inline F max(F a, F b) { HFA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; re
 inline F abs(F a) { HFA_EACH a.v[i] = std::fabs(a.v[i]); return a; }
 inline F sqrt(F a) { HFA_EACH a.v[i] = std::sqrt(a.v[i]); return a; }
 inline F fmadd(F a, F b, F c) { return add(mul(a, b), c); }
+inline F reciprocal(F a) { return div(set1(1.0f), a); }
 inline float round_scalar(float x) {  // x + 1.5 * 2^23 has no bits for a fraction; larger x is returned as it is
   const float shift = std::copysign(0x1.8p23f, x), rounded = (x + shift) - shift;
   return std::fabs(x) < 0x1p22f ? rounded : x;

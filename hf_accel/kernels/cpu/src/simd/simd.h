@@ -3,6 +3,7 @@
 //   F, I       vectors of LANES floats and of LANES int32
 //   fmadd      a * b + c, rounded once if the hardware can. If results must be equal on every instruction set,
 //              write add(mul(a, b), c) instead; the compiler does not contract it.
+//   reciprocal(a)  1 / a within an ulp, for normal a and 1 / a
 //   load_as    reads LANES numbers of a storage type as floats; store_as rounds to nearest, ties to even
 //   round_as   rounds to the storage type of the pointer, and converts back to float
 //   select_below(x, limit, yes, no)  yes if x < limit, else no; NaN is not below
