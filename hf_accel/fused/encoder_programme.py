@@ -25,8 +25,8 @@ from .projections import UNLIMITED
 
 Tables = tuple[Tensor, Tensor]  # cos and sin
 
-# The tokens of a native call, unless one sequence has more: its memory stays in the caches.
-CALL_TOKENS = 1024
+# The tokens of a native call for each thread, unless one sequence has more: its memory stays in the caches.
+CALL_TOKENS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,9 +148,9 @@ def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) ->
 def _ends(starts: list[int]) -> Iterator[int]:
     """The sequences at which a native call ends, and the next one begins."""
     yield 0
-    begin = 0
+    begin, most = 0, CALL_TOKENS * threads()
     for sequence in range(1, len(starts) - 1):
-        if starts[sequence + 1] - starts[begin] > CALL_TOKENS:
+        if starts[sequence + 1] - starts[begin] > most:
             yield sequence
             begin = sequence
     yield len(starts) - 1
