@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.library import threads
 from ..kernels.layouts import Ragged
 from ..tensors import PLAIN, integers
 
 Tables = tuple[Tensor, Tensor]  # cos and sin
 
-# The tokens of a native call, unless one sequence has more: its memory stays in the caches.
-CALL_TOKENS = 1024
+# The tokens of a native call for each thread, unless one sequence has more: its memory stays in the caches.
+CALL_TOKENS = 256
 
 
 class Bias(NamedTuple):
@@ -85,7 +86,7 @@ class RowLayout:
         if not self.ends_with_padding():
             return None
         starts = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device="cpu")
-        most, calls = max(1, CALL_TOKENS // tokens), []
+        most, calls = max(1, CALL_TOKENS * threads() // tokens), []
         for first in range(0, batch, most):
             end = min(first + most, batch)
             calls.append(CallRows(slice(first * tokens, end * tokens), starts[: end - first + 1], lengths[first:end]))
@@ -199,9 +200,9 @@ def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) ->
 def _ends(starts: list[int]) -> Iterator[int]:
     """The sequences at which a native call ends, and the next one begins."""
     yield 0
-    begin = 0
+    begin, most = 0, CALL_TOKENS * threads()
     for sequence in range(1, len(starts) - 1):
-        if starts[sequence + 1] - starts[begin] > CALL_TOKENS:
+        if starts[sequence + 1] - starts[begin] > most:
             yield sequence
             begin = sequence
     yield len(starts) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from .traced_layer import Attention, TracedLayer, TracedNorms
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
 MOST_TOKENS = 256
+ALIGNED = 32  # numbers; as many of any dtype are whole cache lines
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
 
@@ -62,6 +63,29 @@ class CallFields(NamedTuple):
         return CallFields(places, pages, threads(), (*(tables or ()), *held))
 
 
+def buffer_starts(operations: Sequence[LayerOp], widths: Sequence[int]) -> tuple[list[int], int]:
+    """Return where the buffers of a call begin, in numbers of a token, and how many numbers there are in all.
+
+    Buffers share memory if the last operation that uses the one comes before the first that uses the other. So a call
+    needs less of the caches. The layer's input and output are not among them and begin at 0.
+    """
+    used: dict[int, list[int]] = {}
+    for index, operation in enumerate(operations):
+        for place in (operation.x, operation.y, operation.z, operation.out, operation.out2):
+            if place.stride and place.buffer > OUTPUT:
+                used.setdefault(place.buffer, []).append(index)
+    starts, total, placed = [0] * len(widths), 0, list[int]()
+    for buffer, uses in used.items():
+        size, start = -(-widths[buffer] // ALIGNED) * ALIGNED, 0
+        for other in sorted(placed, key=starts.__getitem__):
+            apart = used[other][-1] < uses[0] or uses[-1] < used[other][0]
+            if not apart and start < starts[other] + widths[other] and starts[other] < start + size:
+                start = -(-(starts[other] + widths[other]) // ALIGNED) * ALIGNED
+        starts[buffer], total = start, max(total, start + size)
+        placed.append(buffer)
+    return starts, total
+
+
 class NativeOperations(TracedNorms):
     """The operations of a layer as C structs, for tensors of one dtype.
 
@@ -78,11 +102,9 @@ class NativeOperations(TracedNorms):
         self._widths, self._moved = list(widths), dict[int, Span]()
         compiled = [self._compile(operation) for operation in self._joined(operations)]
         self._ops = (LayerOp * len(compiled))(*compiled)
-        starts = [0, 0]
-        for width in self._widths[OUTPUT + 1 :]:
-            starts.append(starts[-1] + width)
-        self._starts = (ctypes.c_int64 * len(self._widths))(0, *starts[:-1])
-        self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), starts[-1]
+        starts, width = buffer_starts(compiled, self._widths)
+        self._starts = (ctypes.c_int64 * len(starts))(*starts)
+        self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), width
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
 
     def has_memory(self) -> bool:

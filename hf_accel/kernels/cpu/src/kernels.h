@@ -292,7 +292,7 @@ struct LayerOp {
 // pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
 struct LayerCall {
   const LayerOp* ops;
-  const int64_t* starts;  // [buffers]: the numbers a token has in the buffers before each one
+  const int64_t* starts;  // [buffers]: where each one begins, in numbers of a token; buffers may share memory
   int64_t count, width;   // the operations; the numbers that a token has in all buffers
   const void* x;          // [tokens, hidden], contiguous
   void* out;              // likewise

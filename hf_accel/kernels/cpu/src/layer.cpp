@@ -5,8 +5,6 @@
 
 namespace {
 
-constexpr int64_t ALIGNMENT = 64;  // bytes
-
 struct Layer {
   const Kernels& kernels;
   const LayerCall& call;
@@ -16,7 +14,7 @@ struct Layer {
   char* buffer(int64_t number) const {
     if (number == 0) return static_cast<char*>(const_cast<void*>(call.x));
     if (number == 1) return static_cast<char*>(call.out);
-    return memory + ALIGNMENT * number + call.starts[number] * call.tokens * size / ALIGNMENT * ALIGNMENT;
+    return memory + call.starts[number] * call.tokens * size;
   }
   char* at(const Columns& place) const { return buffer(place.buffer) + place.offset * size; }
 
@@ -159,7 +157,7 @@ struct Layer {
 
 void run_layer(const Kernels& kernels, const LayerCall& call) {
   const int64_t size = call.dtype == F32 ? 4 : 2;
-  const size_t bytes = static_cast<size_t>(call.width * call.tokens * size + ALIGNMENT * (call.count * 2 + 4));
+  const size_t bytes = static_cast<size_t>(call.width * call.tokens * size);
   const Layer layer = {kernels, call, size, static_cast<char*>(scratch<LayerCall>(bytes))};
   for (int64_t i = 0; i < call.count; ++i) layer.run(call.ops[i]);
 }
