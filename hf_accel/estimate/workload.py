@@ -23,7 +23,8 @@ from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
 from ..models import head_dim, num_kv_heads
-from ..patching.survey import ExpertsSite, LinearSite, has_one_table, linear_sites, sites_for
+from ..patching.embeddings import EmbeddingSite, find_table
+from ..patching.survey import ExpertsSite, LinearSite, linear_sites, sites_for
 from .roofline import Work
 from .shapes import decoder_config
 
@@ -169,6 +170,8 @@ class WeightTensor:
         if self.spec is None:
             return Counter({self.kind: plain})
         integers = self.spec.integer_bytes
+        if self.kind == "embeddings":
+            return Counter({self.kind: self.spec.weight_bytes})
         stored = Counter({self.kind: integers, "scales": self.spec.weight_bytes - integers})
         if self.tied:
             stored["embeddings"] = plain  # looked up by token, so that the table stays as it is
@@ -202,18 +205,31 @@ def weight_tensors(
             )
     found = linear_sites(model, ()) if config is None else sites_for(model, config)
     sites = {id(site.parameter): site for site in found}
+    table = None if config is None else find_table(model, config, sites.values())
+    shared = None if table is None or table.refusal is not None else table.site
+    if isinstance(shared, EmbeddingSite):
+        sites[id(shared.parameter)] = shared
     seen: set[int] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 site = sites.get(id(parameter))
-                counted = _tensor(model, module, parameter) if site is None else _linear(model, site, config)
+                counted = _tensor(model, module, parameter) if site is None else _linear(model, site, config, shared)
                 yield counted if site is None or not held else replace(counted, spec=held.get(site.name))
 
 
-def _linear(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:
+def _linear(
+    model: PreTrainedModel, site: LinearSite, config: WeightConfig | None, table: LinearSite | None
+) -> WeightTensor:
+    """Count the weight of a site. table: the one that the input embedding looks its rows up in, if it is quantized."""
     kept = config if config is None or not site.is_head else config.for_head
+    if isinstance(site, EmbeddingSite):
+        assert config is not None and config.for_embedding is not None
+        spec = LinearSpec.of(site.weight, config.for_embedding)
+        return WeightTensor(
+            kind="embeddings", shape=tuple(site.weight.shape), itemsize=site.weight.itemsize, spec=spec
+        )
     if isinstance(site, ExpertsSite):
         return _experts(model, site, kept)
     return WeightTensor(
@@ -221,7 +237,7 @@ def _linear(model: PreTrainedModel, site: LinearSite, config: WeightConfig | Non
         shape=tuple(site.weight.shape),
         itemsize=site.weight.itemsize,
         spec=None if kept is None or site.skip is not None else LinearSpec.of(site.weight, kept),
-        tied=site.is_tied and not (config is not None and has_one_table(model, site, config)),
+        tied=site.is_tied and site is not table,
     )
 
 

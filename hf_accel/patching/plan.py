@@ -20,11 +20,12 @@ from ..generation import graphs
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..kernels import cpu as cpu_kernels
 from ..linear import BackendChoice, ExpertWeights, QuantLinear, QuantModule
+from ..linear.embedding import QuantTable
 from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
 from .originals import Stored, files_of
 from .printed import Line, Printed, Row, row_of, table
-from .survey import AttentionSite, ExpertsSite, LinearSite
+from .survey import AttentionSite, LinearSite
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class LinearPlan:
     @property
     def bytes_read(self) -> int:
         """Change of the weight bytes that a decode step reads."""
-        return 0 if self.choice is None else self.site.count * self.choice.spec.weight_bytes - self.site.weight.nbytes
+        kept = 0 if self.replaces else self.site.weight.nbytes
+        return 0 if self.choice is None or not self.site.is_read_whole else self.bytes_held - kept
 
     @property
     def bytes_held(self) -> int:
         """Change of the weight bytes in memory: where the embedding keeps the original, a tied head is a copy."""
-        return self.bytes_read + (0 if self.choice is None or self.replaces else self.site.weight.nbytes)
+        freed = self.site.weight.nbytes if self.replaces else 0
+        return 0 if self.choice is None else self.site.count * self.choice.spec.weight_bytes - freed
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,7 @@ class Plan(Printed):
         back.
     folds: where AWQ's scales go.
     split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
-    out the KV
-        cache; None if this process has the whole cache.
+        out the KV cache; None if this process has the whole cache.
     """
 
     model: PreTrainedModel
@@ -156,8 +158,9 @@ class Plan(Printed):
     @property
     def variant(self) -> list[str]:
         """The parts that may round a token's numbers differently among other tokens, as clauses."""
-        chosen = {(p.choice.backend, p.config.label.split()[0]) for p in self.quantized if p.choice is not None}
-        stored = [module for module in self.model.modules() if isinstance(module, QuantModule)]
+        whole = (p for p in self.quantized if p.site.is_read_whole)
+        chosen = {(p.choice.backend, p.config.label.split()[0]) for p in whole if p.choice is not None}
+        stored = [m for m in self.model.modules() if isinstance(m, QuantModule) and not isinstance(m, QuantTable)]
         chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
         if self.stock_attention or self.stock_parts:
@@ -273,9 +276,7 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
         return
     groups: dict[tuple[str, str, str], list[LinearPlan]] = {}
     for linear in plan.linears:
-        experts = isinstance(linear.site, ExpertsSite)
-        what = "head" if linear.site.is_head else "weights of experts" if experts else "linears"
-        groups.setdefault((what, _format(linear), linear.reason), []).append(linear)
+        groups.setdefault((linear.site.kind, _format(linear), linear.reason), []).append(linear)
     for (what, choice, reason), members in groups.items():
         yield Line("weights", f"{len(members)} {what}{_shapes(members)}", choice, reason)
     yield from _fold_lines(plan)
@@ -285,9 +286,8 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
 
 def _held(layer: QuantModule) -> tuple[str, str]:
     """Return what a layer that a checkpoint holds quantized is, and its format with the backend."""
-    group_size = layer.layout.group_size
-    group = "" if group_size is None else f" group {group_size}"
-    what = "weights of experts" if isinstance(layer, ExpertWeights) else "linears"
+    group = f" group {layer.layout.group_size}" if layer.layout.group_size else ""
+    what = {ExpertWeights: "weights of experts", QuantTable: "embedding"}.get(type(layer), "linears")
     return what, f"{layer.layout.label}{group} by {layer.chosen.backend.name}"
 
 
@@ -308,7 +308,7 @@ def _format(linear: LinearPlan) -> str:
     if linear.choice is None:
         return "as is"
     group_size = None if linear.config.is_nf4 else linear.config.layout.group_size
-    group = "" if group_size is None else f" group {group_size}"
+    group = f" group {group_size}" if group_size else ""
     method = f" {linear.config.method}" if linear.config.is_calibrated else ""
     return f"{linear.config.label}{group}{method} by {linear.choice.backend.name}"
 

@@ -14,6 +14,7 @@ from ...kernels.cpu.integer_linear import (
     IntegerExperts,
     IntegerLinear,
     PackedWeight,
+    factors_of,
     pack,
     quantize,
     recorded_linear,
@@ -35,6 +36,7 @@ from ..formats import (
     kind_of,
     pack_zero_points,
     scaled,
+    with_minimum,
 )
 from ..methods.rtn import refuse_not_finite
 from .backend import Backend, GroupedExperts, LinearSpec
@@ -134,12 +136,20 @@ class Cpu(Backend):
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)
 
     def rows(self, packed: CpuWeight, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        if packed.weight.bits != 8 or packed.weight.scales.ndim != 1:
-            return super().rows(packed, indices, dtype)
-        scale_dtype = packed.layout.scale_dtype
+        weight, scale_dtype = packed.weight, packed.layout.scale_dtype
         assert scale_dtype is not None
-        scales = packed.weight.scales[: packed.weight.out_features].index_select(0, indices)
-        return scaled(stored_rows(packed.weight, indices), scales.to(scale_dtype).unsqueeze(1), dtype)
+        if weight.divisor is not None:
+            return super().rows(packed, indices, dtype)
+        levels = stored_rows(weight, indices)
+        if weight.scales.ndim == 1:
+            return scaled(levels, weight.scales[indices].to(scale_dtype).unsqueeze(1), dtype)
+        groups = weight.in_features // weight.group_size
+        grouped = levels.view(len(levels), groups, weight.group_size).to(torch.int16)
+        if weight.bits == 4 and weight.minima is None:
+            grouped -= 8 if weight.zeros is None else factors_of(weight.zeros, indices).unsqueeze(-1)
+        minima = None if weight.minima is None else factors_of(weight.minima, indices).unsqueeze(-1)
+        scales = factors_of(weight.scales, indices).unsqueeze(-1)
+        return with_minimum(grouped, scales, minima, dtype).flatten(1)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
         if is_recorded():
