@@ -165,8 +165,9 @@ class WeightConfig:
     head: "int8" (default) quantizes the output head too (it is read for every token), "int4" in groups of inputs
         (group_size, or 128), None leaves it. With NF4 it is left, as a checkpoint of bitsandbytes' holds no INT8 head.
     embedding: the input embedding. "int8" or "int4" quantizes it: that of a tied model looks its rows up in the head,
-        one table in memory and not two, so that the head has to have as many bits. "auto" is "int8" for tied models
-        that generate text and have an INT8 head, and leaves others alone. None (default) keeps it in floating point.
+        one table in memory and not two, so that the head has to have as many bits. "auto" is "int8" for tied
+        models that generate text and have an INT8 head, and leaves others alone. None (default) keeps it in floating
+        point.
     only_if_faster: leave a layer alone where its quantized form was measured to be slower than stock.
     """
 

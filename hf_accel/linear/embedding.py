@@ -16,7 +16,7 @@ from .formats import Layout, QuantizedWeight, zeros
 from .layer import QuantLinear, QuantModule
 from .writable import WritableWeight, plain
 
-ROWS = "reference"  # the backend of a table that nothing multiplies by: its rows lie one after the other
+ROW_BACKEND = "reference"  # the backend of a table that nothing multiplies by: its rows lie one after the other
 
 
 class QuantTable(QuantModule):
@@ -28,7 +28,7 @@ class QuantTable(QuantModule):
     def from_packed(cls, packed: Any, *, choice: BackendChoice) -> Self:
         """Over what `choice.backend.quantize` made of a weight of `choice.spec`."""
         table = cls.__new__(cls)
-        table._describe(choice.spec, ROWS)
+        table._describe(choice.spec, ROW_BACKEND)
         table.choice, table._packed, table.finds_rows = choice, packed, True
         return table
 
@@ -36,7 +36,7 @@ class QuantTable(QuantModule):
     def empty(cls, spec: LinearSpec) -> Self:
         """Zeros, to load a checkpoint into."""
         weight = zeros(spec.layout, (spec.out_features, spec.in_features), dtype=spec.dtype, device=spec.device_type)
-        return cls.from_packed(weight, choice=choose(spec, ROWS, finds_rows=True)).unpack()
+        return cls.from_packed(weight, choice=choose(spec, ROW_BACKEND, finds_rows=True)).unpack()
 
     def sibling(self) -> QuantTable:
         """Make a second table over the same packed weight."""

@@ -11,7 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..config import WeightConfig
 from ..linear import LinearSpec, choose
-from ..linear.embedding import ROWS
+from ..linear.embedding import ROW_BACKEND
 from ..linear.hf import lost_on_saving
 from ..recognition.code import source_of
 from ..recognition.unchanged import has_own_forward
@@ -47,7 +47,7 @@ class EmbeddingSite(LinearSite):
 
 @dataclass(frozen=True)
 class Table:
-    """What an embedding looks its rows up in. embedding: its name. site: the tied head, or the embedding's own weight.
+    """The weight that an embedding looks its rows up in. embedding: its name. site: the tied head, or its own weight.
 
     config: None: there is no such weight. refusal: why the embedding stays as it is, as a clause; None if it need not.
     asked: whether the user has named the format, and must hear of a refusal.
@@ -67,7 +67,7 @@ class Table:
         """Plan a weight of the embedding's own. device_type: where it will be, if the model is on meta still."""
         if isinstance(self.site, EmbeddingSite) and self.config is not None and self.refusal is None:
             spec = LinearSpec.of(self.site.weight, self.config, device_type=device_type)
-            yield LinearPlan(self.site, self.config, "rows are looked up", choose(spec, ROWS, finds_rows=True))
+            yield LinearPlan(self.site, self.config, "rows are looked up", choose(spec, ROW_BACKEND, finds_rows=True))
 
 
 def find_table(model: PreTrainedModel, config: WeightConfig, sites: Iterable[LinearSite]) -> Table | None:
@@ -94,7 +94,7 @@ def find_table(model: PreTrainedModel, config: WeightConfig, sites: Iterable[Lin
 
 
 def embedding_site(model: PreTrainedModel, name: str) -> EmbeddingSite | None:
-    """Return the embedding whose quantized weight has this name in a checkpoint, if the model has it."""
+    """Return the embedding whose quantized weight a checkpoint calls so; None if the model has no such embedding."""
     embedding = _embedding_of(model)
     known = next((own for own, module in model.named_modules() if module is embedding), None)
     if name != f"{known}.{TABLE}" or not isinstance(embedding, nn.Embedding):

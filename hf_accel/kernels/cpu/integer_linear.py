@@ -119,9 +119,28 @@ def stored_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
     return halves.flatten(1).view(torch.uint8)
 
 
-def factors_of(values: Tensor, outputs: Tensor) -> Tensor:
+def few_stored_rows(weight: PackedWeight, outputs: Sequence[int]) -> Tensor:
+    """Return `stored_rows` of a few outputs by as many native calls, each of which costs less than torch's operators.
+
+    Raises IndexError for outputs that the weight has not.
+    """
+    row = weight.in_features * weight.bits // 8
+    stored = torch.empty(len(outputs), row, dtype=torch.int8 if weight.bits == 8 else torch.uint8, device="cpu")
+    block = len(weight.packed) // -(-weight.out_features // BLOCK)
+    for number, output in enumerate(outputs):
+        if not 0 <= output < weight.out_features:
+            raise IndexError(f"output {output} of {weight.out_features}")
+        first = weight.packed.data_ptr() + output // BLOCK * block + output % BLOCK * 4
+        # An output's words are as far apart as in any block, so that this one is the first of a block of its own.
+        _unpack(FORMATS[weight.bits], 1, 1, weight.in_features, stored.data_ptr() + number * row, first)
+    return stored if weight.bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
+
+
+def factors_of(values: Tensor, outputs: Tensor | Sequence[int]) -> Tensor:
     """Return scales, zeros or minima [n, groups] of some outputs, where they belong to groups."""
-    return values[outputs // BLOCK, :, outputs % BLOCK]
+    if isinstance(outputs, Tensor):
+        return values[outputs // BLOCK, :, outputs % BLOCK]
+    return torch.stack([values[output // BLOCK, :, output % BLOCK] for output in outputs])
 
 
 def quantize(

@@ -15,6 +15,7 @@ from ...kernels.cpu.integer_linear import (
     IntegerLinear,
     PackedWeight,
     factors_of,
+    few_stored_rows,
     pack,
     quantize,
     recorded_linear,
@@ -42,6 +43,7 @@ from ..methods.rtn import refuse_not_finite
 from .backend import Backend, GroupedExperts, LinearSpec
 
 GROUP_MULTIPLE = 8  # inputs
+FEW = 4  # rows that are found one by one, as those of a decode step
 
 
 @dataclass(eq=False)
@@ -140,16 +142,20 @@ class Cpu(Backend):
         assert scale_dtype is not None
         if weight.divisor is not None:
             return super().rows(packed, indices, dtype)
-        levels = stored_rows(weight, indices)
+        wanted: Tensor | list[int] = indices
+        if 0 < len(indices) <= FEW and not is_recorded():
+            wanted = indices.tolist()
+            levels = few_stored_rows(weight, wanted)
+        else:
+            levels = stored_rows(weight, indices)
         if weight.scales.ndim == 1:
-            return scaled(levels, weight.scales[indices].to(scale_dtype).unsqueeze(1), dtype)
-        groups = weight.in_features // weight.group_size
-        grouped = levels.view(len(levels), groups, weight.group_size).to(torch.int16)
+            return scaled(levels, weight.scales.index_select(0, indices).to(scale_dtype).unsqueeze(1), dtype)
+        grouped = levels.view(len(levels), weight.in_features // weight.group_size, weight.group_size)
         if weight.bits == 4 and weight.minima is None:
-            grouped -= 8 if weight.zeros is None else factors_of(weight.zeros, indices).unsqueeze(-1)
-        minima = None if weight.minima is None else factors_of(weight.minima, indices).unsqueeze(-1)
-        scales = factors_of(weight.scales, indices).unsqueeze(-1)
-        return with_minimum(grouped, scales, minima, dtype).flatten(1)
+            zeros = 8 if weight.zeros is None else factors_of(weight.zeros, wanted).unsqueeze(-1)
+            grouped = grouped.view(torch.int8) - zeros
+        minima = None if weight.minima is None else factors_of(weight.minima, wanted).unsqueeze(-1)
+        return with_minimum(grouped, factors_of(weight.scales, wanted).unsqueeze(-1), minima, dtype).flatten(1)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
         if is_recorded():

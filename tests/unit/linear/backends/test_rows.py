@@ -36,11 +36,13 @@ def weight_of(kind: str, dtype: torch.dtype) -> QuantizedWeight:
 def check(backend: Backend, weight: QuantizedWeight, dtype: torch.dtype) -> None:
     packed: Any = backend.pack(weight)
     expected = weight.dequantize(dtype)
-    for wanted in (WANTED, WANTED[:1], WANTED[:0]):
+    for wanted in (WANTED, WANTED[:3], WANTED[1:2], WANTED[:0]):
         assert torch.equal(backend.rows(packed, wanted, dtype), expected[wanted])
     for wrong in (-1, ROWS):
         with pytest.raises(IndexError):
             backend.rows(packed, torch.tensor([3, wrong]), dtype)
+        with pytest.raises(IndexError):
+            backend.rows(packed, torch.tensor([1, 2, 3, 4, 5, wrong]), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
