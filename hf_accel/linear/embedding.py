@@ -53,6 +53,8 @@ class QuantEmbedding(nn.Embedding):
     copy of this module alone, as PEFT's modules_to_save makes one to be trained, is a float embedding.
     """
 
+    float_class: type[nn.Embedding]  # the class of the original
+
     def __init__(self, original: nn.Embedding, table: QuantLinear | QuantTable) -> None:
         """original: the float embedding that it replaces."""
         nn.Module.__init__(self)
@@ -169,7 +171,8 @@ def is_table(layout: Layout) -> bool:
 
 def become_float(embedding: QuantEmbedding, weight: Tensor) -> None:
     """Make an embedding of the original's class of it, with a weight of its own."""
-    scale, kind = embedding.scalar_embed_scale, embedding.float_class
+    scale = embedding.scalar_embed_scale
+    kind: Any = embedding.float_class
     embedding._modules.pop("table", None)
     for name in ("table", "_lent", "float_class"):
         vars(embedding).pop(name, None)
