@@ -85,8 +85,9 @@ def find_table(model: PreTrainedModel, config: WeightConfig, sites: Iterable[Lin
         return Table(name, None, None, "it has no embedding with a weight in floating point", asked)
     head = next((site for site in sites if site.is_head and site.module._parameters["weight"] is weight), None)
     if head is None:
-        table = EmbeddingSite(f"{name}.{TABLE}", embedding, is_head=False, is_tied=False, skip=None)
-        owners, refusal = {embedding}, _own_refusal(model, table, config)
+        own = EmbeddingSite(f"{name}.{TABLE}", embedding, is_head=False, is_tied=False, skip=None)
+        owners, refusal = {embedding}, _own_refusal(model, own, config)
+        table: LinearSite = own
     else:
         table, owners, refusal = head, {embedding, head.module}, _head_refusal(model, head, config)
     refusal = refusal or _refusal(model, name, embedding, owners)

@@ -178,7 +178,8 @@ def _place(packed: Packed, linear: LinearPlan, todo: Plan, journal: Journal) -> 
     bias = site.bias if packed.bias is None else packed.bias
     layer: nn.Linear
     if isinstance(site, EmbeddingSite):
-        own: Any = QuantEmbedding(site.module, QuantTable.from_packed(packed.weight, choice=packed.choice))
+        looked_up: Any = site.module
+        own: Any = QuantEmbedding(looked_up, QuantTable.from_packed(packed.weight, choice=packed.choice))
         return _put_in(own, site.module, site.embedding, model=todo.model, journal=journal)
     if isinstance(packed.choice.backend, BitsAndBytes):
         layer = nf4_layer(packed.weight, bias, packed.choice.spec, source_class=type(site.module))

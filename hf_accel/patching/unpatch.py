@@ -162,7 +162,9 @@ def give_tokens(journal: Journal, write: Write, config: WeightConfig | None) -> 
     config: what the model was patched with, by which a table of the embedding's own was rounded.
     """
     resized, original, weight = write.new, write.old, write.old._parameters["weight"]
-    head = next((w.new for w in journal.writes if isinstance(w.new, QuantLinear) and w.old.weight is weight), None)
+    head: Any = next(
+        (w.new for w in journal.writes if isinstance(w.new, QuantLinear) and w.old.weight is weight), None
+    )
     own = None if config is None or head is not None else config.for_embedding
     stored = head.quantized if own is None else quantize(weight, own)
     rows = min(len(weight), resized.num_embeddings)
