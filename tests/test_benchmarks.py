@@ -102,7 +102,7 @@ TABLES = {  # topic -> rows of each of its tables
     "encoders": [2, 1, 2, 3],  # a model of words, one of images, their cosines, and a classifier
     "experts": [2, 2],
     "never_slower": [8, 2, 2],
-    "quality": [6],
+    "quality": [10],
     "methods": [5 + (importlib.util.find_spec("bitsandbytes") is not None)],
     "kv": [5],
     "small_model": [5],

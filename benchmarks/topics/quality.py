@@ -28,10 +28,12 @@ from ..harness.tables import Row, Table
 from .small_model import SHIPPED
 
 WINDOW, CHUNK = 512, 64
+INT4_WHOLE = hf_accel.WeightConfig(bits=4, head="int4", embedding="int4")
 INT4_G32 = hf_accel.WeightConfig(bits=4, group_size=32)
 NOTE = (
     "Change: of the perplexity, with the standard error of the mean over tokens. KL: of stock's predictions from the "
-    "variant's, nats per token. Same top: tokens where both find the same one likeliest. stock is bfloat16."
+    "variant's, nats per token. Same top: tokens where both find the same one likeliest. stock is bfloat16. "
+    "One table: the embedding looks its rows up in the quantized head; elsewhere it stays in floating point."
 )
 
 
@@ -87,8 +89,12 @@ def make_variants(model: PreTrainedModel) -> dict[str, Variant]:
         BASELINE: Variant(model, None),
         "hf_accel exact": Variant(patched(None), "auto"),
         "int8": Variant(int8, "auto"),
+        "int8, one table": Variant(patched(hf_accel.WeightConfig(embedding="int8")), "auto"),
         "int8 with int8 KV": Variant(int8, "int8"),
         "int4, groups of 128": Variant(patched("int4"), "auto"),
+        "int4, groups of 128, one table": Variant(patched(hf_accel.WeightConfig(4, embedding="int8")), "auto"),
+        "int4, groups of 128, head too": Variant(patched(hf_accel.WeightConfig(4, head="int4")), "auto"),
+        "int4, groups of 128, one table of 4 bits": Variant(patched(INT4_WHOLE), "auto"),
         "int4, groups of 32": Variant(patched(INT4_G32), "auto"),
     }
 

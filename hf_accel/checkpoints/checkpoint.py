@@ -20,9 +20,10 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release
 from ..linear import ExpertWeights, LinearSpec, QuantExperts, QuantLinear, QuantModule
-from ..linear.embedding import QuantEmbedding, is_table
+from ..linear.embedding import QuantEmbedding, QuantTable, is_table
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.formats import state
+from ..patching.embeddings import EmbeddingSite, embedding_site
 from ..patching.originals import broken_ties
 from ..patching.survey import ExpertsSite, LinearSite, experts_sites
 from .contents import AGAIN, check_floats, missing, own_names, passed_over, renamer, shared_names, with_shared
@@ -69,7 +70,7 @@ def prepare(
     sites: dict[str, LinearSite] = {}
     layers: dict[str, QuantModule] = {}
     for name in sorted(parts) if reader.listed is None else reader.listed:
-        site = sites[name] = experts.get(name) or _linear(model, name)
+        site = sites[name] = experts.get(name) or embedding_site(model, name) or _linear(model, name)
         stored = Parts(name, parts.get(name, {}))
         has_bias = f"{name}.bias" in others if reader.listed is None else site.bias is not None
         layers[name] = _empty(site, *reader.spec(stored, site.matrices(site.parameter)[0]), bias=has_bias)
@@ -81,6 +82,10 @@ def prepare(
     embeddings = {name: _embedding(model, name, layers[head]) for name, head in (tables or {}).items()}
     if headers is not None:
         _check_others(model, layers, sites, others, embeddings=embeddings)
+    for name, layer in layers.items():
+        if isinstance(layer, QuantTable):
+            original: Any = sites[name].module
+            embeddings[name.rpartition(".")[0]] = _marked(QuantEmbedding(original, layer))
     _put_layers(model, layers, experts)
     for name, embedding in embeddings.items():
         model.set_submodule(name, embedding)
@@ -141,15 +146,21 @@ def _embedding(model: PreTrainedModel, name: str, head: QuantModule) -> QuantEmb
             f"shape of its head; {AGAIN}"
         )
     assert isinstance(original, nn.Embedding) and isinstance(head, QuantLinear)
-    made = QuantEmbedding(original, head)
-    vars(made)["_is_hf_initialized"] = True
-    return made
+    return _marked(QuantEmbedding(original, head))
+
+
+def _marked(embedding: QuantEmbedding) -> QuantEmbedding:
+    """Mark a module whose weight is no Parameter, and for which transformers would draw random numbers."""
+    vars(embedding)["_is_hf_initialized"] = True
+    return embedding
 
 
 def _empty(site: LinearSite, spec: LinearSpec, ordered: bool, *, bias: bool) -> QuantModule:
     """Make the layer that a checkpoint is loaded into. bias: whether it has one."""
     layer: QuantModule
-    if not isinstance(site, ExpertsSite):
+    if isinstance(site, EmbeddingSite) and not ordered:
+        layer = QuantTable.empty(spec)
+    elif not isinstance(site, ExpertsSite):
         layer = QuantLinear.empty(spec, bias=bias, ordered=ordered)
     elif ordered:
         raise UnsupportedError(f"{site.name!r} is ordered in config.json, which is not known of experts; {AGAIN}")

@@ -209,7 +209,9 @@ class Packer:
             source = None if self._lose else Source.of(tensor, file, stored_as)
         assert linear.choice is not None
         spec = LinearSpec.of(linear.site.matrices(tensor)[0], linear.config)
-        choice = choose(spec, row_invariant=linear.choice.row_invariant, finds_rows=linear.embedding is not None)
+        name = "auto" if linear.site.is_read_whole else linear.choice.backend.name
+        finds_rows = linear.embedding is not None or not linear.site.is_read_whole
+        choice = choose(spec, name, row_invariant=linear.choice.row_invariant, finds_rows=finds_rows)
         packed = pack_weight(linear, tensor, choice, source=source)
         release(tensor)  # transformers holds its mapping until the whole model is loaded
         return packed
@@ -225,13 +227,15 @@ def make_packer(
     whole = weights is not None and (weights.needs_data or weights.is_nf4)
     if device_type is None or whole or keep is True or (keep == "auto" and not stored):
         return None
+    ties = dict(model.all_tied_weights_keys)  # which nothing on meta may follow yet
+    tied = {*ties, *ties.values()}
     with torchs_defaults():
         linears = [
             linear
             for linear in plan_linears(
                 model, settings.weights, device_type=device_type, row_invariant=settings.deterministic
             )
-            if linear.choice is not None and not linear.site.is_tied
+            if linear.choice is not None and not linear.site.is_tied and linear.site.tensor_name not in tied
         ]
     return Packer(linears, device_type=device_type, files=stored, lose=keep is False) if linears else None
 

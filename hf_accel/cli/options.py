@@ -99,7 +99,7 @@ PATCH_OPTIONS = (
     ),
     PatchOption("skip", "weights", list[str] | None, "A Linear that stays as it is; may be repeated.", "skip"),
     PatchOption("head", "weights", CHOICE, "How the output head is stored", "head"),
-    PatchOption("embedding", "weights", CHOICE, "Whether the embedding of a tied model uses the head", "embedding"),
+    PatchOption("embedding", "weights", CHOICE, "How the input embedding is stored", "embedding"),
     PatchOption("attention", "attention", CHOICE, "What computes attention (none: as stock)"),
     PatchOption("cache", "cache", CHOICE, "The cache of keys and values"),
     PatchOption("cache_dtype", "cache", CHOICE, "How keys and values are stored", "dtype"),

@@ -21,13 +21,15 @@ Activations = Literal["auto", "int8", "fp8"] | None
 Method = Literal["rtn", "gptq", "awq"]
 Bits = Literal[8, 4, 3, 2]
 GroupSize = Literal[32, 64, 128]
+Head = Literal["int8", "int4"]
+Table = Literal["auto", "int8", "int4"]
 WeightFormat = Literal["int", "fp8", "nf4"]
 GROUP_SIZES = get_args(GroupSize)
 METHODS = get_args(Method)
 NF4_BLOCK = 64  # weights that share a scale
 NF4: dict[str, tuple[object, ...]] = {  # the only values that bitsandbytes, and transformers' checkpoints of it, know
     "bits": (4,), "group_size": (NF4_BLOCK,), "symmetric": (True,), "activations": ("auto", None), "method": ("rtn",),
-    "average_bits": (None,), "head": (None,), "only_if_faster": (False,),
+    "average_bits": (None,), "head": (None,), "embedding": ("auto", None), "only_if_faster": (False,),
 }  # fmt: skip
 FP8: dict[str, tuple[object, ...]] = {
     "average_bits": (None,), "bits": (8,), "group_size": (None,), "activations": ("auto", None, "fp8"),
@@ -160,10 +162,12 @@ class WeightConfig:
         and 4 for the others. Scales count, the head does not.
     resume: a folder that finished layers are stored in, so that a run that was killed goes on from there.
     skip: names, or ends of names, of Linear modules that stay as they are.
-    head: "int8" (default) quantizes the output head too (it is read for every token), None leaves it. With NF4 it is
-        left, as a checkpoint of bitsandbytes' holds no INT8 head.
-    embedding: "int8" lets the input embedding of a tied model look its rows up in the INT8 head, so that one table is
-        in memory and not two; None (default) keeps it in floating point, next to the head.
+    head: "int8" (default) quantizes the output head too (it is read for every token), "int4" in groups of inputs
+        (group_size, or 128), None leaves it. With NF4 it is left, as a checkpoint of bitsandbytes' holds no INT8 head.
+    embedding: the input embedding. "int8" or "int4" quantizes it: that of a tied model looks its rows up in the head,
+        one table in memory and not two, so that the head has to have as many bits. "auto" is "int8" for tied
+        models that generate text and have an INT8 head, and leaves others alone. None (default) keeps it in floating
+        point.
     only_if_faster: leave a layer alone where its quantized form was measured to be slower than stock.
     """
 
@@ -178,8 +182,8 @@ class WeightConfig:
     resume: str | PathLike[str] | None = field(default=None, compare=False, repr=False)
     average_bits: float | None = None
     skip: Sequence[str] = ()
-    head: Literal["int8"] | None = BY_FORMAT
-    embedding: Literal["int8"] | None = None
+    head: Head | None = BY_FORMAT
+    embedding: Table | None = None
     only_if_faster: bool = False
 
     def __post_init__(self) -> None:
@@ -200,8 +204,8 @@ class WeightConfig:
         if self.activations == "fp8" and self.format != "fp8":
             raise UnsupportedError("activations='fp8' is for FP8 weights; choose weights='fp8', or activations='int8'")
         one_of("activations", self.activations, ("auto", None, "int8", "fp8"))
-        one_of("head", self.head, ("int8", None))
-        one_of("embedding", self.embedding, ("int8", None))
+        one_of("head", self.head, (*get_args(Head), None))
+        one_of("embedding", self.embedding, (*get_args(Table), None))
         one_of("only_if_faster", self.only_if_faster, (True, False))
         if self.bits == 8 and not self.symmetric:
             raise UnsupportedError(
@@ -275,16 +279,28 @@ class WeightConfig:
 
     @property
     def for_head(self) -> WeightConfig | None:
-        """The config of the output head: always INT8 with a scale for each token, since it decides which one wins.
+        """The config of the output head, rounded to nearest: INT8 with a scale for each token, since it decides which
+        one wins, unless 4 bits are asked for.
 
         None leaves it alone.
         """
         if self.head is None:
             return None
         activations: Activations = "int8" if self.activations == "fp8" else self.activations
-        return WeightConfig(
-            bits=8, activations=activations, embedding=self.embedding, only_if_faster=self.only_if_faster
-        )
+        return self._table(self.head, activations=activations, only_if_faster=self.only_if_faster)
+
+    @property
+    def for_embedding(self) -> WeightConfig | None:
+        """The config of an input embedding with a table of its own; None leaves it alone."""
+        if self.embedding is None or self.embedding == "auto":
+            return None
+        return self._table(self.embedding, activations=None)
+
+    def _table(self, label: Head, **others: Any) -> WeightConfig:
+        """Return the config of a weight with a row for each token."""
+        if label == "int8":
+            return WeightConfig(bits=8, **others)
+        return WeightConfig(bits=4, group_size=self.group_size or 128, symmetric=self.symmetric, **others)
 
     @property
     def label(self) -> str:

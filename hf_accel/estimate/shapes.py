@@ -28,6 +28,7 @@ from transformers import (
 
 from ..errors import HfAccelError, UnsupportedError
 from ..linear import LinearSpec, QuantExperts, QuantModule
+from ..linear.embedding import QuantEmbedding
 from ..models import without_adapters
 from ..patching.originals import check_inside, indexed
 from ..patching.twin import quantized_layers, twin
@@ -178,7 +179,7 @@ def _numbers(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def unpatched_shapes(model: Any) -> Any:
-    """Copy the model over the same storage, with a Linear instead of each of our layers.
+    """Copy the model over the same storage, with a Linear instead of each of our layers, and embeddings of floats.
 
     Weights that the patch freed, or that were never loaded, are on meta.
     """
@@ -191,9 +192,25 @@ def unpatched_shapes(model: Any) -> Any:
         there = copied.get_submodule(name)
         if isinstance(layer, QuantExperts):
             _put_experts(copied, name, there, layer)
-        elif there is layer or there.weight.numel() == 0:
+        elif not isinstance(layer, QuantEmbedding) and (there is layer or there.weight.numel() == 0):
             copied.set_submodule(name, _linear(layer))
+    for name, layer in layers.items():
+        if isinstance(layer, QuantEmbedding):
+            _put_embedding(copied, name, layer, layers)
     return copied
+
+
+def _put_embedding(model: Any, name: str, layer: QuantEmbedding, layers: Mapping[str, Any]) -> None:
+    """Put back an embedding of the original class. The weight of a tied head is that of the Linear put back for it."""
+    there = model.get_submodule(name)
+    if there is layer:
+        there = layer.as_float(device="meta")
+        model.set_submodule(name, there)
+    head = next((own for own, other in layers.items() if other is layer.head), None)
+    if head is not None:
+        there._parameters["weight"] = model.get_submodule(head).weight
+    elif there.weight.numel() == 0:
+        there._parameters["weight"] = layer.as_float(device="meta").weight
 
 
 def _put_experts(model: Any, name: str, there: Any, layer: QuantExperts) -> None:

@@ -14,6 +14,7 @@ from ..linear import LinearSpec
 from ..linear.hf import METHOD
 from ..linear.layer_settings import spec_of
 from ..models import layers_config
+from ..patching.embeddings import TABLE
 
 
 def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -35,6 +36,7 @@ def stored_specs(config: PreTrainedConfig, shapes: nn.Module) -> tuple[dict[str,
     if stored is None:
         return {}, frozenset()
     modules = dict(shapes.named_modules())
+    modules |= {f"{name}.{TABLE}": module for name, module in modules.items() if isinstance(module, nn.Embedding)}
     listed = stored.get("modules") or {}
     if stored.get("quant_method") != METHOD or not all(_is_linear(modules.get(name)) for name in listed):
         warnings.warn(

@@ -23,7 +23,8 @@ from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
 from ..models import head_dim, num_kv_heads
-from ..patching.survey import ExpertsSite, LinearSite, has_one_table, linear_sites, sites_for
+from ..patching.embeddings import TABLE, EmbeddingSite, find_table
+from ..patching.survey import ExpertsSite, LinearSite, linear_sites, sites_for
 from .roofline import Work
 from .shapes import decoder_config
 
@@ -169,6 +170,8 @@ class WeightTensor:
         if self.spec is None:
             return Counter({self.kind: plain})
         integers = self.spec.integer_bytes
+        if self.kind == "embeddings":
+            return Counter({self.kind: self.spec.weight_bytes})
         stored = Counter({self.kind: integers, "scales": self.spec.weight_bytes - integers})
         if self.tied:
             stored["embeddings"] = plain  # looked up by token, so that the table stays as it is
@@ -205,29 +208,37 @@ def weight_tensors(
             )
     found = linear_sites(model, ()) if config is None else sites_for(model, config)
     sites = {id(site.parameter): site for site in found}
+    table = None if config is None else find_table(model, config, sites.values())
+    shared = None if table is None or table.refusal is not None else table.site
+    if isinstance(shared, EmbeddingSite):
+        sites[id(shared.parameter)] = shared
     seen: set[int] = set()
     for name, module in model.named_modules():
         for parameter in () if name in tables else module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 site = sites.get(id(parameter))
-                counted = _tensor(model, module, parameter) if site is None else _linear(model, site, config)
-                if site is not None and held:
-                    counted = replace(counted, spec=held.get(site.name), tied=counted.tied and not tables)
+                counted = _tensor(model, module, parameter) if site is None else _linear(model, site, config, shared)
+                if held:
+                    spec = held.get(f"{name}.{TABLE}" if site is None else site.name)
+                    counted = replace(counted, spec=spec, tied=counted.tied and not tables)
                 yield counted
 
 
-def _linear(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:
-    kept = config if config is None or not site.is_head else config.for_head
+def _linear(
+    model: PreTrainedModel, site: LinearSite, config: WeightConfig | None, table: LinearSite | None
+) -> WeightTensor:
+    """Count the weight of a site. table: the one that the input embedding looks its rows up in, if it is quantized."""
+    kept, shape = config if config is None or not site.is_head else config.for_head, tuple(site.weight.shape)
+    if isinstance(site, EmbeddingSite):
+        assert config is not None and config.for_embedding is not None
+        stored = LinearSpec.of(site.weight, config.for_embedding)
+        return WeightTensor(kind="embeddings", shape=shape, itemsize=site.weight.itemsize, spec=stored)
     if isinstance(site, ExpertsSite):
         return _experts(model, site, kept)
-    return WeightTensor(
-        kind="head" if site.is_head else "linears",
-        shape=tuple(site.weight.shape),
-        itemsize=site.weight.itemsize,
-        spec=None if kept is None or site.skip is not None else LinearSpec.of(site.weight, kept),
-        tied=site.is_tied and not (config is not None and has_one_table(model, site, config)),
-    )
+    spec = None if kept is None or site.skip is not None else LinearSpec.of(site.weight, kept)
+    kind, is_tied = "head" if site.is_head else "linears", site.is_tied and site is not table
+    return WeightTensor(kind=kind, shape=shape, itemsize=site.weight.itemsize, spec=spec, tied=is_tied)
 
 
 def _experts(model: PreTrainedModel, site: ExpertsSite, config: WeightConfig | None) -> WeightTensor:
@@ -238,10 +249,9 @@ def _experts(model: PreTrainedModel, site: ExpertsSite, config: WeightConfig | N
     if config is not None and fits and site.skip is None and not config.is_nf4:
         one = LinearSpec.of(weight, config)
         spec = replace(one, out_features=site.count * one.out_features)
-    return WeightTensor(
-        kind="experts", shape=tuple(site.weight.shape), itemsize=weight.itemsize, spec=spec,
-        top_k=_experts_per_token(model),
-    )  # fmt: skip
+    top_k = _experts_per_token(model)
+    shape = tuple(site.weight.shape)
+    return WeightTensor(kind="experts", shape=shape, itemsize=weight.itemsize, spec=spec, top_k=top_k)
 
 
 def _tensor(model: PreTrainedModel, module: nn.Module, parameter: nn.Parameter) -> WeightTensor:

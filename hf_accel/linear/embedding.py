@@ -1,48 +1,92 @@
-"""An embedding that looks its rows up in the quantized head of a tied model: one table in memory, not two."""
+"""An embedding that looks its rows up in a quantized weight: in the head of a tied model, or in a table of its own."""
 
 from __future__ import annotations
 
+import copy
 import weakref
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from .formats import Layout, QuantizedWeight
-from .layer import QuantLinear
+from .backends.backend import LinearSpec
+from .backends.registry import BackendChoice, choose
+from .formats import Layout, QuantizedWeight, zeros
+from .layer import QuantLinear, QuantModule
 from .writable import WritableWeight, plain
+
+ROW_BACKEND = "reference"  # the backend of a table that nothing multiplies by: its rows lie one after the other
+
+
+class QuantTable(QuantModule):
+    """The weight [tokens, numbers] of an embedding that shares it with nobody. Only its rows are read."""
+
+    bias = None
+
+    @classmethod
+    def from_packed(cls, packed: Any, *, choice: BackendChoice) -> Self:
+        """Over what `choice.backend.quantize` made of a weight of `choice.spec`."""
+        table = cls.__new__(cls)
+        table._describe(choice.spec, ROW_BACKEND)
+        table.choice, table._packed, table.finds_rows = choice, packed, True
+        return table
+
+    @classmethod
+    def empty(cls, spec: LinearSpec) -> Self:
+        """Zeros, to load a checkpoint into."""
+        weight = zeros(spec.layout, (spec.out_features, spec.in_features), dtype=spec.dtype, device=spec.device_type)
+        return cls.from_packed(weight, choice=choose(spec, ROW_BACKEND, finds_rows=True)).unpack()
+
+    def sibling(self) -> QuantTable:
+        """Make a second table over the same packed weight."""
+        choice = self.choice or self.pack().chosen
+        return QuantTable.from_packed(self._packed, choice=choice)
 
 
 class QuantEmbedding(nn.Embedding):
-    """Looks up rows of the weight [tokens, inputs] of `table`, a QuantLinear that has a scale for each output.
+    """Looks up rows of the weight [tokens, inputs] of `table`: the QuantLinear that is the head, or a QuantTable.
 
     An output of the head is a token of the embedding, so that the same bytes serve both. What is written to the
     weight, the head gets, as with stock's tied weights; a weight of other rows, which resize_token_embeddings() puts
-    in, makes a float embedding of it again, while the head keeps its own. There is no Parameter, and no gradient.
+    in, makes a float embedding of it again, while the head keeps its own. There is no Parameter, and no gradient; a
+    copy of this module alone, as PEFT's modules_to_save makes one to be trained, is a float embedding.
     """
 
-    def __init__(self, original: nn.Embedding, table: QuantLinear | None) -> None:
-        """original: the float embedding that it replaces. table: None until a checkpoint is loaded."""
+    float_class: type[nn.Embedding]  # the class of the original
+
+    def __init__(self, original: nn.Embedding, table: QuantLinear | QuantTable) -> None:
+        """original: the float embedding that it replaces."""
         nn.Module.__init__(self)
         for name in ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type"):
             setattr(self, name, getattr(original, name))
         self.scale_grad_by_freq, self.sparse = original.scale_grad_by_freq, original.sparse
-        self.float_class = type(original)
+        self.float_class = original.float_class if isinstance(original, QuantEmbedding) else type(original)
         self.scalar_embed_scale = number_after(original)
-        self.share(table)
+        if isinstance(table, QuantTable):
+            self.table = table
+        else:  # it is the model's head, and no child of this module as well
+            vars(self)["table"] = table
+        table.finds_rows = True  # of another backend, if it is packed again
         self._lent: weakref.ref[WritableWeight] | None = None
 
-    def share(self, table: QuantLinear | None) -> None:
-        """Look up in `table` from now on. It is the model's head, and no child of this module as well."""
-        vars(self)["table"] = table
-        if table is not None:
-            table.finds_rows = True  # of another backend, if it is packed again
+    @property
+    def is_shared(self) -> bool:
+        """True if the weight is the head's."""
+        return isinstance(self.head, QuantLinear)
 
     @property
-    def head(self) -> QuantLinear:
+    def head(self) -> QuantLinear | QuantTable:
         """The layer whose weight this is."""
-        return cast(QuantLinear, vars(self)["table"])
+        found: QuantLinear | QuantTable = self.table
+        return found
+
+    @property
+    def embed_scale(self) -> Tensor:
+        """The number that rows are multiplied by, which PEFT reads; a plain embedding has none."""
+        if self.scalar_embed_scale is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'embed_scale'")
+        return torch.tensor(self.scalar_embed_scale, device="cpu")
 
     def forward(self, input: Tensor) -> Tensor:
         head = self.head
@@ -97,32 +141,42 @@ class QuantEmbedding(nn.Embedding):
         else:
             become_float(self, value)
 
-    def as_float(self) -> nn.Embedding:
-        """Return a float embedding of the same numbers."""
+    def as_float(self, *, device: str | None = None) -> nn.Embedding:
+        """Return a float embedding of the same numbers; on another device, of which none are read, "meta"."""
         made = type(self)(self, self.head)
-        made.float_class = self.float_class
-        become_float(made, self.quantized.dequantize(self.compute_dtype))
+        shape = (self.num_embeddings, self.embedding_dim)
+        on_meta = None if device is None else torch.empty(shape, dtype=self.compute_dtype, device=device)
+        become_float(made, self.quantized.dequantize(self.compute_dtype) if on_meta is None else on_meta)
+        return made.train(self.training)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Embedding:
+        if not memo:
+            return self.as_float()
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(self.__getstate__(), memo))
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lent": None}
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rows of the INT8 head"
+        label = self.head.layout.label.upper()
+        return f"{super().extra_repr()}, rows of {f'the {label} head' if self.is_shared else label}"
 
 
 def is_table(layout: Layout) -> bool:
-    """Return whether rows of such a weight can be looked up: INT8 with a scale for each output."""
-    return layout.label == "int8" and layout.group_size is None and not layout.minima
+    """Return whether rows of such a weight are looked up where they lie."""
+    return layout.label in ("int8", "int4")
 
 
 def become_float(embedding: QuantEmbedding, weight: Tensor) -> None:
     """Make an embedding of the original's class of it, with a weight of its own."""
     scale = embedding.scalar_embed_scale
+    kind: Any = embedding.float_class
+    embedding._modules.pop("table", None)
     for name in ("table", "_lent", "float_class"):
-        kept = vars(embedding).pop(name)
-        if name == "float_class":
-            embedding.__class__ = kept
+        vars(embedding).pop(name, None)
+    embedding.__class__ = kind
     embedding.num_embeddings = len(weight)
     embedding.register_parameter("weight", nn.Parameter(weight.detach().clone()))
     if scale is not None:

@@ -138,7 +138,7 @@ class AccelQuantizer(HfQuantizer):
             n: layer.layout.module_settings(layer.activations) for n, layer in layers.items()
         }
         names = {id(layer): name for name, layer in layers.items()}
-        embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
+        embeddings = {n: m for n, m in model.named_modules() if isinstance(m, QuantEmbedding) and m.is_shared}
         alone = next((name for name, embedding in embeddings.items() if id(embedding.head) not in names), None)
         if alone is not None:
             raise UnsupportedError(

@@ -128,6 +128,47 @@ class QuantModule(nn.Module):
             self.choice = self._packed = self._input_order = None
         return self
 
+    @torch.no_grad()
+    def write(self, value: Tensor) -> None:
+        """Replace the weight by a float weight [out, in], rounded to nearest in the same format.
+
+        Its own present weight is not rounded again. Raises UnsupportedError for another shape and for NaN and
+        infinity, with the layer as it was.
+        """
+        if tuple(value.shape) != (self.out_features, self.in_features):
+            raise UnsupportedError(
+                f"a weight {list(value.shape)} cannot be written to a layer [{self.out_features}, {self.in_features}]"
+            )
+        stored = self.pack().quantized
+        before = stored.dequantize(torch.float32)
+        value = value.to(before.device, self.dtype)
+        if torch.equal(value, before.to(self.dtype)):
+            return
+        weight = quantize_like(value, stored)
+        self.unpack()
+        self._buffers.update(state(weight))
+        if weight.weight_minimum is None:  # rounded to nearest, a weight has zero points in their place
+            self._buffers.pop("weight_minimum", None)
+        self.pack()
+        self._note_change(value.float() - before)
+
+    def _note_change(self, change: Tensor) -> None:
+        """Remember a change of the weight [out, in], or forget the last one if this takes it back."""
+        self.writes += 1
+        generator = torch.Generator("cpu").manual_seed(self.in_features)
+        drawn = torch.randn(self.in_features, generator=generator, device="cpu")
+        sketch = change @ drawn.to(change.device)  # [out]
+        if not self.changes or (sketch + self.changes[-1]).norm() > TAKEN_BACK * self.changes[-1].norm():
+            self.changes.append(sketch)
+            return
+        self.changes.pop()
+        warnings.warn(
+            "an adapter was merged into quantized layers and taken out again: rounded twice, their weights are not "
+            "exactly what they were; hf_accel.unpatch(model) and hf_accel.patch(model) bring these back",
+            HfAccelWarning,
+            stacklevel=5,
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         packed = self.choice is not None
         self.unpack()
@@ -302,47 +343,6 @@ class QuantLinear(QuantModule, nn.Linear):
             held = WritableWeight.of(self)
             self._lent = weakref.ref(held)  # torch.utils.swap_tensors refuses a tensor that has one
         return held
-
-    @torch.no_grad()
-    def write(self, value: Tensor) -> None:
-        """Replace the weight by a float weight [out, in], rounded to nearest in the same format.
-
-        Its own present weight is not rounded again. Raises UnsupportedError for another shape and for NaN and
-        infinity, with the layer as it was.
-        """
-        if tuple(value.shape) != (self.out_features, self.in_features):
-            raise UnsupportedError(
-                f"a weight {list(value.shape)} cannot be written to a layer [{self.out_features}, {self.in_features}]"
-            )
-        stored = self.pack().quantized
-        before = stored.dequantize(torch.float32)
-        value = value.to(before.device, self.dtype)
-        if torch.equal(value, before.to(self.dtype)):
-            return
-        weight = quantize_like(value, stored)
-        self.unpack()
-        self._buffers.update(state(weight))
-        if weight.weight_minimum is None:  # rounded to nearest, a weight has zero points in their place
-            self._buffers.pop("weight_minimum", None)
-        self.pack()
-        self._note_change(value.float() - before)
-
-    def _note_change(self, change: Tensor) -> None:
-        """Remember a change of the weight [out, in], or forget the last one if this takes it back."""
-        self.writes += 1
-        generator = torch.Generator("cpu").manual_seed(self.in_features)
-        drawn = torch.randn(self.in_features, generator=generator, device="cpu")
-        sketch = change @ drawn.to(change.device)  # [out]
-        if not self.changes or (sketch + self.changes[-1]).norm() > TAKEN_BACK * self.changes[-1].norm():
-            self.changes.append(sketch)
-            return
-        self.changes.pop()
-        warnings.warn(
-            "an adapter was merged into quantized layers and taken out again: rounded twice, their weights are not "
-            "exactly what they were; hf_accel.unpatch(model) and hf_accel.patch(model) bring these back",
-            HfAccelWarning,
-            stacklevel=5,
-        )
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"

@@ -10,11 +10,11 @@ from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels
 from ..linear import ExpertWeights, QuantModule
+from ..linear.embedding import QuantTable
 from ..parallel.tensor import TensorParallel
 from .originals import files_of
 from .plan import LinearPlan, Plan
 from .printed import Line
-from .survey import ExpertsSite
 
 
 def explain(plan: Plan) -> Iterator[Line]:
@@ -72,9 +72,7 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
         return
     groups: dict[tuple[str, str, str], list[LinearPlan]] = {}
     for linear in plan.linears:
-        experts = isinstance(linear.site, ExpertsSite)
-        what = "head" if linear.site.is_head else "weights of experts" if experts else "linears"
-        groups.setdefault((what, _format(linear), linear.reason), []).append(linear)
+        groups.setdefault((linear.site.kind, _format(linear), linear.reason), []).append(linear)
     for (what, choice, reason), members in groups.items():
         yield Line("weights", f"{len(members)} {what}{_shapes(members)}", choice, reason)
     yield from _fold_lines(plan)
@@ -84,9 +82,8 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
 
 def _held(layer: QuantModule) -> tuple[str, str]:
     """Return what a layer that a checkpoint holds quantized is, and its format with the backend."""
-    group_size = layer.layout.group_size
-    group = "" if group_size is None else f" group {group_size}"
-    what = "weights of experts" if isinstance(layer, ExpertWeights) else "linears"
+    group = f" group {layer.layout.group_size}" if layer.layout.group_size else ""
+    what = {ExpertWeights: "weights of experts", QuantTable: "embedding"}.get(type(layer), "linears")
     return what, f"{layer.layout.label}{group} by {layer.chosen.backend.name}"
 
 
@@ -107,7 +104,7 @@ def _format(linear: LinearPlan) -> str:
     if linear.choice is None:
         return "as is"
     group_size = None if linear.config.is_nf4 else linear.config.layout.group_size
-    group = "" if group_size is None else f" group {group_size}"
+    group = f" group {group_size}" if group_size else ""
     method = f" {linear.config.method}" if linear.config.is_calibrated else ""
     return f"{linear.config.label}{group}{method} by {linear.choice.backend.name}"
 

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedError
 from ..hardware import release, trim
 from ..linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight, QuantLinear, Workers
-from ..linear.embedding import QuantEmbedding
+from ..linear.embedding import QuantEmbedding, QuantTable
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.layer import RankPart
 from ..linear.nf4 import BitsAndBytes, nf4_layer
@@ -26,6 +26,7 @@ from ..parallel.tensor import CLASSES, JoinedLinear, part_bias
 from ..recognition.unchanged import ALL_HOOKS
 from ..tensors import is_sharded
 from ..undo.journal import Journal
+from .embeddings import EmbeddingSite
 from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
 from .survey import ExpertsSite
@@ -176,6 +177,10 @@ def _place(packed: Packed, linear: LinearPlan, todo: Plan, journal: Journal) -> 
     site = linear.site
     bias = site.bias if packed.bias is None else packed.bias
     layer: nn.Linear
+    if isinstance(site, EmbeddingSite):
+        looked_up: Any = site.module
+        own: Any = QuantEmbedding(looked_up, QuantTable.from_packed(packed.weight, choice=packed.choice))
+        return _put_in(own, site.module, site.embedding, model=todo.model, journal=journal)
     if isinstance(packed.choice.backend, BitsAndBytes):
         layer = nf4_layer(packed.weight, bias, packed.choice.spec, source_class=type(site.module))
     elif is_sharded(site.parameter):

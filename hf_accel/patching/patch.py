@@ -230,7 +230,7 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
         return
     held = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
     names = {id(module): name for name, module in model.named_modules()}
-    tables = {name: names[id(embedding.head)] for name, embedding in held.items()}
+    tables = {name: names[id(embedding.head)] for name, embedding in held.items() if embedding.is_shared}
     tables |= {linear.embedding: linear.site.name for linear in todo.quantized if linear.embedding is not None}
     settings = AccelConfig(modules=layers, tables=tables)
     settings.patch = todo.config

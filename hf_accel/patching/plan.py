@@ -16,6 +16,7 @@ from ..fused.hf.sites import Dropped, FusedSite
 from ..fused.projections import UNLIMITED
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..linear import BackendChoice, QuantLinear, QuantModule
+from ..linear.embedding import QuantTable
 from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
 from .originals import Stored
@@ -49,12 +50,14 @@ class LinearPlan:
     @property
     def bytes_read(self) -> int:
         """Change of the weight bytes that a decode step reads."""
-        return 0 if self.choice is None else self.site.count * self.choice.spec.weight_bytes - self.site.weight.nbytes
+        kept = 0 if self.replaces else self.site.weight.nbytes
+        return 0 if self.choice is None or not self.site.is_read_whole else self.bytes_held - kept
 
     @property
     def bytes_held(self) -> int:
         """Change of the weight bytes in memory: where the embedding keeps the original, a tied head is a copy."""
-        return self.bytes_read + (0 if self.choice is None or self.replaces else self.site.weight.nbytes)
+        freed = self.site.weight.nbytes if self.replaces else 0
+        return 0 if self.choice is None else self.site.count * self.choice.spec.weight_bytes - freed
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,7 @@ class Plan(Printed):
         back.
     folds: where AWQ's scales go.
     split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
-    out the KV
-        cache; None if this process has the whole cache.
+        out the KV cache; None if this process has the whole cache.
     """
 
     model: PreTrainedModel
@@ -151,8 +153,9 @@ class Plan(Printed):
     @property
     def variant(self) -> list[str]:
         """The parts that may round a token's numbers differently among other tokens, as clauses."""
-        chosen = {(p.choice.backend, p.config.label.split()[0]) for p in self.quantized if p.choice is not None}
-        stored = [module for module in self.model.modules() if isinstance(module, QuantModule)]
+        whole = (p for p in self.quantized if p.site.is_read_whole)
+        chosen = {(p.choice.backend, p.config.label.split()[0]) for p in whole if p.choice is not None}
+        stored = [m for m in self.model.modules() if isinstance(m, QuantModule) and not isinstance(m, QuantTable)]
         chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
         if self.stock_attention or self.stock_parts:

@@ -37,6 +37,7 @@ from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_model
+from .embeddings import Table, find_table
 from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
@@ -52,7 +53,6 @@ from .survey import (
     pages_refusal,
     sites_for,
     split_of,
-    tied_embedding,
 )
 from .twin import twin
 
@@ -213,10 +213,12 @@ def plan_linears(
 def _plan_sites(
     model: PreTrainedModel, config: WeightConfig, where: _Where, eight_bits: Collection[str]
 ) -> Iterable[LinearPlan]:
-    """Plan each site. Raises UnsupportedError if embedding= was asked for and the head cannot serve the embedding."""
+    """Plan each site. Raises UnsupportedError if embedding= was asked for and cannot be met."""
     experts: list[LinearPlan] = []
-    stays: str | None = "it has no head that shares its weight with the embedding"
-    for site in sites_for(model, config):
+    sites = sites_for(model, config)
+    table = find_table(model, config, sites)
+    stays = None if table is None else table.refusal
+    for site in sites:
         kept = config.for_head if site.is_head else config
         if kept is config and site.name in eight_bits:
             kept = config.with_eight_bits()
@@ -227,12 +229,13 @@ def _plan_sites(
         elif isinstance(site, ExpertsSite):
             experts.append(_plan_experts(site, kept, where))
         else:
-            linear = _plan_linear(site, kept, where)
-            if _is_shared(site, kept):
-                linear, stays = _share_with_embedding(model, linear)
+            linear = _plan_linear(site, kept, where, finds_rows=table is not None and table.serves(site))
+            if table is not None and table.site is site:
+                linear, stays = _share_with_embedding(linear, table)
             yield linear
     yield from _whole_experts(experts)
-    if config.embedding is not None and stays is not None:
+    yield from () if table is None else table.own_plan(where.device_type)
+    if table is not None and table.asked and stays is not None:
         raise UnsupportedError(
             f"embedding={config.embedding!r} is not possible for {type(model).__name__}: {stays}; leave embedding= out"
         )
@@ -248,16 +251,12 @@ class _Where(NamedTuple):
     measuring: Measuring | None
 
 
-def _is_shared(site: LinearSite, config: WeightConfig) -> bool:
-    return site.is_head and site.is_tied and config.embedding is not None
-
-
-def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> LinearPlan:
+def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where, *, finds_rows: bool = False) -> LinearPlan:
     spec = LinearSpec.of(site.matrices(site.tensor)[0], config, device_type=where.device_type)
     refusal = nf4_refusal(spec, site.bias) if config.is_nf4 else None
     if refusal is not None:
         return LinearPlan(site, config, refusal)
-    asked = {"row_invariant": where.row_invariant, "finds_rows": _is_shared(site, config)}
+    asked = {"row_invariant": where.row_invariant, "finds_rows": finds_rows}
     choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec, **asked)
     of_experts = isinstance(site, ExpertsSite)
     measured = None if where.measuring is None else where.measuring.measure(choice, of_experts=of_experts)
@@ -268,14 +267,14 @@ def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where) -> Linea
     return LinearPlan(site, config, reason, choice)
 
 
-def _share_with_embedding(model: PreTrainedModel, linear: LinearPlan) -> tuple[LinearPlan, str | None]:
+def _share_with_embedding(linear: LinearPlan, table: Table) -> tuple[LinearPlan, str | None]:
     """Let the embedding look its rows up in the tied head, or return why not, as a clause."""
     if linear.choice is None:
         return linear, f"its head stays as it is: {linear.reason}"
-    found, refusal = tied_embedding(model, linear.site)
-    if refusal is not None:
-        return linear, refusal
-    return replace(linear, embedding=found, reason=f"{linear.reason}; {found} looks its rows up in it"), None
+    if table.refusal is not None:
+        return replace(linear, reason=f"{linear.reason}; the embedding stays as it is: {table.refusal}"), table.refusal
+    reason = f"{linear.reason}; {table.embedding} looks its rows up in it"
+    return replace(linear, embedding=table.embedding, reason=reason), None
 
 
 def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> LinearPlan:
@@ -306,7 +305,7 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
         embedding: Any = model.get_input_embeddings()
     except NotImplementedError:  # a model of several inputs, or of images alone
         embedding = None
-    table = getattr(embedding, "weight", None)
+    table = None if embedding is None else embedding._parameters.get("weight")
     head = model.get_output_embeddings()
     # A quantized head would make a float weight if it was asked for one.
     is_head = head is not None and any(parameter is table for parameter in head.parameters())

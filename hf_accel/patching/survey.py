@@ -25,14 +25,13 @@ from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, 
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length, spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import attention_code, code_of, source_of
-from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded, local_tensor
 from .check import check_skip, named
 
 
 @dataclass(frozen=True)
 class LinearSite:
-    """A module that multiplies by a weight matrix.
+    """A module that multiplies by a weight matrix, or looks rows up in it.
 
     is_tied: the weight is the input embedding's too. skip: one clause why the module stays, or None.
     """
@@ -42,6 +41,16 @@ class LinearSite:
     is_head: bool
     is_tied: bool
     skip: str | None
+
+    @property
+    def kind(self) -> str:
+        """The plural by which the plan counts such sites."""
+        return "head" if self.is_head else "linears"
+
+    @property
+    def is_read_whole(self) -> bool:
+        """True if a decode step reads all of the weight."""
+        return True
 
     @property
     def tensor_name(self) -> str:
@@ -83,6 +92,10 @@ class ExpertsSite(LinearSite):
     """A parameter of fused experts. name: of the module that will hold it. module: the experts. key: the parameter."""
 
     key: str = ""
+
+    @property
+    def kind(self) -> str:
+        return "weights of experts"
 
     @property
     def experts_name(self) -> str:
@@ -138,7 +151,7 @@ def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Linear
 
     Pruning and weight normalization compute the weight again in each pass, so that there is none to replace.
     """
-    head, owners = model.get_output_embeddings(), _weight_owners(model)
+    head, owners = model.get_output_embeddings(), weight_owners(model)
     other, is_lost, split = other_quantizer(model), lost_on_saving(model), split_of(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
@@ -159,6 +172,9 @@ def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
     experts = list(experts_sites(model, config.skip))
     if config.layout.group_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows
         _check_groups(sites, config.bits, config.layout.group_size)
+    head = config.for_head
+    if head is not None and head.layout.group_size is not None:
+        _check_head(sites, head.layout.group_size)
     return [*sites, *experts]
 
 
@@ -175,6 +191,16 @@ def _check_groups(sites: Iterable[LinearSite], bits: int, group_size: int) -> No
         f"group_size={group_size} does not divide the {widths[cut[0]]} inputs of {cut[0]!r}; use {resized}, or leave "
         f"such layers as they are: weights={{'bits': {bits}, 'group_size': {group_size}, 'skip': {ends}}}"
     )
+
+
+def _check_head(sites: Iterable[LinearSite], group_size: int) -> None:
+    """Raise UnsupportedError unless groups of this size divide the inputs of the head."""
+    head = next((site for site in sites if site.is_head and site.skip is None), None)
+    if head is not None and head.weight.shape[1] % group_size:
+        raise UnsupportedError(
+            f"group_size={group_size} does not divide the {head.weight.shape[1]} inputs of {head.name!r}; leave head= "
+            "out, or choose another group_size="
+        )
 
 
 def common_group_size(model: PreTrainedModel) -> GroupSize:
@@ -201,7 +227,7 @@ def other_quantizer(model: PreTrainedModel) -> str | None:
     return type(foreign[0]).__name__ if foreign else None
 
 
-def _weight_owners(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
+def weight_owners(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -227,45 +253,12 @@ def _reason_to_skip(
         return "is moved between devices by accelerate"
     if "lora_" in name:
         return "is an adapter"
-    if _weight_is_read(model, name):
+    if weight_is_read(model, name):
         return "has its weight read by the module around it"
     return _reason_by_role(model.config, module, head)
 
 
-SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
-
-
-def has_one_table(model: PreTrainedModel, site: LinearSite, config: WeightConfig) -> bool:
-    """Return whether `config` lets the embedding look its rows up in this tied head."""
-    return site.is_head and site.is_tied and config.embedding is not None and tied_embedding(model, site)[1] is None
-
-
-def tied_embedding(model: PreTrainedModel, site: LinearSite) -> tuple[str, str | None]:
-    """Return the name of the embedding that has the weight of a tied head, and why it must stay; None if it need not.
-
-    Known are embeddings that look up, and those of Gemma, which multiply by a number then.
-    """
-    embedding: Any = model.get_input_embeddings()
-    name = next((name for name, module in model.named_modules() if module is embedding), "")
-    kind = type(embedding).__name__
-    if set(_weight_owners(model)[id(site.parameter)]) != {site.module, embedding} or not name:
-        return name, "other modules have it too"
-    if [module for _, module in model.named_modules(remove_duplicate=False)].count(embedding) > 1:
-        return name, f"{kind} is in the model twice"
-    if is_sharded(site.parameter) or hasattr(embedding, "_hf_hook") or has_own_forward(embedding):
-        return name, f"{kind} is moved or split by others"
-    if type(embedding) is not nn.Embedding:
-        body = [line.strip() for line in (source_of(type(embedding).forward) or "").splitlines()]
-        if body[1:] != [SCALED_LOOK_UP] or not isinstance(getattr(embedding, "scalar_embed_scale", None), float):
-            return name, f"the forward of {kind} is not known"
-    if embedding.max_norm is not None:
-        return name, f"{kind} has a max_norm, which changes rows that are looked up"
-    if _weight_is_read(model, name):
-        return name, "the module around it reads its weight"
-    return name, None
-
-
-def _weight_is_read(model: PreTrainedModel, name: str) -> bool:
+def weight_is_read(model: PreTrainedModel, name: str) -> bool:
     """Return whether the parent's forward reads the weight itself (T5's `wo`), and would dequantize it each time."""
     parent, _, own_name = name.rpartition(".")
     return f"self.{own_name}.weight" in (source_of(type(model.get_submodule(parent)).forward) or "")

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
+from ..linear.embedding import QuantEmbedding, QuantTable
 from ..linear.hf import is_split
 from ..linear.nf4 import is_nf4
 from ..recognition.unchanged import ALL_HOOKS
@@ -39,7 +40,8 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 def quantized_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers that take the place of float ones, ours and bitsandbytes', by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts) or is_nf4(m)}
+    ours = (QuantLinear, QuantExperts, QuantEmbedding)
+    return {name: module for name, module in model.named_modules() if isinstance(module, ours) or is_nf4(module)}
 
 
 def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -61,7 +63,7 @@ def _sibling(layer: QuantModule, memo: dict[int, Any]) -> QuantModule:
     """Make a second layer over the same packed weight, to which neither ever writes."""
     assert layer.choice is not None
     sibling: QuantModule
-    if isinstance(layer, ExpertWeights):
+    if isinstance(layer, ExpertWeights | QuantTable):
         sibling = layer.sibling()
     else:
         assert isinstance(layer, QuantLinear)
@@ -69,7 +71,7 @@ def _sibling(layer: QuantModule, memo: dict[int, Any]) -> QuantModule:
         sibling = QuantLinear.from_packed(
             layer._packed, bias, choice=layer.choice, backend=layer.requested_backend, input_order=layer._input_order
         )
-    sibling.activations = layer.activations
+    sibling.activations, sibling.finds_rows = layer.activations, layer.finds_rows
     sibling.writes, sibling.changes = layer.writes, list(layer.changes)
     sibling.train(layer.training)
     for hooks in ALL_HOOKS:

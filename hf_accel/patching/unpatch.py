@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..config import WeightConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..fused.composed_activation import NativeActivation
-from ..linear import QuantLinear, QuantModule
+from ..linear import QuantLinear, QuantModule, quantize
 from ..linear.embedding import QuantEmbedding
 from ..tensors import torchs_defaults
 from ..undo.journal import Journal, Write
@@ -57,7 +58,7 @@ def _take_out(model: PreTrainedModel, state: PatchState) -> None:
     state.originals.restore()
     _catch_up(model, journal)
     if table is not None:
-        give_tokens(model, journal, table)
+        give_tokens(journal, table, state.config.weights)
     folded = [(w.owner, w.new) for w in journal.writes if w.container == "_parameters"]
     if resized is not None:
         give_rows(model, resized, journal.writes)
@@ -141,8 +142,8 @@ def give_rows(model: PreTrainedModel, write: Write, writes: Sequence[Write]) -> 
 
 
 def resized_table(journal: Journal) -> Write | None:
-    """Return the write of an embedding that looked up in the head until resize_token_embeddings() gave it other rows,
-    in floating point.
+    """Return the write of an embedding that was quantized until resize_token_embeddings() gave it other rows, in
+    floating point.
     """
     for write in journal.writes:
         old, new = write.old, write.new
@@ -152,13 +153,20 @@ def resized_table(journal: Journal) -> Write | None:
 
 
 @torch.no_grad()
-def give_tokens(model: PreTrainedModel, journal: Journal, write: Write) -> None:
-    """Give the original embedding the resized one's rows, and its own numbers where these are the quantized ones."""
+def give_tokens(journal: Journal, write: Write, config: WeightConfig | None) -> None:
+    """Give the original embedding the resized one's rows, and its own numbers where these are the quantized ones.
+
+    config: what the model was patched with, by which a table of the embedding's own was rounded.
+    """
     resized, original, weight = write.new, write.old, write.old._parameters["weight"]
-    head = next(w.new for w in journal.writes if isinstance(w.new, QuantLinear) and w.old.weight is weight)
+    head: Any = next(
+        (w.new for w in journal.writes if isinstance(w.new, QuantLinear) and w.old.weight is weight), None
+    )
+    own = None if config is None or head is not None else config.for_embedding
+    stored = head.quantized if own is None else quantize(weight, own)
     rows = min(len(weight), resized.num_embeddings)
     made = resized.weight.detach().to(weight.dtype, copy=True)
-    rounded = head.quantized.dequantize(head.compute_dtype, outputs=slice(rows)).to(made)
+    rounded = stored.dequantize(resized.weight.dtype, outputs=slice(rows)).to(made)
     same = (made[:rows] == rounded).all(1)
     made[:rows][same] = weight[:rows][same].to(made)
     weight.data = made

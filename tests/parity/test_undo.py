@@ -78,13 +78,14 @@ def test_names_do_not_change() -> None:
     assert isinstance(model, PreTrainedModel)
 
 
-def test_tied_head_stays_tied() -> None:
+@pytest.mark.parametrize("weights", ["int8", {"embedding": "auto"}])
+def test_tied_head_stays_tied(weights: Any) -> None:
     model = build("gpt2")
     embedding = model.get_input_embeddings().weight
     assert model.get_output_embeddings().weight is embedding
-    with hf_accel.patched(model):
+    with hf_accel.patched(model, weights=weights):
         assert isinstance(model.get_output_embeddings(), QuantLinear)
-        assert model.get_input_embeddings().weight is embedding
+        assert (model.get_input_embeddings().weight is embedding) == (weights == "int8")
     assert model.get_output_embeddings().weight is embedding
 
 

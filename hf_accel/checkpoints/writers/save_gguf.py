@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import UnsupportedError
 from ...hardware.atomic import replaced_file
-from ...linear import QuantLinear
+from ...linear import QuantLinear, QuantModule
 from ...linear.embedding import QuantEmbedding
 from ...linear.formats import ByteWeight, LowBitWeight, QuantizedWeight
 from ...patching.printed import Line
@@ -120,7 +120,7 @@ def _entries(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Entry]:
         yield _dense("rope_freqs.weight", lambda: factors, tuple(factors.shape), dtype=torch.float32)
 
 
-def _floats(layer: QuantLinear, dtype: torch.dtype) -> Tensor:
+def _floats(layer: QuantModule, dtype: torch.dtype) -> Tensor:
     return layer.quantized.dequantize(dtype)
 
 

@@ -105,10 +105,42 @@ def unpack(weight: PackedWeight) -> Tensor:
 
 
 def stored_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
-    """Return `unpack(weight)[outputs]`, of 8 bits. An output is a word of four inputs every 64 words of its block."""
-    words = weight.packed.view(torch.int32).view(-1, -(-weight.in_features // 4), BLOCK)
-    found = words[outputs // BLOCK, :, outputs % BLOCK] ^ -0x7F7F7F80  # 0x80 in each byte
-    return found.view(torch.int8)[:, : weight.in_features]
+    """Return levels [n, in] of some outputs: int8, or, of 4 bits, uint8 from 0 to 15.
+
+    An output is a word of 4 inputs, or of 8 with 4 bits, every 64 words of its block. Raises IndexError for outputs
+    that the weight has not.
+    """
+    weight.packed[:1].expand(weight.out_features).index_select(0, outputs)  # which knows where the padding begins
+    words = weight.packed.view(torch.int32).view(-1, -(-weight.in_features * weight.bits // 32), BLOCK)
+    found = words[outputs // BLOCK, :, outputs % BLOCK]
+    if weight.bits == 8:
+        return (found ^ -0x7F7F7F80).view(torch.int8)[:, : weight.in_features]  # 0x80 in each byte
+    halves = torch.stack((found & 0x0F0F0F0F, found >> 4 & 0x0F0F0F0F), dim=-1)
+    return halves.flatten(1).view(torch.uint8)
+
+
+def few_stored_rows(weight: PackedWeight, outputs: Sequence[int]) -> Tensor:
+    """Return `stored_rows` of a few outputs by as many native calls, each of which costs less than torch's operators.
+
+    Raises IndexError for outputs that the weight has not.
+    """
+    row = weight.in_features * weight.bits // 8
+    stored = torch.empty(len(outputs), row, dtype=torch.int8 if weight.bits == 8 else torch.uint8, device="cpu")
+    block = len(weight.packed) // -(-weight.out_features // BLOCK)
+    for number, output in enumerate(outputs):
+        if not 0 <= output < weight.out_features:
+            raise IndexError(f"output {output} of {weight.out_features}")
+        first = weight.packed.data_ptr() + output // BLOCK * block + output % BLOCK * 4
+        # An output's words are as far apart as in any block, so that this one is the first of a block of its own.
+        _unpack(FORMATS[weight.bits], 1, 1, weight.in_features, stored.data_ptr() + number * row, first)
+    return stored if weight.bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
+
+
+def factors_of(values: Tensor, outputs: Tensor | Sequence[int]) -> Tensor:
+    """Return scales, zeros or minima [n, groups] of some outputs, where they belong to groups."""
+    if isinstance(outputs, Tensor):
+        return values[outputs // BLOCK, :, outputs % BLOCK]
+    return torch.stack([values[output // BLOCK, :, output % BLOCK] for output in outputs])
 
 
 def quantize(

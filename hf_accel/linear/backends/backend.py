@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...config import Activations, WeightConfig
 from ..activations import EightBits
-from ..formats import Layout, QuantizedWeight, scaled, zero_point_bytes
+from ..formats import Layout, QuantizedWeight, zero_point_bytes
 from ..methods.rtn import quantize
 
 Rounding = Literal["never", "many rows", "always"]  # the rows that a backend rounds to 8 bits
@@ -108,7 +108,7 @@ class Backend(ABC):
     row_invariant: row i of run(X) equals run(X[i:i+1]) bit for bit.
     slow_start: a call costs so much by itself that it does not pay for a small weight.
     own_formats_only: it reads only what `rtn` makes.
-    finds_rows: it reads single outputs of an INT8 weight where they lie, see `rows`.
+    finds_rows: it reads single outputs of INT8 and INT4 weights where they lie, see `rows`.
     """
 
     name: ClassVar[str]
@@ -171,12 +171,11 @@ class Backend(ABC):
         """Multiply x [rows, in], contiguous -> [rows, out] in x's dtype, without checks and gradients."""
 
     def rows(self, packed: Any, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """Look up rows of a weight with a scale for each output: indices [n] -> [n, in], dequantized.
+        """Look up rows of a weight: indices [n] -> [n, in], dequantized. Raises IndexError for rows that it has not.
 
-        `finds_rows` is true of a backend that has them without unpacking all. Raises IndexError for others.
+        `finds_rows` is true of a backend that has them without unpacking all.
         """
-        weight = self.unpack(packed)
-        return scaled(weight.integers().index_select(0, indices), weight.weight_scale.index_select(0, indices), dtype)
+        return self.unpack(packed).rows(indices, dtype)
 
     def experts(self, parts: Sequence[Any]) -> GroupedExperts | None:
         """Make one call over packed weights of one shape; None if each has to be called by itself."""

@@ -14,6 +14,8 @@ from ...kernels.cpu.integer_linear import (
     IntegerExperts,
     IntegerLinear,
     PackedWeight,
+    factors_of,
+    few_stored_rows,
     pack,
     quantize,
     recorded_linear,
@@ -35,11 +37,13 @@ from ..formats import (
     kind_of,
     pack_zero_points,
     scaled,
+    with_minimum,
 )
 from ..methods.rtn import refuse_not_finite
 from .backend import Backend, GroupedExperts, LinearSpec
 
 GROUP_MULTIPLE = 8  # inputs
+FEW = 4  # rows that are found one by one, as those of a decode step
 
 
 @dataclass(eq=False)
@@ -134,12 +138,24 @@ class Cpu(Backend):
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)
 
     def rows(self, packed: CpuWeight, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        if packed.weight.bits != 8 or packed.weight.scales.ndim != 1:
-            return super().rows(packed, indices, dtype)
-        scale_dtype = packed.layout.scale_dtype
+        weight, scale_dtype = packed.weight, packed.layout.scale_dtype
         assert scale_dtype is not None
-        scales = packed.weight.scales[: packed.weight.out_features].index_select(0, indices)
-        return scaled(stored_rows(packed.weight, indices), scales.to(scale_dtype).unsqueeze(1), dtype)
+        if weight.divisor is not None:
+            return super().rows(packed, indices, dtype)
+        wanted: Tensor | list[int] = indices
+        if 0 < len(indices) <= FEW and not is_recorded():
+            wanted = indices.tolist()
+            levels = few_stored_rows(weight, wanted)
+        else:
+            levels = stored_rows(weight, indices)
+        if weight.scales.ndim == 1:
+            return scaled(levels, weight.scales.index_select(0, indices).to(scale_dtype).unsqueeze(1), dtype)
+        grouped = levels.view(len(levels), weight.in_features // weight.group_size, weight.group_size)
+        if weight.bits == 4 and weight.minima is None:
+            zeros = 8 if weight.zeros is None else factors_of(weight.zeros, wanted).unsqueeze(-1)
+            grouped = grouped.view(torch.int8) - zeros
+        minima = None if weight.minima is None else factors_of(weight.minima, wanted).unsqueeze(-1)
+        return with_minimum(grouped, factors_of(weight.scales, wanted).unsqueeze(-1), minima, dtype).flatten(1)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
         if is_recorded():

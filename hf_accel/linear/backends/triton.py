@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels import triton as kernels
 from ...tensors import is_recorded
 from ..activations import EightBits
-from ..formats import ByteWeight, Float4Weight, Int4Weight, Layout, QuantizedWeight, kind_of, scaled
+from ..formats import ByteWeight, Float4Weight, Int4Weight, Layout, QuantizedWeight, kind_of
 from .backend import FEW_ROWS, Backend, GroupedExperts, LinearSpec, Rounding
 
 BLOCKS = {
@@ -191,10 +191,17 @@ class Triton(Backend):
         return made if minimum is None else Int4Weight(made.weight_packed, scale, made.weight_shape, None, minimum)
 
     def rows(self, packed: Any, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        if packed.layout.label != "int8" or len(packed.scale) != 1:
+        if packed.layout.label not in ("int8", "int4"):
             return super().rows(packed, indices, dtype)
-        found = _by_block(packed.integers.index_select(1, indices)).flatten(1)[:, : packed.in_features]
-        return scaled(found, packed.scale[0].index_select(0, indices).unsqueeze(1), dtype)
+        packed.scale[0].index_select(0, indices)  # raises IndexError, unlike that of another dimension
+        zeros, minima = packed.zero_point, packed.minimum
+        if zeros is not None:
+            zeros = _by_block(_pairs(_apart(_by_block(zeros)).index_select(0, indices)))
+        found = replace(
+            packed, integers=packed.integers.index_select(1, indices), scale=packed.scale.index_select(1, indices),
+            zero_point=zeros, minimum=None if minima is None else minima.index_select(1, indices),
+        )  # fmt: skip
+        return self.unpack(found).dequantize(dtype)
 
     def run(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
         if is_recorded():

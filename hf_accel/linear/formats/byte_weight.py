@@ -78,6 +78,11 @@ class Int8Weight(ByteWeight):
     format = "int"
     stored_as = torch.int8
 
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        minimum = None if self.weight_minimum is None else self.weight_minimum.index_select(0, outputs)
+        weight, scale = self.weight.index_select(0, outputs), self.weight_scale.index_select(0, outputs)
+        return self.changed(weight=weight, weight_scale=scale, weight_minimum=minimum).dequantize(dtype)
+
 
 class Float8Weight(ByteWeight):
     """FP8 (e4m3): -448..448, with three bits after the first and an exponent; no minima."""

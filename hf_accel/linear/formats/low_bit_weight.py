@@ -83,6 +83,16 @@ class LowBitWeight(QuantizedWeight):
         groups = groups if minimum is None else groups.add_(1 << self.bits - 1)
         return in_order(with_minimum(groups, scale, minimum, dtype).flatten(-2), self.input_order)
 
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        zero_point, minimum = self.zero_points(), self.weight_minimum
+        found = self.changed(
+            weight_packed=self.weight_packed.index_select(0, outputs),
+            weight_scale=self.weight_scale.index_select(0, outputs),
+            weight_zero_point=None if zero_point is None else pack_zero_points(zero_point[outputs], self.bits),
+            weight_minimum=None if minimum is None else minimum.index_select(0, outputs),
+        )
+        return found.dequantize(dtype)
+
     def part(self, outputs: slice) -> Self:
         made = self.from_integers(self.integers(outputs), self.weight_scale[outputs], self.zero_points(outputs))
         return made if self.weight_minimum is None else replace(made, weight_minimum=self.weight_minimum[outputs])

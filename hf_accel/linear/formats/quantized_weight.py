@@ -81,6 +81,10 @@ class QuantizedWeight(ABC):
     def dequantize(self, dtype: torch.dtype, *, outputs: slice = slice(None)) -> Tensor:
         """Return the weight in floating point, [outputs, in], rounded once."""
 
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return some outputs in floating point, [n, in]. outputs: int64 [n]. Raises IndexError for others."""
+        return self.dequantize(dtype).index_select(0, outputs)
+
     def not_a_number(self) -> tuple[str, list[int]] | None:
         """Find a value that no file may hold, and that kernels would read as a number: its tensor, and its place
         there.

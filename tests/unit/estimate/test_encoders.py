@@ -104,6 +104,15 @@ def test_so_is_a_decoders_with_one_table_and_with_two(embedding: str | None, tmp
     assert estimate(tmp_path, **SPEED).weights_bytes == held(model)
 
 
+@pytest.mark.parametrize("embedding", ["int8", "int4"])
+def test_so_is_a_table_of_its_own(embedding: str, tmp_path: Path) -> None:
+    model = LlamaForCausalLM(TINY["llama"]).eval()
+    weights = hf_accel.WeightConfig(bits=8, embedding=embedding, group_size=32)
+    hf_accel.patch(model, weights=weights, keep_original=False)
+    model.save_pretrained(tmp_path)
+    assert estimate(tmp_path, **SPEED).weights_bytes == held(model)
+
+
 def test_what_other_programs_have_quantized_is_not_counted_without_a_word() -> None:
     config = TINY["llama"].__class__(**TINY["llama"].to_dict())
     config.quantization_config = {"quant_method": "gptq", "bits": 4}

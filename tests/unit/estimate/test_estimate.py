@@ -3,10 +3,11 @@ from __future__ import annotations
 import copy
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
@@ -150,6 +151,35 @@ class TestTiedEmbeddings:
         assert result.weights_by_kind["head"] == self.TABLE
         assert result.weights_by_kind["embeddings"] == 2 * self.TABLE
         assert result.read_bytes == result.weights_bytes + result.kv_bytes - 2 * self.TABLE
+
+    @pytest.mark.parametrize(("bits", "scales"), [(8, 2 * 151936), (4, 2 * 151936 * 7)])
+    def test_an_embedding_that_looks_up_in_the_head_costs_nothing(self, bits, scales):
+        config = WeightConfig(embedding="auto") if bits == 8 else WeightConfig(head="int4", embedding="int4")
+        result = estimate(QWEN2_HALF_B, context=1, weights=config, **FAST)
+        assert result.weights_by_kind["head"] == self.TABLE * bits // 8
+        assert "embeddings" not in result.weights_by_kind
+        kept = estimate(QWEN2_HALF_B, context=1, weights=replace(config, embedding=None), **FAST)
+        assert kept.weights_bytes - result.weights_bytes == 2 * self.TABLE
+        alone = estimate(QWEN2_HALF_B, context=1, weights=replace(config, embedding=None, head=None), **FAST)
+        assert kept.weights_bytes - alone.weights_bytes == self.TABLE * bits // 8 + scales
+        assert result.read_bytes == result.weights_bytes + result.kv_bytes
+
+    @pytest.mark.parametrize(
+        ("config", "megabytes"),
+        [
+            (Qwen3Config(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+                         num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True), 385),
+            (LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+                         num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True), 770),
+            (Gemma3TextConfig(vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+                              num_attention_heads=4, num_key_value_heads=1, head_dim=256), 665),
+        ],
+        ids=["Qwen3-0.6B", "Llama-3.2-1B", "Gemma-3-1B"],
+    )  # fmt: skip
+    def test_small_models_in_int4_hold_one_table(self, config, megabytes):
+        weights = WeightConfig(4, embedding="auto")
+        result = estimate(config, context=1, weights=weights, dtype=torch.bfloat16, **FAST)
+        assert result.weights_bytes <= megabytes * 1e6
 
     def test_a_head_left_alone_still_shares(self):
         result = estimate(QWEN2_HALF_B, context=1, weights=WeightConfig(head=None), **FAST)
