@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ Tables = tuple[Tensor, Tensor]  # cos and sin
 
 # The tokens of a native call, unless one sequence has more: its memory stays in the caches.
 CALL_TOKENS = 1024
+
+
+class WrittenRows(NamedTuple):
+    """The keys and the values of a batch, [B, heads, T, dim], zeros at padding; slots: the places of tokens, [N]."""
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +51,13 @@ class RowLayout:
             return rows.view(*self.shape, -1)
         out = rows.new_zeros(self.shape[0] * self.shape[1], rows.shape[1])
         return out.index_copy_(0, self.index, rows).view(*self.shape, -1)
+
+    def to_write(self, heads: int, dims: tuple[int, int], dtype: torch.dtype) -> WrittenRows:
+        """Return memory for the keys and the values, of these sizes, of all tokens."""
+        batch, tokens = self.shape
+        make = torch.empty if self.index is None else torch.zeros
+        k, v = (make(batch, heads, tokens, dim, dtype=dtype) for dim in dims)
+        return WrittenRows(k, v, torch.arange(batch * tokens) if self.index is None else self.index)
 
     def tables(self, tables: Tables) -> Tables | None:
         """[B or 1, T, dim] -> [N, dim]: of the places of the tokens; None for tables of another form."""
@@ -112,12 +128,39 @@ def layout_of(mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
     if seen is None:
         return None
     columns = seen.expand(batch, tokens)
+    return layout_of_columns(columns) if bool(columns[:, 0].all()) else None
+
+
+def layout_of_columns(columns: Tensor) -> RowLayout | None:
+    """Return the layout of a batch of which these places hold tokens, bool [B, T]; None if a row holds none."""
+    batch, tokens = columns.shape
     lengths: list[int] = columns.sum(1).tolist()
     if min(lengths) == tokens:
         return _layout((batch, tokens), None, lengths)
-    if not bool(columns[:, 0].all()):
+    if not min(lengths):
         return None
     return _layout((batch, tokens), columns.flatten().nonzero().squeeze(1), lengths)
+
+
+def causal_layout(
+    columns: Tensor, batch: int, tokens: int, window: int | None, *, first_counts: bool = False
+) -> RowLayout | None:
+    """Return the layout of a batch whose queries see the tokens up to their own, the last `window` of them, or all.
+
+    columns: bool [B or 1, T], which places hold tokens. They must stand side by side within a window, because padding
+    between them counts in distances. first_counts: whether the first place of each row must hold a token, because
+    models read it; decoders read the last one.
+    """
+    if columns.shape[0] not in (1, batch) or columns.shape[1] != tokens or not columns.is_cpu:
+        return None
+    columns = columns.expand(batch, tokens).bool()
+    if first_counts and not bool(columns[:, 0].all()):
+        return None
+    if window is not None and window < tokens:
+        begins = columns[:, 0] + (columns[:, 1:] & ~columns[:, :-1]).sum(1)
+        if bool((begins > 1).any()):
+            return None
+    return layout_of_columns(columns)
 
 
 def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) -> RowLayout:

@@ -389,7 +389,7 @@ def _plan_fused(
     )  # fmt: skip
     ours = config.attention in ("auto", CpuBackend.name) and split is None and not model_attention_refusal(model)
     encoders, stock_encoders = encoder_sites(
-        model, model.dtype, attends=attention_modules(model) if ours else (),
+        model, model.dtype, attends=attention_modules(model) if ours else (), generates=model.can_generate(),
         linears={module for module, server in servers.items() if server is Server.KERNELS},
     )  # fmt: skip
     layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]

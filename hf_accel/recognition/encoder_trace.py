@@ -17,12 +17,12 @@ from torch import nn
 
 from ..undo.journal import original_class
 from .operation import INPUT, OUTPUT, Operation, Span, UntraceableError
-from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, ModuleStandIn, Opaque, StandIn
+from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, CacheStandIn, ModuleStandIn, Opaque, StandIn
 from .trace import Trace
 from .trial import PLAIN_ACTIVATIONS, activation_name
 
-MASK, TABLES = "attention_mask", "position_embeddings"
-PASSED_ON = (MASK, "position_ids", TABLES)  # tensors that a layer may only pass on to its attention
+MASK, TABLES, CACHE = "attention_mask", "position_embeddings", "past_key_values"
+PASSED_ON = (MASK, "position_ids", TABLES, CACHE)  # tensors, and a cache, that a layer may only pass on
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> Cal
     return CallForm(names[0], tensors, table_dtype=dtype if TABLES in tensors else None)
 
 
-def tables_of(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the cos and sin of a call that is `bound`; None if it has none."""
-    return dict(zip(parameter_names(kind.forward), args, strict=False)).get(TABLES, kwargs.get(TABLES))
+def argument(name: str, kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument of a call that is `bound`; None if it has none."""
+    return dict(zip(parameter_names(kind.forward), args, strict=False)).get(name, kwargs.get(name))
 
 
 def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, CallForm] | None:
@@ -139,7 +139,7 @@ class EncoderTrace(Trace):
         """Return the result of a module's code on hidden states [B, T, width]."""
         self.widths[INPUT] = self.widths[OUTPUT] = width
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
-        tensors |= {MASK: self.mask, TABLES: self.tables}
+        tensors |= {MASK: self.mask, TABLES: self.tables, CACHE: CacheStandIn(self)}
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
         kwargs[form.states] = StandIn(self, Span(INPUT, 0, width), width)
         try:
@@ -233,6 +233,7 @@ class EncoderTrace(Trace):
             self._require(x, heads=True)
         dims = {x.shape[3] for x in qkv}
         same = key.heads == value.heads and query.heads % key.heads == 0 and len(dims) == 1
+        same = same and key.cached is value.cached is (self.layer_idx is not None)
         if not isinstance(module, ModuleStandIn) or not same or mask not in (None, self.mask):
             raise UntraceableError("it attends in a way of its own")
         out = self.buffer(query.width)
@@ -333,7 +334,7 @@ class StackTrace(EncoderTrace):
 
     def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = bound(original_class(layer), args, kwargs)
-        if given is None:
+        if given is None or CACHE in given[2].tensors:
             raise UntraceableError("it calls a layer with more than plain values")
         x, mask, form = given
         whole = Span(INPUT, 0, self.widths[INPUT])

@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import output_capturing
 
 from ...attention import PlannedAttention
 from ...attention.cpu import LARGEST_DIM, CpuBackend
+from ...attention.hf.mask import CausalMask, as_known
 from ...kernels.cpu.library import native
-from ...recognition.encoder_trace import MASK, CallForm, EncoderTrace, StackTrace, bound, tables_of
+from ...recognition.encoder_trace import CACHE, MASK, TABLES, CallForm, EncoderTrace, StackTrace, argument, bound
 from ...recognition.operation import UntraceableError
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..encoder_programme import EncoderProgramme, attended_window
-from ..encoder_rows import RowLayout, Tables
+from ..encoder_programme import Causal, EncoderProgramme, attended_window
+from ..encoder_rows import RowLayout, Tables, WrittenRows, causal_layout
 from .layer_calls import attend_of
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
@@ -44,7 +46,8 @@ class EncoderForward(Mixin):
         return super().forward(*args, **kwargs) if result is None else result  # type: ignore[misc]
 
 
-Kind = tuple[CallForm, torch.dtype, int]  # of a call: its arguments, the dtype and the width of the hidden states
+# Of a call: its arguments, the dtype and the width of the hidden states, and the meaning of a mask that is causal.
+Kind = tuple[CallForm, torch.dtype, int, Causal | None]
 MOST_KINDS = 8  # of calls that are kept
 
 
@@ -52,11 +55,12 @@ MOST_KINDS = 8  # of calls that are kept
 class Computation:
     """A computation of a call in place of the module's code.
 
-    run: [B, T, width], its layout, and cos and sin of its tokens -> what the code would return. first: the first
-    layer's programme, which knows the layout of a mask, and whether cos and sin are read.
+    run: [B, T, width], its layout, cos and sin of its tokens, and memory for keys and values -> what the code would
+    return. first: the first layer's programme, which knows the layout of a mask, whether cos and sin are read, and
+    whether keys and values are written.
     """
 
-    run: Callable[[Tensor, RowLayout, Tables | None], Any]
+    run: Callable[[Tensor, RowLayout, Tables | None, WrittenRows | None], Any]
     first: EncoderProgramme
 
 
@@ -110,17 +114,31 @@ class EncoderCalls(ABC):
         x, mask, form = given
         if x.ndim != 3 or x.numel() == 0:
             return None
-        compute = self.known(module, (form, x.dtype, x.shape[2])).computation()
-        layout = None if compute is None else compute.first.layout_of(mask, x.shape[0], x.shape[1])
+        kind = original_class(module)
+        cache: Any = None
+        if CACHE in form.tensors:
+            cache = argument(CACHE, kind, args, kwargs)
+            if type(cache) is not DynamicCache or x.shape[1] == 1:  # such as the next token of a text
+                return None
+        ours = as_known(mask)
+        causal = None if ours is None else Causal(ours.meaning.window)
+        compute = self.known(module, (form, x.dtype, x.shape[2], causal)).computation()
+        layout = None if compute is None else layout_for(compute.first, mask, *x.shape[:2])
         if compute is None or layout is None or (layout.index is not None and not self.leaves_padding):
             return None
         tables = None
         if compute.first.tables is not None:
-            given_tables = tables_of(original_class(module), args, kwargs)
-            tables = layout.tables(given_tables)
+            tables = layout.tables(argument(TABLES, kind, args, kwargs))
             if tables is None or tables[0].shape[1] != compute.first.tables:
                 return None
-        return compute.run(x, layout, tables)
+        written = compute.first.to_write(layout)
+        if written is None:
+            return compute.run(x, layout, tables, None)
+        if not is_empty(cache, compute.first.layer_idx):
+            return None
+        result = compute.run(x, layout, tables, written)
+        cache.update(written.k, written.v, compute.first.layer_idx)
+        return result
 
     def known(self, module: nn.Module, kind: Kind) -> Known:
         """Return what is known of calls of this kind now."""
@@ -145,12 +163,16 @@ class EncoderLayerCalls(EncoderCalls):
     """The EncoderCalls of a layer."""
 
     def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownEncoderLayer:
-        form, dtype, width = kind
+        form, dtype, width, causal = kind
         trace = EncoderTrace(dtype)
         trace.reads = reads
         trace.encoder_layer(module, width, form)
-        scale = scale_of(trace, masked=MASK in form.tensors)
-        return KnownEncoderLayer(EncoderProgramme(trace, scale, form.table_dtype))
+        if MASK not in form.tensors and attend_of(trace)[2]:
+            causal = Causal()  # to all before it: our attention reads windows in masks
+        if causal is not None and any(name == "is_causal" for name, _, _ in form.plain):
+            causal = causal._replace(first_counts=True)  # CLIP's texts, which read it if no token ends the text
+        scale = scale_of(trace, masked=MASK in form.tensors, causal=causal is not None)
+        return KnownEncoderLayer(EncoderProgramme(trace, scale, form.table_dtype, causal=causal))
 
 
 class KnownEncoderLayer(Known):
@@ -170,8 +192,8 @@ class KnownEncoderLayer(Known):
             return None
         return Computation(self._compute, self.programme)
 
-    def _compute(self, x: Tensor, layout: RowLayout, tables: Tables | None) -> Any:
-        out = layout.padded(self.programme(layout.rows(x), layout, tables))
+    def _compute(self, x: Tensor, layout: RowLayout, tables: Tables | None, written: WrittenRows | None) -> Any:
+        out = layout.padded(self.programme(layout.rows(x), layout, tables, written))
         return (out, *[None] * (self.programme.arity - 1)) if self.programme.arity else out
 
 
@@ -179,12 +201,12 @@ class EncoderStackCalls(EncoderCalls):
     """The EncoderCalls of an encoder, all of whose layers have EncoderLayerCalls."""
 
     def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownStack:
-        form, dtype, width = kind
+        form, dtype, width, causal = kind
         known = {each for each in module.modules() if isinstance(vars(each).get(FUSED), EncoderLayerCalls)}
         trace = StackTrace(dtype, known)
         trace.reads = reads
         trace.stack(module, width, form)
-        return KnownStack(trace, [(each.layer, (each.form, dtype, width)) for each in trace.called])
+        return KnownStack(trace, [(each.layer, (each.form, dtype, width, causal)) for each in trace.called])
 
 
 class KnownStack(Known):
@@ -219,7 +241,7 @@ class KnownStack(Known):
             return None
         return Computation(partial(self._compute, programmes), programmes[0])
 
-    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, tables: Tables | None) -> Any:
+    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, *_: None) -> Any:
         rows = layout.rows(x)
         for programme in programmes:
             rows = programme(rows, layout)
@@ -236,17 +258,39 @@ COLLECTING = frozenset(
 )
 
 
-def scale_of(trace: EncoderTrace, *, masked: bool) -> float:
-    """Return the scale of the trace's attention, which must be that of all tokens to all. Raises UntraceableError.
+def is_empty(cache: Any, layer_idx: int | None) -> bool:
+    """Return whether a DynamicCache has nothing of a layer yet, and will keep keys and values as they are."""
+    if layer_idx is None or getattr(cache, "offloading", False):
+        return False
+    if layer_idx >= len(cache.layers):
+        return cache.layer_class_to_replicate is DynamicLayer
+    layer = cache.layers[layer_idx]
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not layer.is_initialized
+
+
+def layout_for(programme: EncoderProgramme, mask: Any, batch: int, tokens: int) -> RowLayout | None:
+    """Return the layout of a batch with a mask, or a CausalMask; None if the layer must run its own code."""
+    ours: CausalMask | None = as_known(mask)
+    if ours is None:
+        return programme.layout_of(mask, batch, tokens)
+    if ours.lengths != (tokens, tokens):
+        return None
+    window, first_counts = ours.meaning.window, programme.first_counts
+    return causal_layout(ours.columns, batch, tokens, window, first_counts=first_counts)
+
+
+def scale_of(trace: EncoderTrace, *, masked: bool, causal: bool = False) -> float:
+    """Return the scale of the trace's attention, which must be that to all tokens that the mask shows, or to those
+    before a query's own alone if `causal`. Raises UntraceableError.
 
     masked: whether the call has a mask.
     """
-    operation, scale, causal = attend_of(trace)
+    operation, scale, is_causal = attend_of(trace)
     (module,), values = operation.modules, operation.values
     planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
     trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
     attended_window(trace.operations)  # which must be known
-    if causal or values["options"].get("softcap") or values["masked"] is not masked:
+    if is_causal is not causal or values["masked"] is not masked:
         raise UntraceableError("its attention is not that of all tokens to all that the mask shows")
     if planned is not None and not isinstance(planned.backend, CpuBackend):
         raise UntraceableError("its attention has another backend")
