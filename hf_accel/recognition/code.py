@@ -186,14 +186,12 @@ class AttentionCode:
 
 def code_of(module: Any) -> AttentionCode:
     """Return the facts about a module; branches that need a part which it does not have are left out."""
-    kind: type = type(module)
-    return attention_code(kind, absent_parts(module))
+    return attention_code(type(module), absent_parts(module))  # type: ignore[arg-type]
 
 
 def absent_parts(module: Any) -> frozenset[str]:
     """Return the names of a module's parts and attributes that are None."""
-    own = vars(module)
-    places = (own, own["_modules"], own["_parameters"], own["_buffers"])
+    places = (vars(module), *(vars(module)[name] for name in ("_modules", "_parameters", "_buffers")))
     return frozenset(name for place in places for name, value in place.items() if value is None)
 
 

@@ -283,6 +283,25 @@ def test_texts_of_clip(side: str) -> None:
     same(found, stock(**given), given["attention_mask"])
 
 
+def test_a_function_of_a_user_is_not_traced() -> None:
+    """It would be called with stand-ins, and might keep them."""
+    stock, ours, seen = build(), hf_accel.patch(build(), weights=None), list[Any]()
+
+    def attention(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(query)
+        return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *args, **kwargs)
+
+    transformers.AttentionInterface.register("seeing_sdpa", attention)
+    given = padded([9, 9], "right")
+    with torch.no_grad(), counted() as calls:
+        before = ours(**given)
+        ours.set_attn_implementation("seeing_sdpa")
+        found, expected = ours(**given), stock(**given)
+    assert calls["layers"] == 3 and len(seen) == 3 and all(type(each) is Tensor for each in seen)
+    same(found, expected, given["attention_mask"])
+    same(found, before, given["attention_mask"])
+
+
 def test_undo_copies_and_the_plan() -> None:
     model, given = build(), padded([12, 5], "left", use_cache=False)
     lines = {line.what: line for line in hf_accel.plan(model, weights=None).lines if line.topic == "fused"}

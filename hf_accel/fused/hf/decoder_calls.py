@@ -28,10 +28,10 @@ class DecoderCalls(NativeCalls):
         return DecoderCalls, (self.over_rows.leaves_padding,)
 
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
-        if isinstance(kwargs.get("past_key_values"), CacheOverPages) or is_compiling():
-            return super().run(layer, args, kwargs)
-        result: Tensor | tuple[Tensor] | None = self.over_rows.run(layer, args, kwargs)
-        return result
+        result: Tensor | tuple[Tensor] | None = None
+        if not (isinstance(kwargs.get("past_key_values"), CacheOverPages) or is_compiling()):
+            result = self.over_rows.run(layer, args, kwargs)
+        return super().run(layer, args, kwargs) if result is None else result
 
 
 def has_no_head(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from transformers.utils import output_capturing
 from ...attention import PlannedAttention
 from ...attention.cpu import LARGEST_DIM, CpuBackend
 from ...attention.hf.mask import CausalMask, as_known
+from ...attention.hf.stock import ATTENTION_NAME, EAGER, SDPA
 from ...kernels.cpu.library import native
 from ...recognition.encoder_trace import CACHE, MASK, TABLES, CallForm, EncoderTrace, StackTrace, argument, bound
 from ...recognition.operation import UntraceableError
@@ -31,6 +32,7 @@ from ..encoder_programme import Causal, EncoderProgramme, attended_window
 from ..encoder_rows import RowLayout, Tables, WrittenRows, causal_layout
 from .layer_calls import attend_of
 
+IMPLEMENTATION = "_attn_implementation_internal"  # where a config keeps the name of its attention function
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
 
 
@@ -166,6 +168,7 @@ class EncoderLayerCalls(EncoderCalls):
         form, dtype, width, causal = kind
         trace = EncoderTrace(dtype)
         trace.reads = reads
+        _refuse_functions_of_users(trace, module)
         trace.encoder_layer(module, width, form)
         if MASK not in form.tensors and attend_of(trace)[2]:
             causal = Causal()  # to all before it: our attention reads windows in masks
@@ -256,6 +259,16 @@ def _only_collects(hook: Any) -> bool:
 COLLECTING = frozenset(
     code for code in output_capturing.install_output_capuring_hook.__code__.co_consts if hasattr(code, "co_name")
 )
+
+
+def _refuse_functions_of_users(trace: EncoderTrace, layer: nn.Module) -> None:
+    """Raise UntraceableError for an attention function that must not be called with stand-ins, as it is not known."""
+    configs = [vars(module)["config"] for module in layer.modules() if "config" in vars(module)]
+    for own in {id(config): vars(config) for config in configs if hasattr(config, "to_dict")}.values():
+        name = own.get(IMPLEMENTATION)
+        trace.note(own, IMPLEMENTATION, name)
+        if name not in (None, ATTENTION_NAME, SDPA, EAGER):
+            raise UntraceableError("its attention function is not known")
 
 
 def is_empty(cache: Any, layer_idx: int | None) -> bool:

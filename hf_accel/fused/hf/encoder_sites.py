@@ -70,14 +70,14 @@ def _layers(model: nn.Module, attending: set[nn.Module]) -> Iterator[tuple[str, 
 class Masks(Enum):
     """The masks that the code around a layer makes."""
 
-    CAUSAL = auto()  # and says so to its layers
-    CAUSAL_UNSAID = auto()
+    CAUSAL = auto()
+    CAUSAL_WITH_FLAG = auto()  # is_causal=True is given to the layers
     OTHERS = auto()
 
 
 def _masks(model: nn.Module, name: str, *, is_causal: bool) -> Masks:
-    """Return which masks the code around a layer makes. That of CLIP's texts says is_causal=True to its layers, and
-    that of Gemma makes masks of both kinds.
+    """Return which masks the code around a layer makes. That of CLIP's texts gives them is_causal=True, and that of
+    Gemma makes masks of both kinds.
 
     is_causal: whether the layer's attention is, for which masks of both kinds are causal.
     """
@@ -88,7 +88,7 @@ def _masks(model: nn.Module, name: str, *, is_causal: bool) -> Masks:
         if "create_bidirectional_mask" in code or ("or_mask_function" in code and not is_causal):
             return Masks.OTHERS
         if "create_causal_mask" in code:
-            return Masks.CAUSAL if "is_causal=True" in code else Masks.CAUSAL_UNSAID
+            return Masks.CAUSAL_WITH_FLAG if "is_causal=True" in code else Masks.CAUSAL
     return Masks.OTHERS
 
 
@@ -126,12 +126,12 @@ def _refusal(
         return "something is added to its mask"
     try:
         form = usual_form(type(layer), dtype)
-        if masks is Masks.CAUSAL:
+        if masks is Masks.CAUSAL_WITH_FLAG:
             form = replace(form, plain=(("is_causal", bool, True),))
         trace = EncoderTrace(dtype, attention=ATTENTION_NAME)
         trace.encoder_layer(layer, _width(attention), form)
         causal = attend_of(trace)[2]
-        if masks is Masks.CAUSAL_UNSAID and not causal:
+        if masks is Masks.CAUSAL and not causal:
             raise UntraceableError("its tokens see those before them alone")
         scale_of(trace, masked=MASK in form.tensors, causal=causal)
         refuse_without_kernel(trace, linears, "cpu")
