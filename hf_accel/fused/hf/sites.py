@@ -36,7 +36,8 @@ from ..modules import (
     rotary_form,
 )
 from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_conv1d, is_readable, is_slow_in_torch
-from .layer_calls import JoinedCalls, NativeCalls, TracedForward, attention_of
+from .decoder_calls import DecoderCalls, has_no_head
+from .layer_calls import JoinedCalls, TracedForward, attention_of
 
 ACTIVATION = "activation"
 DIFFERS = "the native call differs from the module's own result on random input"
@@ -223,14 +224,14 @@ def layer_sites(
             trace.layer(module, _width(module), **USUAL_ARGUMENTS)
             attention_of(trace, attention[inner[0]])
             refuse_without_kernel(trace, linears, device_type)
-            _refuse_partial_rotation(model.config)
+            refuse_partial_rotation(model.config)
             joined = joins(trace.operations) if linears is None else None
             if joined is not None and not joined:
                 raise UntraceableError("none of its steps can share a launch")
         except UntraceableError as error:
             dropped.append(Dropped(name, KIND, str(error)))
             continue
-        kind, calls = (KIND, NativeCalls()) if joined is None else (JOINED, JoinedCalls(joined))
+        kind, calls = (KIND, DecoderCalls(has_no_head(model))) if joined is None else (JOINED, JoinedCalls(joined))
         sites.append(FusedSite(name, module, kind, TracedForward, calls))
         first = trace.operations[0]
         if first.kind == "norm" and first.inputs == [Span(INPUT, 0, trace.widths[INPUT])]:
@@ -247,7 +248,7 @@ def _rotates(attention: nn.Module) -> bool:
     return code is not None and ROTATION in code.co_names
 
 
-def _refuse_partial_rotation(config: Any) -> None:
+def refuse_partial_rotation(config: Any) -> None:
     """Raise UntraceableError if the rotation leaves some numbers of a head as they are."""
     parameters = getattr(layers_config(config), "rope_parameters", None) or {}
     for each in (parameters, *parameters.values()):
