@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.cpu.attention import EVERY_KEY, attend, bias_fields
+from ..kernels.cpu.attention import EVERY_KEY, attend, bias_fields, write_pages
 from ..kernels.cpu.decoder_layer import run_layer
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, threads
 from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
@@ -18,10 +18,20 @@ from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableE
 from ..recognition.stand_ins import Computed
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import is_plain_tensor
-from .encoder_rows import Bias, RowLayout, Tables, layout_of, windowed_layout
+from .encoder_rows import NOTHING, Beside, Bias, RowLayout, WrittenRows, layout_of, windowed_layout
 from .layer_programme import KINDS, NativeOperations
 from .modules import NormForm, RotaryForm, form_of_rotation
 from .projections import UNLIMITED
+
+
+class Causal(NamedTuple):
+    """Attention to the keys up to a query's own: the last `window` of them, or all.
+
+    first_counts: whether models read the first place of a row, which then must hold a token.
+    """
+
+    window: int | None = None
+    first_counts: bool = False
 
 
 class EncoderProgramme(NativeOperations):
@@ -30,20 +40,29 @@ class EncoderProgramme(NativeOperations):
     It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
     Raises UntraceableError for an operation that has no kernel.
 
-    table_dtype: of cos and sin. window: a query sees the keys at a distance of less than this, None for all. tables:
-    the size of the cos and sin of a token, None if the layer reads none. biased_heads: the heads of the bias that is
-    added to scores, 0 if there is none. own_bias: computes it, None if the layer is given one.
+    table_dtype: of cos and sin. window: a query sees the keys at a distance of less than this, None for all. causal:
+    only those up to its own. tables: the size of the cos and sin of a token, None if the layer reads none. write: the
+    operation that writes keys and values to a cache, None if there is none. biased_heads: the heads of the bias that
+    is added to scores, 0 if there is none. own_bias: computes it, None if the layer is given one.
     """
 
-    def __init__(self, trace: EncoderTrace, scale: float, table_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, trace: EncoderTrace, scale: float, table_dtype: torch.dtype | None = None,
+        *, causal: Causal | None = None,
+    ) -> None:  # fmt: skip
         self.dtype, self.width, self.others, self.scale = trace.dtype, trace.widths[INPUT], trace.others, scale
-        self.table_dtype, self.window = table_dtype, attended_window(trace.operations)
+        self.table_dtype, self.causal = table_dtype, causal is not None
+        self.first_counts = causal is None or causal.first_counts
+        self.window = attended_window(trace.operations) if causal is None else causal.window
+        self.ahead = 0 if self.causal else EVERY_KEY if self.window is None else self.window - 1
         self.rotations: dict[int, RotaryForm] = {}  # by the number of the operation
         self.norms: dict[int, NormForm] = {}
         dims = {operation.values["dim"] for operation in trace.operations if operation.kind == "rope"}
         if len(dims) > 1:
             raise UntraceableError("it rotates heads of different sizes")
         self.tables: int | None = min(dims, default=None)
+        self.layer_idx = trace.layer_idx
+        self.write = next((operation for operation in trace.operations if operation.kind == "write"), None)
         attends = next(operation.values for operation in trace.operations if operation.kind == "attend")
         self.biased_heads: int = attends["heads"] if attends["biased"] else 0
         self.own_bias: Computed | None = attends["own_bias"]
@@ -65,7 +84,7 @@ class EncoderProgramme(NativeOperations):
                 return {
                     "kind": KINDS["attend_rows"], "heads": values["heads"], "kv_heads": values["kv_heads"],
                     "dim": values["dim"], "value_dim": values["dim"], "scale": self.scale,
-                    "window": self.window or 0, "ahead": EVERY_KEY if self.window is None else self.window - 1,
+                    "window": self.window or 0, "ahead": self.ahead, "softcap": values["options"].get("softcap") or 0,
                 }  # fmt: skip
             case "gate":
                 return {"dim": values["dim"], "activation": ACTIVATIONS[values["activation"]]}
@@ -115,18 +134,36 @@ class EncoderProgramme(NativeOperations):
         """Return the layout of a batch with this mask; None if the layer attends in another way than the mask says."""
         if self._adds_mask and mask is not None and not mask.is_floating_point():
             return None  # true is 1 where it is added
-        if self.window is None:
+        if self.causal and mask is not None:
+            return None
+        if self.causal or self.window is None:
             return layout_of(mask, batch, tokens)
         return windowed_layout(mask, batch, tokens, self.window)
 
-    def __call__(self, x: Tensor, layout: RowLayout, tables: Tables | None = None, bias: Bias | None = None) -> Tensor:
+    def with_padding(self, layout: RowLayout) -> RowLayout | None:
+        """Return the layout in which padding is computed too; None if stock computes something else there."""
+        if self.causal or self.write is not None or self.window is not None:
+            return None
+        return layout.with_padding()
+
+    def to_write(self, layout: RowLayout) -> WrittenRows | None:
+        """Return memory for the keys and the values of a batch; None if the layer writes none."""
+        if self.write is None:
+            return None
+        values = self.write.values
+        return layout.to_write(values["heads"], (values["dim"], values["value_dim"]), self.dtype)
+
+    def __call__(self, x: Tensor, layout: RowLayout, beside: Beside = NOTHING) -> Tensor:
         """x: [N, width], contiguous, of the dtype of the trace: the tokens of the layout -> [N, width].
 
-        tables: cos and sin, [N, self.tables] of table_dtype, contiguous. bias: of the layout, for self.biased_heads.
+        beside: cos and sin, [N, self.tables] of table_dtype, contiguous; the bias of the layout, for
+        self.biased_heads; and what `to_write` made, to be filled.
         """
         if len(x) > self.max_tokens:
-            return self._one_by_one(x, layout, tables, bias)
+            return self._one_by_one(x, layout, beside)
+        tables, bias, written = beside
         biases = bias_fields(None if bias is None else bias.table)
+        k, v, block = (0, 0, 0) if written is None else (*map(Tensor.data_ptr, written[:2]), layout.shape[1])
         out, dtype, count = torch.empty_like(x), DTYPES[self.dtype], threads()
         table_dtype, size = 0, self.tables or 0
         if size:
@@ -137,14 +174,15 @@ class EncoderProgramme(NativeOperations):
             cos, sin = (0, 0) if tables is None else (each[part].data_ptr() for each in tables)
             run_layer(
                 *self._fixed, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
-                0, 0, 0, 0, 0, 0, starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
-                0, len(starts) - 1, 0, *biases, dtype, table_dtype, 0, 0, count,
+                k, v, 0, 0, 0 if written is None else written.slots[part].data_ptr(), 0,
+                starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
+                0, len(starts) - 1, block, *biases, dtype, table_dtype, dtype, 0, count,
             )  # fmt: skip
         return out
 
-    def _one_by_one(self, x: Tensor, layout: RowLayout, tables: Tables | None, bias: Bias | None) -> Tensor:
+    def _one_by_one(self, x: Tensor, layout: RowLayout, beside: Beside) -> Tensor:
         """Compute the layer with the products of its linear layers, of which torch's are faster for many rows."""
-        buffers = {INPUT: x}
+        (tables, bias, written), buffers = beside, {INPUT: x}
 
         def at(span: Span, width: int) -> Tensor:
             buffer = buffers[span.buffer]
@@ -159,20 +197,23 @@ class EncoderProgramme(NativeOperations):
                     results = [activate(out, values["activation"]) if "activation" in values else out]
                 case "attend":
                     dim, counts = values["dim"], (values["heads"], values["kv_heads"], values["kv_heads"])
-                    q, k, v = (
+                    qkv = [
                         at(span, heads * dim).view(-1, heads, dim) for span, heads in zip(places, counts, strict=True)
-                    )
-                    options = AttentionOptions(self.scale, causal=False, window=self.window)
-                    ahead = None if self.window is None else self.window - 1
-                    kv = KV(layout.keys_of(k), layout.keys_of(v))
-                    table = None if bias is None else bias.table
-                    results = [attend(q, kv, options, layout.ragged, ahead=ahead, bias=table).flatten(1)]
+                    ]
+                    results = [self._attend(qkv, layout, bias, values["options"].get("softcap"))]
+                case "write":
+                    assert written is not None
+                    heads, dim = values["heads"], values["dim"]
+                    keys, vals = (at(span, heads * dim).view(-1, heads, dim) for span in places)
+                    write_pages(keys, vals, KV(written.k, written.v), written.slots)
+                    results = []
                 case "gated":
                     x_in = at(places[0], operation.modules[0].in_features)  # type: ignore[arg-type]
                     gate, up = (module(x_in) for module in operation.modules)
                     results = [activate(gate, values["epilogue"], y=up)]
                 case "norm":
-                    x_in = at(places[0], values["heads"] * values["dim"]).reshape(len(x), values["heads"], -1)
+                    heads, dim = values["heads"], values["dim"]
+                    x_in = at(places[0], heads * dim).reshape(len(x), heads, dim)
                     results = [self._rms_norm(operation, x_in).flatten(1)]
                 case "gate":
                     gate, up = (at(span, values["dim"]) for span in places)
@@ -197,6 +238,13 @@ class EncoderProgramme(NativeOperations):
                     results = [add(first, second, values["factor"] if vector is None else vector.parameter)]
             buffers |= {span.buffer: result for span, result in zip(operation.outputs, results, strict=True)}
         return buffers[OUTPUT]
+
+    def _attend(self, qkv: list[Tensor], layout: RowLayout, bias: Bias | None, softcap: float | None) -> Tensor:
+        q, k, v = qkv
+        options = AttentionOptions(self.scale, causal=self.causal, window=self.window, softcap=softcap)
+        ahead = None if self.causal or self.ahead == EVERY_KEY else self.ahead
+        kv, table = KV(layout.keys_of(k), layout.keys_of(v)), None if bias is None else bias.table
+        return attend(q, kv, options, layout.ragged, ahead=ahead, bias=table).flatten(1)
 
     def _rms_norm(self, operation: Operation, x: Tensor) -> Tensor:
         form, weight = self.norms[id(operation)], operation.modules[0].weight

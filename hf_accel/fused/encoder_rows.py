@@ -38,9 +38,28 @@ class CallRows(NamedTuple):
     lengths: Tensor | None
 
 
+class WrittenRows(NamedTuple):
+    """The keys and the values of a batch, [B, heads, T, dim], zeros at padding; slots: the places of tokens, [N]."""
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+
+
+class Beside(NamedTuple):
+    """The tensors of a call beside its rows: cos and sin, a bias of scores, and memory for keys and values."""
+
+    tables: Tables | None = None
+    bias: Bias | None = None
+    written: WrittenRows | None = None
+
+
+NOTHING = Beside()
+
+
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """The places of a padded batch [B, T] that hold tokens: at least one in each row, which begins with one.
+    """The places of a padded batch [B, T] that hold tokens: at least one in each row.
 
     index: of the rows among B * T places, int64; None if every place is a row. ragged: the sequences, end to end.
     calls: parts of them for one native call each. keys: the rows that are keys, int64; None for all of them.
@@ -92,6 +111,14 @@ class RowLayout:
             calls.append(CallRows(slice(first * tokens, end * tokens), starts[: end - first + 1], lengths[first:end]))
         ragged = Ragged(starts, lengths, tokens, self.ragged.max_kv)
         return RowLayout(self.shape, None, ragged, tuple(calls), self.index)
+
+    def to_write(self, heads: int, dims: tuple[int, int], dtype: torch.dtype) -> WrittenRows:
+        """Return memory for the keys and the values, of these sizes, of all tokens."""
+        batch, tokens = self.shape
+        make = torch.empty if self.index is None else torch.zeros
+        k, v = (make(batch, heads, tokens, dim, dtype=dtype, device="cpu") for dim in dims)
+        slots = torch.arange(batch * tokens, device="cpu") if self.index is None else self.index
+        return WrittenRows(k, v, slots)
 
     def tables(self, tables: Tables) -> Tables | None:
         """[B or 1, T, dim] -> [N, dim]: of the places of the tokens; None for tables of another form."""
@@ -174,12 +201,39 @@ def layout_of(mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
     if seen is None:
         return None
     columns = seen.expand(batch, tokens)
+    return layout_of_columns(columns) if bool(columns[:, 0].all()) else None
+
+
+def layout_of_columns(columns: Tensor) -> RowLayout | None:
+    """Return the layout of a batch of which these places hold tokens, bool [B, T]; None if a row holds none."""
+    batch, tokens = columns.shape
     lengths: list[int] = columns.sum(1).tolist()
     if min(lengths) == tokens:
         return _layout((batch, tokens), None, lengths)
-    if not bool(columns[:, 0].all()):
+    if not min(lengths):
         return None
     return _layout((batch, tokens), columns.flatten().nonzero().squeeze(1), lengths)
+
+
+def causal_layout(
+    columns: Tensor, batch: int, tokens: int, window: int | None, *, first_counts: bool = False
+) -> RowLayout | None:
+    """Return the layout of a batch whose queries see the tokens up to their own, the last `window` of them, or all.
+
+    columns: bool [B or 1, T], which places hold tokens. They must stand side by side within a window, because padding
+    between them counts in distances. first_counts: whether the first place of each row must hold a token, because
+    models read it; decoders read the last one.
+    """
+    if columns.shape[0] not in (1, batch) or columns.shape[1] != tokens or not columns.is_cpu:
+        return None
+    columns = columns.expand(batch, tokens).bool()
+    if first_counts and not bool(columns[:, 0].all()):
+        return None
+    if window is not None and window < tokens:
+        begins = columns[:, 0] + (columns[:, 1:] & ~columns[:, :-1]).sum(1)
+        if bool((begins > 1).any()):
+            return None
+    return layout_of_columns(columns)
 
 
 def _layout(shape: tuple[int, int], index: Tensor | None, lengths: list[int]) -> RowLayout:

@@ -165,6 +165,9 @@ class NativeOperations(TracedNorms):
                 return self._linear(operation)
             case "norm":
                 return self._norm(operation)
+            case "write":
+                values = operation.values
+                return {"kv_heads": values["heads"], "dim": values["dim"], "value_dim": values["value_dim"]}
             case "add":
                 return {"dim": operation.values["dim"], "scale": operation.values["factor"]}
             case "layer_norm":
@@ -261,8 +264,6 @@ class LayerProgramme(TracedLayer, NativeOperations):
                 return self._rope(operation)
             case "join":
                 return {name: values[name] for name in ("heads", "dim", "value_dim")}
-            case "write":
-                return {"kv_heads": values["heads"], "dim": values["dim"], "value_dim": values["value_dim"]}
             case "attend":
                 fields = {name: values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
                 return fields | {name: value or 0 for name, value in self.attention._asdict().items()}

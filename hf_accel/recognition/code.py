@@ -186,20 +186,20 @@ class AttentionCode:
 
 def code_of(module: Any) -> AttentionCode:
     """Return the facts about a module; branches that need a part which it does not have are left out."""
-    absent = {name for place in ("_modules", "_parameters", "_buffers") for name in _missing(vars(module)[place])}
-    kind: type = type(module)
-    return attention_code(kind, frozenset(absent | _missing(vars(module))))
+    return attention_code(type(module), absent_parts(module))  # type: ignore[arg-type]
 
 
-def _missing(entries: dict[str, Any]) -> set[str]:
-    return {name for name, value in entries.items() if value is None}
+def absent_parts(module: Any) -> frozenset[str]:
+    """Return the names of a module's parts and attributes that are None."""
+    places = (vars(module), *(vars(module)[name] for name in ("_modules", "_parameters", "_buffers")))
+    return frozenset(name for place in places for name, value in place.items() if value is None)
 
 
 @lru_cache(maxsize=4096)
 def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> AttentionCode:
     """Return the facts about modules of a class whose attributes named in `absent` are None."""
     name = kind.__name__
-    functions = _functions(kind, absent)
+    functions = functions_of(kind, absent)
     if functions is None:
         reason = f"the source of {name} cannot be read"
         return AttentionCode(refusal=reason, unpaged=reason)
@@ -223,7 +223,7 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
 # -- which code --------------------------------------------------------------------------------------------
 
 
-def _functions(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | None:
+def functions_of(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | None:
     """Return forward, and the class's own methods that it calls; None if one that could matter cannot be read."""
     found: dict[str, ast.FunctionDef] = {}
     waiting = ["forward"]
@@ -307,8 +307,8 @@ def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
     """Return the calls of functions that were taken from ALL_ATTENTION_FUNCTIONS."""
     names = {
         target.id
-        for value, target in _assignments(function)
-        if "ALL_ATTENTION_FUNCTIONS" in _names(value) and isinstance(target, ast.Name)
+        for value, target in assignments(function)
+        if "ALL_ATTENTION_FUNCTIONS" in names_in(value) and isinstance(target, ast.Name)
     }
     return [
         node
@@ -325,7 +325,7 @@ def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
                 yield name
 
 
-def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
+def assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
     """Iterate over (value, target) of each assignment."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
@@ -336,7 +336,7 @@ def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, a
 
 def _assigned_to(function: ast.FunctionDef, name: str) -> list[ast.expr | None]:
     """Return the values that are assigned to a variable, alone or with others."""
-    return [value for value, target in _assignments(function) if name in _names(target)]
+    return [value for value, target in assignments(function) if name in names_in(target)]
 
 
 def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
@@ -369,8 +369,8 @@ def _passes_on(function: ast.FunctionDef, mask: ast.expr) -> bool:
     masks = {name for name in _parameters(function) if "mask" in name}
     if isinstance(mask, ast.Name):
         values = _assigned_to(function, mask.id)
-        return all(isinstance(value, ast.Name) or not (_names(value) & (masks | {mask.id})) for value in values)
-    return not (_names(mask) & masks)
+        return all(isinstance(value, ast.Name) or not (names_in(value) & (masks | {mask.id})) for value in values)
+    return not (names_in(mask) & masks)
 
 
 def _parameters(function: ast.FunctionDef) -> set[str]:
@@ -378,7 +378,7 @@ def _parameters(function: ast.FunctionDef) -> set[str]:
     return {argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
 
 
-def _names(node: ast.AST | None) -> set[str]:
+def names_in(node: ast.AST | None) -> set[str]:
     return set() if node is None else {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
@@ -407,7 +407,7 @@ def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterato
 def _caches(function: ast.FunctionDef) -> set[str]:
     """Return the names of the cache: parameters, and variables that they are assigned to."""
     names = set(CACHE_NAMES & _parameters(function))
-    for value, target in _assignments(function):
+    for value, target in assignments(function):
         if isinstance(value, ast.Name) and value.id in names and isinstance(target, ast.Name):
             names.add(target.id)
     return names

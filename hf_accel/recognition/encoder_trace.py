@@ -18,12 +18,12 @@ from torch import nn
 
 from .operation import INPUT, OUTPUT, Operation, Span, UntraceableError
 from .scores import Scores
-from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, Computed, ModuleStandIn, Opaque, StandIn
+from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, CacheStandIn, Computed, ModuleStandIn, Opaque, StandIn
 from .trace import Trace
 from .trial import PLAIN_ACTIVATIONS, activation_name
 
-MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
-PASSED_ON = (MASK, "position_ids", TABLES, BIAS)  # tensors that a layer may only pass on to its attention
+MASK, TABLES, BIAS, CACHE = "attention_mask", "position_embeddings", "position_bias", "past_key_values"
+PASSED_ON = (MASK, "position_ids", TABLES, BIAS, CACHE)  # tensors, and a cache, that a layer may only pass on
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class EncoderTrace(Trace):
         """Return the result of a module's code on hidden states [B, T, width]."""
         self.widths[INPUT] = self.widths[OUTPUT] = width
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
-        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias}
+        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias, CACHE: CacheStandIn(self)}
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
         kwargs[form.states] = StandIn(self, Span(INPUT, 0, width), width)
         try:
@@ -258,6 +258,8 @@ class EncoderTrace(Trace):
         return self._attend(qkv, (module._module,), values)
 
     def attend_by(self, scores: Scores, value: Any) -> StandIn:
+        if self.layer_idx is not None:
+            raise UntraceableError("it computes the scores of a cache by itself")
         values = {
             "options": {"scaling": scores.factor, "is_causal": False}, "masked": scores.is_masked,
             "biased": scores.is_biased, "adds_mask": True,
@@ -270,7 +272,8 @@ class EncoderTrace(Trace):
         for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
             self._require(x, heads=True)
         dims = {x.shape[3] for x in qkv}
-        if key.heads != value.heads or query.heads % key.heads or len(dims) != 1:
+        same = key.heads == value.heads and query.heads % key.heads == 0 and len(dims) == 1
+        if not same or not key.cached is value.cached is (self.layer_idx is not None):
             raise UntraceableError("it attends in a way of its own")
         out = self.buffer(query.width)
         values["own_bias"] = self.bias if values["biased"] and isinstance(self.bias, Computed) else None

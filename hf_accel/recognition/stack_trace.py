@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..undo.journal import original_class
-from .encoder_trace import BIAS, CallForm, EncoderTrace, bound
+from .encoder_trace import BIAS, CACHE, CallForm, EncoderTrace, bound
 from .operation import INPUT, Span, UntraceableError
 from .stand_ins import StandIn
 
@@ -61,7 +61,7 @@ class StackTrace(EncoderTrace):
 
     def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = bound(original_class(layer), args, kwargs)
-        if given is None:
+        if given is None or CACHE in given[2].tensors:
             raise UntraceableError("it calls a layer with more than plain values")
         x, mask, form = given
         if BIAS in form.tensors:

@@ -583,6 +583,24 @@ def test_the_plan_says_so() -> None:
     assert reasons[0].reason == "it calls tanh"
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@torch.no_grad()
+def test_the_plan_of_a_bias_of_positions(shared: bool) -> None:
+    """BEiT adds it to the mask of each layer, or of all layers."""
+    name = "use_shared_relative_position_bias" if shared else "use_relative_position_bias"
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = transformers.BeitConfig(**sizes, image_size=16, patch_size=4, **{name: True})
+    model, pixels = transformers.BeitModel(config).eval(), torch.randn(2, 3, 16, 16)
+    enliven(model)
+    lines = [line for line in hf_accel.plan(model, weights=None).lines if line.what == "2 encoder layers"]
+    assert [line.choice for line in lines] == ["module by module"]
+    expected = model(pixel_values=pixels).last_hidden_state
+    with counted() as calls:
+        found = hf_accel.patch(model, weights=None)(pixel_values=pixels).last_hidden_state
+    assert not calls["layers"]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_frames_of_padding_keep_their_numbers() -> None:
     """A CTC head writes out what stands in the frames of padding too, so that zeros there would change the text."""

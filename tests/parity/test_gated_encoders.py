@@ -197,3 +197,24 @@ def test_undo_is_exact() -> None:
 def test_the_plan_says_so(family: str) -> None:
     lines = {line.what: line for line in hf_accel.plan(build(family), weights=None).lines if line.topic == "fused"}
     assert lines["3 encoder layers"].choice == "one native call each"
+
+
+def odd_rotation(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    return q * cos[:, None] + q.flip(-1) * sin[:, None], k * cos[:, None] + k.flip(-1) * sin[:, None]
+
+
+@torch.no_grad()
+def test_the_plan_of_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = transformers.models.eurobert.modeling_eurobert
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", odd_rotation)
+    stock, given = build(), batch([6, 4])
+    lines = [line for line in hf_accel.plan(build(), weights=None).lines if line.what == "3 encoder layers"]
+    assert [(line.choice, line.reason) for line in lines] == [("module by module", "its rotation has no native call")]
+    same(hf_accel.patch(build(), weights=None)(**given), stock(**given), given["attention_mask"])
+
+
+def test_the_plan_of_rotations_of_parts_of_heads() -> None:
+    model = build()
+    model.config.rope_parameters["partial_rotary_factor"] = 0.5
+    lines = [line for line in hf_accel.plan(model, weights=None).lines if line.what == "3 encoder layers"]
+    assert [line.reason for line in lines] == ["its rotation leaves numbers as they are"]

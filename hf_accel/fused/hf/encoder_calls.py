@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-from ...attention import PlannedAttention
-from ...attention.cpu import LARGEST_DIM, CpuBackend
-from ...attention.hf import ATTENTION_NAME
-from ...attention.hf.stock import SDPA
+from ...attention.hf.mask import as_known
+from ...attention.hf.stock import ATTENTION_NAME, SDPA
 from ...kernels.cpu.library import native
-from ...recognition.encoder_trace import BIAS, MASK, TABLES, CallForm, EncoderTrace, argument, bound
+from ...recognition.encoder_trace import BIAS, CACHE, MASK, TABLES, CallForm, EncoderTrace, argument, bound
 from ...recognition.operation import UntraceableError
 from ...recognition.stack_trace import StackTrace
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
-from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..encoder_programme import EncoderProgramme, attended_window
-from ..encoder_rows import Bias, RowLayout, Tables
+from ...undo.state import FUSED
+from ..encoder_programme import Causal, EncoderProgramme
+from ..encoder_rows import Beside, Bias, RowLayout
+from .encoder_checks import is_empty, layout_for, refuse_functions_of_users, scale_of
 from .layer_calls import attend_of
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
@@ -49,7 +49,8 @@ class EncoderForward(Mixin):
         return super().forward(*args, **kwargs) if result is None else result  # type: ignore[misc]
 
 
-Kind = tuple[CallForm, torch.dtype, int]  # of a call: its arguments, the dtype and the width of the hidden states
+# Of a call: its arguments, the dtype and the width of the hidden states, and the meaning of a mask that is causal.
+Kind = tuple[CallForm, torch.dtype, int, Causal | None]
 MOST_KINDS = 8  # of calls that are kept
 
 
@@ -57,11 +58,11 @@ MOST_KINDS = 8  # of calls that are kept
 class Computation:
     """A computation of a call in place of the module's code.
 
-    run: [B, T, width], its layout, cos and sin of its tokens, and the bias of their scores -> what the code would
-    return. first: the first layer's programme, which knows the layout of a mask, and what else is read.
+    run: [B, T, width], its layout, and the tensors beside its tokens -> what the code would return. first: the first
+    layer's programme, which knows the layout of a mask, what else is read, and whether keys and values are written.
     """
 
-    run: Callable[[Tensor, RowLayout, Tables | None, Bias | None], Any]
+    run: Callable[[Tensor, RowLayout, Beside], Any]
     first: EncoderProgramme
 
 
@@ -115,29 +116,40 @@ class EncoderCalls(ABC):
         x, mask, form = given
         if x.ndim != 3 or x.numel() == 0:
             return None
-        compute = self.known(module, (form, x.dtype, x.shape[2])).computation()
-        layout = None if compute is None else compute.first.layout_of(mask, x.shape[0], x.shape[1])
+        own = original_class(module)
+        cache: Any = None
+        if CACHE in form.tensors:
+            cache = argument(own, CACHE, args, kwargs)
+            if type(cache) is not DynamicCache or x.shape[1] == 1:  # such as the next token of a text
+                return None
+        ours = as_known(mask)
+        causal = None if ours is None else Causal(ours.meaning.window)
+        compute = self.known(module, (form, x.dtype, x.shape[2], causal)).computation()
+        layout = None if compute is None else layout_for(compute.first, mask, *x.shape[:2])
         if compute is None or layout is None:
             return None
+        first = compute.first
         if layout.index is not None and not self.leaves_padding:
-            layout = layout.with_padding() if compute.first.window is None else None
+            layout = first.with_padding(layout)
             if layout is None:
                 return None
-        own = original_class(module)
         tables = bias = None
-        if compute.first.tables is not None:
+        if first.tables is not None:
             tables = layout.tables(argument(own, TABLES, args, kwargs))
-            if tables is None or tables[0].shape[1] != compute.first.tables:
+            if tables is None or tables[0].shape[1] != first.tables:
                 return None
-        if compute.first.biased_heads:
-            computed = compute.first.own_bias
-            given_bias = argument(own, BIAS, args, kwargs)
-            if computed is not None:  # in the layout of the kernel, for the layers behind that share it
-                given_bias = computed(layout.shape[1]).contiguous()
-            bias = layout.bias(given_bias, compute.first.biased_heads)
+        if first.biased_heads:
+            bias = _bias(first, layout, argument(own, BIAS, args, kwargs))
             if bias is None:
                 return None
-        return compute.run(x, layout, tables, bias)
+        written = first.to_write(layout)
+        if written is None:
+            return compute.run(x, layout, Beside(tables, bias))
+        if not is_empty(cache, first.layer_idx):
+            return None
+        result = compute.run(x, layout, Beside(tables, bias, written))
+        cache.update(written.k, written.v, first.layer_idx)
+        return result
 
     def known(self, module: nn.Module, kind: Kind) -> Known:
         """Return what is known of calls of this kind now."""
@@ -173,9 +185,10 @@ class EncoderLayerCalls(EncoderCalls):
         return type(self), (self.leaves_padding, self.keeps_sdpa)
 
     def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownEncoderLayer:
-        form, dtype, width = kind
+        form, dtype, width, causal = kind
         trace = EncoderTrace(dtype)
         trace.reads = reads
+        refuse_functions_of_users(trace, module)
         if self.keeps_sdpa:
             functions = ALL_ATTENTION_FUNCTIONS
             for owner in (functions._local_mapping, functions._global_mapping):
@@ -183,8 +196,13 @@ class EncoderLayerCalls(EncoderCalls):
             if functions[SDPA] is sdpa_attention_forward:
                 trace.equals[SDPA] = ATTENTION_NAME
         trace.encoder_layer(module, width, form)
-        scale = scale_of(trace, masked=MASK in form.tensors)
-        return KnownEncoderLayer(EncoderProgramme(trace, scale, form.table_dtype))
+        if MASK not in form.tensors and attend_of(trace)[2]:
+            causal = Causal()  # to all before it: our attention reads windows in masks
+        if causal is not None and any(name == "is_causal" for name, _, _ in form.plain):
+            causal = causal._replace(first_counts=True)  # CLIP's texts, which read it if no token ends the text
+        masked, is_causal = MASK in form.tensors, causal is not None
+        scale = scale_of(trace, masked=masked, causal=is_causal, keeps_sdpa=self.keeps_sdpa)
+        return KnownEncoderLayer(EncoderProgramme(trace, scale, form.table_dtype, causal=causal))
 
 
 class KnownEncoderLayer(Known):
@@ -204,9 +222,9 @@ class KnownEncoderLayer(Known):
             return None
         return Computation(self._compute, self.programme)
 
-    def _compute(self, x: Tensor, layout: RowLayout, tables: Tables | None, bias: Bias | None) -> Any:
-        out = layout.padded(self.programme(layout.rows(x), layout, tables, bias))
-        others = self.programme.others
+    def _compute(self, x: Tensor, layout: RowLayout, beside: Beside) -> Any:
+        out = layout.padded(self.programme(layout.rows(x), layout, beside))
+        others, bias = self.programme.others, beside.bias
         if others is None:
             return out
         return (out, *[None if other is None or bias is None else bias.given for other in others])
@@ -216,12 +234,12 @@ class EncoderStackCalls(EncoderCalls):
     """The EncoderCalls of an encoder, all of whose layers have EncoderLayerCalls."""
 
     def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownStack:
-        form, dtype, width = kind
+        form, dtype, width, causal = kind
         known = {each for each in module.modules() if isinstance(vars(each).get(FUSED), EncoderLayerCalls)}
         trace = StackTrace(dtype, known)
         trace.reads = reads
         trace.stack(module, width, form)
-        return KnownStack(trace, [(each.layer, (each.form, dtype, width)) for each in trace.called])
+        return KnownStack(trace, [(each.layer, (each.form, dtype, width, causal)) for each in trace.called])
 
 
 class KnownStack(Known):
@@ -249,25 +267,27 @@ class KnownStack(Known):
         programmes: list[EncoderProgramme] = []
         for calls, (layer, kind) in zip(self._calls, self._layers, strict=True):
             known = None if has_own_forward(layer) else calls.known(layer, kind)
-            if (
-                not isinstance(known, KnownEncoderLayer)
-                or known.programme.others is not None
-                or known.computation() is None
-            ):
+            if not isinstance(known, KnownEncoderLayer) or known.computation() is None:
+                return None
+            if known.programme.others is not None or known.programme.biased_heads:  # it has more than rows to pass on
                 return None
             programmes.append(known.programme)
-        if len({programme.window for programme in programmes}) > 1:  # one mask is not that of all of them
+        if len({(each.window, each.causal) for each in programmes}) > 1:  # one mask is not that of all of them
             return None
         return Computation(partial(self._compute, programmes), programmes[0])
 
-    def _compute(
-        self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, tables: Tables | None,
-        bias: Bias | None,
-    ) -> Any:  # fmt: skip
+    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, _: Beside) -> Any:
         rows = layout.rows(x)
         for programme in programmes:
             rows = programme(rows, layout)
         return self._trace.outcome(layout.padded(rows))
+
+
+def _bias(programme: EncoderProgramme, layout: RowLayout, given: Any) -> Bias | None:
+    """Return the bias of a layer, which is given one or computes it; None for one of another form."""
+    if programme.own_bias is not None:  # in the layout of the kernel, for the layers behind that share it
+        given = programme.own_bias(layout.shape[1]).contiguous()
+    return layout.bias(given, programme.biased_heads)
 
 
 def _only_collects(hook: Any) -> bool:
@@ -278,27 +298,3 @@ def _only_collects(hook: Any) -> bool:
 COLLECTING = frozenset(
     code for code in output_capturing.install_output_capuring_hook.__code__.co_consts if hasattr(code, "co_name")
 )
-
-
-def scale_of(trace: EncoderTrace, *, masked: bool) -> float:
-    """Return the scale of the trace's attention, which must be that of all tokens to all. Raises UntraceableError.
-
-    masked: whether the call has a mask.
-    """
-    attend = next(operation for operation in trace.operations if operation.kind == "attend")
-    if attend.values["masked"] is not masked:
-        raise UntraceableError("its attention leaves the mask out")
-    if attend.values["dim"] > LARGEST_DIM:
-        raise UntraceableError("its heads are too large")
-    if not attend.modules:  # the code computes the scores by itself
-        return float(attend.values["options"]["scaling"] * attend.values["factor"])
-    operation, scale, causal = attend_of(trace)
-    (module,), values = operation.modules, operation.values
-    planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
-    trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
-    attended_window(trace.operations)  # which must be known
-    if causal or values["options"].get("softcap"):
-        raise UntraceableError("its attention is not that of all tokens to all that the mask shows")
-    if planned is not None and not isinstance(planned.backend, CpuBackend):
-        raise UntraceableError("its attention has another backend")
-    return scale * values["factor"]

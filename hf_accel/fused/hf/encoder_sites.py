@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -14,11 +16,15 @@ from ...attention.hf.stock import SDPA, stock_implementation
 from ...models import is_within
 from ...recognition.code import code_of, source_of
 from ...recognition.encoder_trace import MASK, EncoderTrace, usual_form
+from ...recognition.mask_code import adds_to_masks
 from ...recognition.operation import UntraceableError
 from ...recognition.stack_trace import StackTrace
 from ...recognition.unchanged import has_own_forward
-from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls, scale_of
-from .sites import Dropped, FusedSite, refuse_without_kernel
+from .decoder_calls import has_no_head
+from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls
+from .encoder_checks import scale_of
+from .layer_calls import attend_of
+from .sites import Dropped, FusedSite, refuse_partial_rotation, refuse_without_kernel
 
 LAYER, STACK = "encoder layer", "encoder"
 OVER_ROWS = {"linear", "gated", "attend", "add", "layer_norm", "norm", "gate", "rope"}  # operations with a native call
@@ -31,7 +37,7 @@ def encoder_sites(
 
     ours: the modules that will call our attention function; None if attention may not be native. Others may keep
     torch's, or compute attention by themselves: a layer computes the same. linears: the linear layers that the native
-    kernels compute.
+    kernels compute. Causal layers of a model that generates text are those of a decoder, and found elsewhere.
     """
     if ours is None:
         return [], []
@@ -41,15 +47,21 @@ def encoder_sites(
         if any(is_within(name, site.name) for site in sites):
             continue
         is_ours, attends = attention in ours, code_of(attention).attends
-        if attends and (getattr(attention, "is_causal", True) or not (is_ours or _is_sdpa(model, attention))):
+        if attends and not (is_ours or _is_sdpa(model, attention)):
             continue
-        reason = _causal(model, name) or _refusal(layer, dtype, linears=linears, attention=attention)
+        is_causal = attends and getattr(attention, "is_causal", True)
+        masks = _masks(model, name, is_causal=is_causal)
+        if is_causal and (masks is Masks.OTHERS or not is_ours or model.can_generate()):
+            continue
+        place = Place(masks, _models_around(model, name), keeps_sdpa=attends and not is_ours)
+        reason = _refusal(layer, attention, place, dtype=dtype, linears=linears)
         if reason is None:
-            calls = EncoderLayerCalls(_leaves_padding(model, name), keeps_sdpa=attends and not is_ours)
+            leaves_padding = _leaves_padding(place.models) and (masks is Masks.OTHERS or has_no_head(model))
+            calls = EncoderLayerCalls(leaves_padding, place.keeps_sdpa)
             sites.append(FusedSite(name, layer, LAYER, EncoderForward, calls))
         elif not _has_layers(layer):
             dropped.append(Dropped(name, LAYER, reason))
-    return [*sites, *_stacks(model, dtype, {site.module for site in sites})], dropped
+    return [*sites, *_stacks(model, dtype, {site.module: site.state for site in sites})], dropped
 
 
 def _is_sdpa(model: PreTrainedModel, module: nn.Module) -> bool:
@@ -79,48 +91,86 @@ def _has_layers(layer: nn.Module) -> bool:
     )
 
 
-def _causal(model: nn.Module, name: str) -> str | None:
-    """Return a clause if the code around a layer makes causal masks alone, as that of CLIP's texts; else None."""
+class Masks(Enum):
+    """The masks that the code around a layer makes."""
+
+    CAUSAL = auto()
+    CAUSAL_WITH_FLAG = auto()  # is_causal=True is given to the layers
+    OTHERS = auto()
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a layer. masks: those that the code around it makes. models: around it, the innermost is the last.
+
+    keeps_sdpa: as that of EncoderLayerCalls.
+    """
+
+    masks: Masks
+    models: list[PreTrainedModel]
+    keeps_sdpa: bool
+
+
+def _masks(model: nn.Module, name: str, *, is_causal: bool) -> Masks:
+    """Return which masks the code around a layer makes. That of CLIP's texts gives them is_causal=True, and that of
+    Gemma makes masks of both kinds.
+
+    is_causal: whether the layer's attention is, for which masks of both kinds are causal.
+    """
     while name:
         name = name.rpartition(".")[0]
         kind: Any = type(model.get_submodule(name))
         code = source_of(kind) or ""
-        if "create_bidirectional_mask" in code:
-            return None
+        if "create_bidirectional_mask" in code or ("or_mask_function" in code and not is_causal):
+            return Masks.OTHERS
         if "create_causal_mask" in code:
-            return "its tokens see those before them alone"
-    return None
+            return Masks.CAUSAL_WITH_FLAG if "is_causal=True" in code else Masks.CAUSAL
+    return Masks.OTHERS
 
 
-def _leaves_padding(model: nn.Module, name: str) -> bool:
-    """Return whether what a module returns at padding may be zeros.
-
-    It may where the innermost model around it reads tokens, which heads and users tell from padding. Frames of sound
-    are another matter: a CTC head reads those of padding too, and they are written out. Nor may it before a decoder,
-    whose cross-attention sees padding where a call has no mask.
-    """
-    around = [
+def _models_around(model: nn.Module, name: str) -> list[PreTrainedModel]:
+    """Return the models around a module, of which the innermost is the last."""
+    return [
         outer
         for place, outer in model.named_modules()
         if isinstance(outer, PreTrainedModel) and is_within(name, place)
     ]
+
+
+def _leaves_padding(around: list[PreTrainedModel]) -> bool:
+    """Return whether what a module within these models returns at padding may be zeros.
+
+    It may where the innermost one reads tokens, which heads and users tell from padding. Frames of sound are another
+    matter: a CTC head reads those of padding too, and they are written out. Nor may it before a decoder, whose
+    cross-attention sees padding where a call has no mask.
+    """
     if not around or any(outer.config.is_encoder_decoder for outer in around):
         return False
     return around[-1].main_input_name == "input_ids"
 
 
 def _refusal(
-    layer: nn.Module, dtype: torch.dtype, *, linears: Container[nn.Module], attention: nn.Module
+    layer: nn.Module, attention: nn.Module, place: Place, *, dtype: torch.dtype, linears: Container[nn.Module]
 ) -> str | None:
     """Return why a layer has no trace that can be computed, as a clause; None if it has one."""
     if has_own_forward(layer):
         return "its forward was replaced on the module itself"
+    around = place.models
+    if around and adds_to_masks(around[-1]):
+        return "something is added to its mask"
     try:
         form = usual_form(type(layer), dtype)
+        if place.masks is Masks.CAUSAL_WITH_FLAG:
+            form = replace(form, plain=(("is_causal", bool, True),))
         trace = EncoderTrace(dtype, attention=ATTENTION_NAME)
         trace.encoder_layer(layer, _width(attention), form)
-        scale_of(trace, masked=MASK in form.tensors)
+        causal = attend_of(trace)[2]
+        if place.masks is Masks.CAUSAL and not causal:
+            raise UntraceableError("its tokens see those before them alone")
+        scale_of(trace, masked=MASK in form.tensors, causal=causal, keeps_sdpa=place.keeps_sdpa)
         refuse_without_kernel(trace, linears, "cpu")
+        if around and any(operation.kind == "rope" for operation in trace.operations):
+            refuse_partial_rotation(around[-1].config)
     except UntraceableError as error:
         return str(error)
     others = {operation.kind for operation in trace.operations} - OVER_ROWS
@@ -135,14 +185,17 @@ def _width(attention: nn.Module) -> int:
     raise UntraceableError("it has no linear layer")
 
 
-def _stacks(model: nn.Module, dtype: torch.dtype, layers: set[nn.Module]) -> Iterator[FusedSite]:
+def _stacks(
+    model: nn.Module, dtype: torch.dtype, layers: Mapping[nn.Module, EncoderLayerCalls]
+) -> Iterator[FusedSite]:
     """The modules around lists of layers of which all are known, whose code does nothing but call them."""
     for name, module in model.named_modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child)]
-        if len(lists) != 1 or not layers.issuperset(lists[0]) or has_own_forward(module):
+        if len(lists) != 1 or not layers.keys() >= set(lists[0]) or has_own_forward(module):
             continue
         try:
             StackTrace(dtype, layers).stack(module, 1, usual_form(type(module)))
         except UntraceableError:
             continue
-        yield FusedSite(name, module, STACK, EncoderForward, EncoderStackCalls(_leaves_padding(model, name)))
+        leaves_padding = all(layers[layer].leaves_padding for layer in lists[0])
+        yield FusedSite(name, module, STACK, EncoderForward, EncoderStackCalls(leaves_padding))

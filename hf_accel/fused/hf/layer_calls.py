@@ -310,13 +310,14 @@ def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
 def attend_of(trace: Trace) -> tuple[Operation, float, bool]:
     """Return the attention among a trace's operations, the scale of its scores, and whether it is causal."""
     operation: Operation = next(o for o in trace.operations if o.kind == "attend")
-    (module,), options = operation.modules, operation.values["options"]
+    options = operation.values["options"]
     unknown = [n for n, value in options.items() if n not in KNOWN_KEYWORDS and value is not None]
     used = [n for n in NOT_OURS if options.get(n)]
     if unknown or used:
         raise UntraceableError(f"its attention is given {(unknown + used)[0]}=")
     causal, scale = options.get("is_causal"), options.get("scaling")
     if causal is None:
+        (module,) = operation.modules
         causal = getattr(module, "is_causal", True)
         trace.note(vars(module), "is_causal", vars(module).get("is_causal"))
     if not isinstance(scale, (int, float, NoneType)):

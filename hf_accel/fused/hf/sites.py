@@ -38,8 +38,9 @@ from ..modules import (
 )
 from ..partial_rotation import leaves_rest
 from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readable, is_slow_in_torch
+from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
-from .layer_calls import NativeCalls, TracedForward, attention_of
+from .layer_calls import TracedForward, attention_of
 
 ACTIVATION = "activation"
 DIFFERS = "the native call differs from the module's own result on random input"
@@ -231,7 +232,7 @@ def layer_sites(
         except UntraceableError as error:
             dropped.append(Dropped(name, KIND, str(error)))
             continue
-        kind, calls = (KIND, NativeCalls()) if joined is None else (JOINED, JoinedCalls(joined))
+        kind, calls = (KIND, DecoderCalls(has_no_head(model))) if joined is None else (JOINED, JoinedCalls(joined))
         sites.append(FusedSite(name, module, kind, TracedForward, calls))
         first = trace.operations[0]
         if first.kind == "norm" and first.inputs == [Span(INPUT, 0, trace.widths[INPUT])]:
@@ -249,6 +250,12 @@ def usual_arguments(kind: type[nn.Module]) -> dict[str, Any]:
     if named.isdisjoint(CACHES):
         named = set(TENSORS) - set(CACHES[1:])
     return dict.fromkeys(sorted(named), True) | {"use_cache": True}
+
+
+def refuse_partial_rotation(config: Any) -> None:
+    """Raise UntraceableError if the rotation leaves some numbers of a head as they are."""
+    if rotated_size(config, 100) != 100:
+        raise UntraceableError("its rotation leaves numbers as they are")
 
 
 def rotated_size(config: Any, head_dim: int) -> int:

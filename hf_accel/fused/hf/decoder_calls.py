@@ -1,0 +1,41 @@
+"""Decoder layers that run by their trace: over pages, and in calls without them, as those of embedders are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from transformers import PreTrainedModel
+
+from ...cache.hf.layers import CacheOverPages
+from .encoder_calls import EncoderLayerCalls
+from .layer_calls import NativeCalls
+
+
+class DecoderCalls(NativeCalls):
+    """The LayerCalls of a layer on the CPU, which is one native call over pages, and over the rows of a batch if it
+    has no cache, or an empty one of transformers.
+
+    leaves_padding: as that of EncoderCalls, for calls without pages.
+    """
+
+    def __init__(self, leaves_padding: bool) -> None:
+        super().__init__()
+        self.over_rows = EncoderLayerCalls(leaves_padding)
+
+    def __reduce__(self) -> Any:
+        return DecoderCalls, (self.over_rows.leaves_padding,)
+
+    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
+        result: Tensor | tuple[Tensor] | None = None
+        if not (isinstance(kwargs.get("past_key_values"), CacheOverPages) or is_compiling()):
+            result = self.over_rows.run(layer, args, kwargs)
+        return super().run(layer, args, kwargs) if result is None else result
+
+
+def has_no_head(model: nn.Module) -> bool:
+    """Return whether no head of the model reads the hidden states of all tokens, those of padding too, as the head of
+    a language model does for a loss.
+    """
+    return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None

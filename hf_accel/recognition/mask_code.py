@@ -1,0 +1,28 @@
+"""Facts about the masks of attention, read in the code that makes them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from .code import absent_parts, assignments, functions_of, names_in
+
+
+def adds_to_masks(module: Any) -> bool:
+    """Return whether a module's code adds something to a mask, such as a bias of positions.
+
+    Branches that need a part which it does not have are left out.
+    """
+    functions = functions_of(type(module), absent_parts(module)) or ()
+    made = (assigned for function in functions for assigned in assignments(function))
+    sums = (each for value, target in made if _is_mask(target) and value is not None for each in _sums(value))
+    return any(isinstance(side, ast.Name) and _is_mask(side) for each in sums for side in (each.left, each.right))
+
+
+def _is_mask(node: ast.expr) -> bool:
+    return any("mask" in name for name in names_in(node))
+
+
+def _sums(value: ast.expr) -> Iterator[ast.BinOp]:
+    yield from (node for node in ast.walk(value) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add))
