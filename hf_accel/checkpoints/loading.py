@@ -76,7 +76,7 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, QuantModule):
             check_numbers(name, layer)
-            stored = list(layer.buffers())
+            stored = [] if layer.layout_of_blocks is not None else list(layer.buffers())  # blocks stay in use
             layer.row_invariant = settings.patch.deterministic
             layer.pack()
             for tensor in stored:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...config import WeightConfig
+from ...hardware.device import large_pages
 from ...kernels import cpu as kernels
 from ...kernels.cpu.integer_linear import (
     IntegerExperts,
@@ -36,6 +37,7 @@ from ..formats import (
     pack_zero_points,
     scaled,
 )
+from ..formats.blocks import ALIGNMENT, BLOCK, LABELS, Blocks
 from ..methods.rtn import refuse_not_finite
 from .backend import Backend, GroupedExperts, LinearSpec
 
@@ -132,6 +134,28 @@ class Cpu(Backend):
         zeros = stored_by_group(packed.weight, "zeros")
         zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)
+
+    def blocks(self, packed: CpuWeight) -> Blocks | None:
+        weight, layout = packed.weight, packed.layout
+        if layout.label not in LABELS:
+            return None
+        outputs, scales = -(-weight.out_features // BLOCK), weight.scales
+        if scales.ndim == 1:
+            assert layout.scale_dtype is not None
+            scales = scales.to(layout.scale_dtype).view(outputs, 1, BLOCK)
+        return Blocks(weight.packed.view(outputs, -1), scales, weight.zeros, weight.minima)
+
+    def adopt(self, blocks: Blocks, layout: Layout, shape: tuple[int, int]) -> CpuWeight | None:
+        scales, bytes_ = blocks.weight_scale.contiguous(), blocks.weight_blocks.reshape(-1)
+        of_outputs = layout.bits == 8 and scales.shape[1] == 1 and blocks.weight_minimum is None
+        if bytes_.data_ptr() % ALIGNMENT:  # the file was written by another program, or in several pieces
+            bytes_ = large_pages(torch.empty_like(bytes_)).copy_(bytes_)
+        group_size = shape[1] // scales.shape[1]
+        scales = scales.float().flatten() if of_outputs else scales
+        weight = PackedWeight(
+            layout.bits, *shape, group_size, bytes_, scales, blocks.weight_zeros, blocks.weight_minimum
+        )
+        return CpuWeight(weight, replace(layout, scale_dtype=blocks.weight_scale.dtype, ordered=False))
 
     def rows(self, packed: CpuWeight, indices: Tensor, dtype: torch.dtype) -> Tensor:
         if packed.weight.bits != 8 or packed.weight.scales.ndim != 1:
