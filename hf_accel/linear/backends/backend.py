@@ -174,7 +174,7 @@ class Backend(ABC):
     def adopt(self, blocks: Blocks, layout: Layout, shape: tuple[int, int]) -> Any:
         """Return what `run` reads over the tensors of `blocks`, without packing; None if they have to be packed.
 
-        Both forms share their memory, which may be a file's. layout, shape: of the stored weight [out, in].
+        Both forms may share their memory, which may be a file's. layout, shape: of the stored weight [out, in].
         """
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +25,7 @@ from ...kernels.cpu.integer_linear import (
     unpack,
 )
 from ...kernels.cpu.library import FLOATS, native
+from ...keywords import one_of
 from ...tensors import is_recorded
 from ..formats import (
     Float4Weight,
@@ -37,11 +39,12 @@ from ..formats import (
     pack_zero_points,
     scaled,
 )
-from ..formats.blocks import ALIGNMENT, BLOCK, LABELS, Blocks
+from ..formats.blocks import ALIGNMENT, BLOCK, LABELS, Blocks, tensors_of
 from ..methods.rtn import refuse_not_finite
 from .backend import Backend, GroupedExperts, LinearSpec
 
 GROUP_MULTIPLE = 8  # inputs
+MAP_WEIGHTS = "HF_ACCEL_MAP_WEIGHTS"  # a variable of the environment
 
 
 @dataclass(eq=False)
@@ -74,6 +77,21 @@ class CpuExperts(GroupedExperts):
         if self.native is None or self.biases is not biases:
             self.native, self.biases = IntegerExperts([part.weight for part in self.parts], biases), biases
         return self.native.grouped(x.contiguous(), starts)
+
+
+def maps_weights() -> bool:
+    """Return whether weights stay in the file that they were saved in, so that processes share them.
+
+    Otherwise they are copied into memory with large pages, which kernels read faster than the small pages of a file.
+    Raises UnsupportedError for a bad HF_ACCEL_MAP_WEIGHTS.
+    """
+    asked = os.environ.get(MAP_WEIGHTS) or "0"
+    one_of(MAP_WEIGHTS, asked, ("0", "1"))
+    return asked == "1"
+
+
+def _in_large_pages(tensor: Tensor) -> Tensor:
+    return large_pages(torch.empty_like(tensor, memory_format=torch.contiguous_format)).copy_(tensor)
 
 
 class Cpu(Backend):
@@ -146,14 +164,14 @@ class Cpu(Backend):
         return Blocks(weight.packed.view(outputs, -1), scales, weight.zeros, weight.minima)
 
     def adopt(self, blocks: Blocks, layout: Layout, shape: tuple[int, int]) -> CpuWeight | None:
-        scales, bytes_ = blocks.weight_scale.contiguous(), blocks.weight_blocks.reshape(-1)
-        of_outputs = layout.bits == 8 and scales.shape[1] == 1 and blocks.weight_minimum is None
-        if bytes_.data_ptr() % ALIGNMENT:  # the file was written by another program, or in several pieces
-            bytes_ = large_pages(torch.empty_like(bytes_)).copy_(bytes_)
-        group_size = shape[1] // scales.shape[1]
-        scales = scales.float().flatten() if of_outputs else scales
+        if not maps_weights() or blocks.weight_blocks.data_ptr() % ALIGNMENT:  # in a checkpoint of several files
+            blocks = Blocks(**{name: _in_large_pages(tensor) for name, tensor in tensors_of(blocks).items()})
+        scales, group_size = blocks.weight_scale, shape[1] // blocks.weight_scale.shape[1]
+        if layout.bits == 8 and group_size == shape[1] and blocks.weight_minimum is None:
+            scales = scales.float().flatten()
+        packed = blocks.weight_blocks.view(-1)
         weight = PackedWeight(
-            layout.bits, *shape, group_size, bytes_, scales, blocks.weight_zeros, blocks.weight_minimum
+            layout.bits, *shape, group_size, packed, scales, blocks.weight_zeros, blocks.weight_minimum
         )
         return CpuWeight(weight, replace(layout, scale_dtype=blocks.weight_scale.dtype, ordered=False))
 

@@ -60,6 +60,12 @@ def mapped(tensor: Tensor, file: Path) -> bool:
     return False
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let weights stay in their files."""
+    monkeypatch.setenv("HF_ACCEL_MAP_WEIGHTS", "1")
+
+
 def packed(model: PreTrainedModel, name: str = Q) -> Tensor:
     layer: Any = model.get_submodule(name)
     found: Tensor = layer._packed.weight.packed
@@ -99,6 +105,7 @@ def int4_minima(outputs: int, inputs: int) -> QuantizedWeight:
 
 @pytest.mark.parametrize("make", [int8, int8_minima, int4, int4_zeros, int4_minima])
 @pytest.mark.parametrize("shape", [(64, 32), (150, 48), (1, 16)])
+@pytest.mark.usefixtures("shared")
 def test_plain_torch_reads_what_kernels_packed(make: Callable[..., QuantizedWeight], shape: tuple[int, int]) -> None:
     weight, backend = make(*shape), Cpu()
     blocks = backend.blocks(backend.pack(weight))
@@ -141,6 +148,7 @@ def test_experts_follow_each_other(make: Callable[..., QuantizedWeight]) -> None
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])  # with biases; with Conv1D
+@pytest.mark.usefixtures("shared")
 def test_a_file_runs_where_it_lies(family: str, weights: Any, tmp_path: Path) -> None:
     model = hf_accel.patch(build(family), weights=weights)
     model.save_pretrained(tmp_path)
@@ -178,6 +186,7 @@ def test_a_machine_without_the_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert layer.layout_of_blocks is None
 
 
+@pytest.mark.usefixtures("shared")
 def test_pieces_are_copied_to_lines(tmp_path: Path) -> None:
     model = hf_accel.patch(build("qwen2"))
     model.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -198,6 +207,7 @@ def test_another_dtype(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded[0]), logits(loaded[1]))
 
 
+@pytest.mark.usefixtures("shared")
 def test_a_file_is_replaced_and_not_cut(tmp_path: Path) -> None:
     """A process that has mapped the file keeps what it had."""
     hf_accel.patch(build("qwen2")).save_pretrained(tmp_path)
@@ -211,6 +221,7 @@ def test_a_file_is_replaced_and_not_cut(tmp_path: Path) -> None:
     assert contents(AutoModelForCausalLM.from_pretrained(tmp_path)) == expected
 
 
+@pytest.mark.usefixtures("shared")
 def test_copies_have_memory_of_their_own(tmp_path: Path) -> None:
     hf_accel.patch(build("qwen2"), weights=GROUPS).save_pretrained(tmp_path)
     file = (tmp_path / "model.safetensors").resolve()
@@ -229,6 +240,20 @@ def test_copies_have_memory_of_their_own(tmp_path: Path) -> None:
     model.load_state_dict(other.state_dict())
     assert torch.equal(logits(model), logits(other))
     assert contents(AutoModelForCausalLM.from_pretrained(tmp_path)) != contents(model)  # nothing went to the file
+
+
+def test_weights_are_copied_unless_they_are_to_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf_accel.patch(build("qwen2"), weights=GROUPS)
+    model.save_pretrained(tmp_path)
+    again, layer = AutoModelForCausalLM.from_pretrained(tmp_path), model.get_submodule(Q)
+    weight: Any = again.get_submodule(Q)
+    for tensor in (weight._packed.weight.packed, weight._packed.weight.scales):
+        assert not mapped(tensor, (tmp_path / "model.safetensors").resolve())
+    assert torch.equal(logits(again), logits(model))
+    assert repr(weight) == repr(layer)
+    monkeypatch.setenv("HF_ACCEL_MAP_WEIGHTS", "yes")
+    with pytest.raises(hf_accel.UnsupportedError, match="HF_ACCEL_MAP_WEIGHTS='yes' is not known"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_undo_says_what_it_lacks(tmp_path: Path) -> None:
