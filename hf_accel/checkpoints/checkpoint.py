@@ -73,7 +73,9 @@ def prepare(
         site = sites[name] = experts.get(name) or embedding_site(model, name) or _linear(model, name)
         stored = Parts(name, parts.get(name, {}))
         has_bias = f"{name}.bias" in others if reader.listed is None else site.bias is not None
-        layers[name] = _empty(site, *reader.spec(stored, site.matrices(site.parameter)[0]), bias=has_bias)
+        spec, ordered = reader.spec(stored, site.matrices(site.parameter)[0])
+        blocks = isinstance(reader, Own) and reader.holds_blocks(name)
+        layers[name] = _empty(site, spec, ordered, bias=has_bias, blocks=blocks)
         if headers is not None:
             if isinstance(reader, Own):
                 reader.check(model, layers[name], stored)
@@ -155,17 +157,17 @@ def _marked(embedding: QuantEmbedding) -> QuantEmbedding:
     return embedding
 
 
-def _empty(site: LinearSite, spec: LinearSpec, ordered: bool, *, bias: bool) -> QuantModule:
-    """Make the layer that a checkpoint is loaded into. bias: whether it has one."""
+def _empty(site: LinearSite, spec: LinearSpec, ordered: bool, *, bias: bool, blocks: bool) -> QuantModule:
+    """Make the layer that a checkpoint is loaded into. bias: whether it has one. blocks: whether they are there."""
     layer: QuantModule
-    if isinstance(site, EmbeddingSite) and not ordered:
+    if isinstance(site, EmbeddingSite) and not ordered and not blocks:
         layer = QuantTable.empty(spec)
     elif not isinstance(site, ExpertsSite):
-        layer = QuantLinear.empty(spec, bias=bias, ordered=ordered)
+        layer = QuantLinear.empty(spec, bias=bias, ordered=ordered, blocks=blocks)
     elif ordered:
         raise UnsupportedError(f"{site.name!r} is ordered in config.json, which is not known of experts; {AGAIN}")
     else:
-        layer = ExpertWeights.empty(spec, site.count)
+        layer = ExpertWeights.empty(spec, site.count, blocks=blocks)
     # Without this mark transformers would draw random numbers for the weight, which is no Parameter.
     vars(layer)["_is_hf_initialized"] = True
     return layer

@@ -22,6 +22,7 @@ from ..config import PatchConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release, trim
 from ..linear import LinearSpec, QuantModule, Workers, choose
+from ..linear.backends.cpu import maps_weights
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..parallel.tensor import split_sizes
 from ..patching.originals import Source, Stored, stored_tensors
@@ -79,7 +80,7 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
             stored = list(layer.buffers())
             layer.row_invariant = settings.patch.deterministic
             layer.pack()
-            for tensor in stored:
+            for tensor in () if maps_weights() else stored:
                 release(tensor)
     trim()
     # Where a file holds nothing but experts quantized, weights= says how the rest is held.

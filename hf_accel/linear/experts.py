@@ -17,6 +17,7 @@ from .backends.backend import Backend, GroupedExperts, LinearSpec
 from .backends.reference import differentiable_linear
 from .backends.registry import BackendChoice
 from .formats import QuantizedWeight, state, zeros
+from .formats.blocks import Blocks
 from .layer import QuantModule
 
 # The parameters of transformers' fused experts, and the names of the modules that hold them quantized. These names are
@@ -59,9 +60,14 @@ class ExpertWeights(QuantModule):
         return layer
 
     @classmethod
-    def empty(cls, spec: LinearSpec, experts: int) -> ExpertWeights:
-        """Zeros, unpacked, to load a checkpoint into. spec: of one expert."""
+    def empty(cls, spec: LinearSpec, experts: int, *, blocks: bool = False) -> ExpertWeights:
+        """Zeros, unpacked, to load a checkpoint into. spec: of one expert. blocks: as in QuantLinear.empty."""
         shape = (experts * spec.out_features, spec.in_features)
+        if blocks:
+            layer = cls.__new__(cls)
+            layer._describe(replace(spec, out_features=shape[0]), "auto")
+            layer.experts = experts
+            return layer.expect_blocks(spec.layout, spec.device_type)
         weight = zeros(spec.layout, shape, dtype=spec.dtype, device=spec.device_type)
         return cls(weight, experts, activations=spec.activations, dtype=spec.dtype)
 
@@ -73,7 +79,7 @@ class ExpertWeights(QuantModule):
     def spec(self) -> LinearSpec:
         """The spec of the stored weight."""
         if self.choice is None:
-            return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
+            return super().spec
         return replace(self.choice.spec, out_features=self.out_features)
 
     @property
@@ -87,6 +93,17 @@ class ExpertWeights(QuantModule):
     def _unpack(self, choice: BackendChoice) -> QuantizedWeight:
         made: QuantizedWeight = self.kind.joined([choice.backend.unpack(packed) for packed in self._packed.parts])
         return made
+
+    def _adopt(self, choice: BackendChoice, blocks: Blocks) -> PackedExperts | None:
+        shape = (choice.spec.out_features, self.in_features)
+        parts = [choice.backend.adopt(part, choice.spec.layout, shape) for part in blocks.parts(self.experts)]
+        return None if None in parts else PackedExperts.of(choice.backend, parts)
+
+    def _to_blocks(self) -> Blocks | None:
+        if self.choice is None:
+            return None
+        parts = [self.choice.backend.blocks(packed) for packed in self._packed.parts]
+        return None if None in parts else Blocks.joined([part for part in parts if part is not None])
 
     def forward(self, x: Tensor, expert: int, bias: Tensor | None = None) -> Tensor:
         """x [rows, in] -> [rows, out] of one expert, in the dtype of the activations. bias: [out]."""

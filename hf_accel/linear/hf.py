@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -36,6 +37,8 @@ from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .embedding import QuantEmbedding
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
+from .file_state import blanks, file_state
+from .formats.blocks import VERSION, VERSION_SETTING
 from .layer import QuantModule
 from .layer_settings import SCALE_DTYPES
 
@@ -127,8 +130,8 @@ class AccelQuantizer(HfQuantizer):
 
     quantization_config: AccelConfig
 
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
-        """Called by save_pretrained before it writes the config: which modules are quantized now.
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """Called by save_pretrained before it writes the config: which modules are quantized now, and their tensors.
 
         Raises UnsupportedError for layers of which this process holds a part.
         """
@@ -146,7 +149,17 @@ class AccelQuantizer(HfQuantizer):
                 "save the whole model, or call hf_accel.unpatch(model) before"
             )
         self.quantization_config.tables = {name: names[id(e.head)] for name, e in embeddings.items()}
-        return None, {}
+        # Of a model with adapters, or on several devices, transformers writes less than all, or fetches it.
+        apart = getattr(model, "hf_device_map", None) or getattr(model, "_hf_peft_config_loaded", False)
+        written = None if apart else file_state(model, layers)
+        if written is None:
+            return None, {}
+        for name in written[1]:
+            self.quantization_config.modules[name][VERSION_SETTING] = VERSION
+        tensors = remove_tied_weights_from_state_dict(written[0], model)
+        ignored = model._keys_to_ignore_on_save or ()
+        renamed = get_model_conversion_mapping(model, add_legacy=False)  # then the names in the file are not these
+        return tensors, {} if renamed else blanks({n: t for n, t in tensors.items() if n not in ignored})
 
     def is_serializable(self) -> bool:
         return True

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,14 @@ from ..tensors import product_dtype
 from .backends.backend import LinearSpec
 from .backends.reference import differentiable_linear
 from .backends.registry import BackendChoice, choose
-from .formats import FLOAT8, Layout, QuantizedWeight, converts, from_state, kind_of, readable, state, zeros
+from .blocked import empty_blocks, from_blocks, loaded_blocks, spec_of_blocks, weight_names, writing
+from .formats import FLOAT8, Layout, QuantizedWeight, from_state, kind_of, readable, state, zeros
+from .formats.blocks import Blocks, tensors_of
 from .methods.rtn import quantize_like
+from .state_checks import RankPart, wrong_dtypes, wrong_part
 from .writable import WritableWeight, plain
 
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
-
-
-class RankPart(NamedTuple):
-    """The part of a weight that is split over processes: that of one process."""
-
-    rank: int
-    ranks: int
-
-    def __str__(self) -> str:
-        return f"rank_{self.rank}_of_{self.ranks}"
 
 
 class QuantModule(nn.Module):
@@ -41,6 +34,8 @@ class QuantModule(nn.Module):
     state_dict, pickle and deepcopy carry the stored form either way. `.to(dtype)` converts the scales and never the
     integers; the backend is chosen and packed for again.
     """
+
+    experts = 1  # whose weights are stored one after the other
 
     def _describe(self, spec: LinearSpec, backend: str) -> None:
         nn.Module.__init__(self)
@@ -58,6 +53,7 @@ class QuantModule(nn.Module):
         self.writes = 0  # times that another weight was put into it
         self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
         self._lent: weakref.ref[WritableWeight] | None = None
+        self.layout_of_blocks: Layout | None = None  # of the stored weight, while the buffers are blocks
 
     @property
     def held(self) -> WritableWeight | None:
@@ -76,7 +72,8 @@ class QuantModule(nn.Module):
         if self.choice is not None:
             weight = self._unpack(self.choice)
             return weight if self._input_order is None else weight.changed(input_order=self._input_order)
-        return from_state(self.kind, self._buffers)  # type: ignore[arg-type]
+        blocks = loaded_blocks(self)
+        return from_state(self.kind, self._buffers) if blocks is None else from_blocks(self, blocks)  # type: ignore[arg-type]
 
     @property
     def layout(self) -> Layout:
@@ -93,7 +90,7 @@ class QuantModule(nn.Module):
         """The spec for the choice of a backend, with the dtype and the device that the layer has now."""
         if self.choice is not None:
             return self.choice.spec
-        return LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
+        return spec_of_blocks(self) or LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
 
     @property
     def packed_spec(self) -> LinearSpec:
@@ -114,18 +111,35 @@ class QuantModule(nn.Module):
     def pack(self) -> Self:
         """Turn the buffers into the backend's form. The first forward calls it."""
         if self.choice is None:
-            weight, choice = self.quantized, self.chosen
-            self._packed = self._pack(choice, weight.changed(input_order=None))
-            self.choice, self._input_order = choice, weight.input_order
-            for name in state(weight):
+            blocks, choice, order = loaded_blocks(self), self.chosen, self._buffers.get("input_order")
+            packed = None if blocks is None else self._adopt(choice, blocks)
+            if packed is None:
+                packed = self._pack(choice, self.unpack().quantized.changed(input_order=None))
+            for name in weight_names(self):
                 del self._buffers[name]
+            self._packed, self.choice, self._input_order, self.layout_of_blocks = packed, choice, order, None
+        return self
+
+    def _adopt(self, choice: BackendChoice, blocks: Blocks) -> Any:
+        return choice.backend.adopt(blocks, choice.spec.layout, (self.out_features, self.in_features))
+
+    def _to_blocks(self) -> Blocks | None:
+        return None if self.choice is None else self.choice.backend.blocks(self._packed)
+
+    def expect_blocks(self, layout: Layout, device: str) -> Self:
+        """Get empty buffers that blocks are loaded into. layout: of the stored weight."""
+        self.layout_of_blocks = layout
+        self._buffers.update(tensors_of(empty_blocks(self, layout=layout, device=device)))
         return self
 
     def unpack(self) -> Self:
-        """Turn the backend's form back into buffers."""
-        if self.choice is not None:
-            self._buffers.update(state(self.quantized))
-            self.choice = self._packed = self._input_order = None
+        """Turn the backend's form, or blocks, into buffers of the stored form."""
+        if self.choice is not None or self.layout_of_blocks is not None:
+            stored = state(self.quantized)
+            for name in weight_names(self):
+                del self._buffers[name]
+            self._buffers.update(stored)
+            self.choice = self._packed = self._input_order = self.layout_of_blocks = None
         return self
 
     @torch.no_grad()
@@ -189,7 +203,9 @@ class QuantModule(nn.Module):
         prefix = self._own_prefix(prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.choice is not None:
-            destination.update({prefix + name: tensor for name, tensor in state(self.quantized).items()})
+            blocks = writing.get().get(id(self))
+            tensors = state(self.quantized) if blocks is None else tensors_of(blocks)
+            destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
@@ -197,8 +213,8 @@ class QuantModule(nn.Module):
     ) -> None:  # fmt: skip
         packed = self.choice is not None
         self.unpack()
-        wrong = self._wrong_part(state_dict, prefix) or self._wrong_dtypes(state_dict, self._own_prefix(prefix))
-        prefix = self._own_prefix(prefix)
+        given, prefix = prefix, self._own_prefix(prefix)
+        wrong = wrong_part(state_dict, given, prefix) or wrong_dtypes(self.quantized, state_dict, prefix)
         error_msgs.extend(wrong)
         if not wrong:
             before = {name: tensor.clone() for name, tensor in self._buffers.items() if tensor is not None}
@@ -218,38 +234,15 @@ class QuantModule(nn.Module):
         """The prefix of the names of its tensors. Parts of different ranks must not have the same names."""
         return prefix if self.part is None else f"{prefix}{self.part}."
 
-    def _wrong_part(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """Refuse the parts of other ranks, and whole weights, which torch would ignore if it is not strict."""
-        own = self._own_prefix(prefix)
-        if self.part is None:
-            wrong = [key for key in state_dict if key.startswith(f"{prefix}rank_")]
-        else:
-            wrong = [key for key in state_dict if key.startswith(prefix) and not key.startswith(own)]
-        return [
-            f"{key} is not for this model, which stores {own}weight; give each rank what the same rank of as many has "
-            "saved, or patch a model that has read the float checkpoint"
-            for key in wrong[:1]
-        ]
-
-    def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """Refuse a float weight, which torch would copy into the stored numbers as if its scales were 1."""
-        stored, kind = state(self.quantized).items(), self.layout.label.upper()
-        loaded = [(name, own, state_dict[prefix + name]) for name, own in stored if prefix + name in state_dict]
-        return [
-            f"{prefix}{name} is {other.dtype} in the checkpoint, but an {kind} layer stores {own.dtype}; "
-            "load a checkpoint that was saved quantized"
-            for name, own, other in loaded
-            if (converts(own), own.is_floating_point()) != (converts(other), other.is_floating_point())
-        ]
-
     def __getstate__(self) -> dict[str, Any]:
         """Backends hold opaque tensors that cannot be copied; the stored form can."""
-        stored = {**self._buffers, **state(self.quantized)}
+        others = {name: tensor for name, tensor in self._buffers.items() if name not in weight_names(self)}
+        stored = others | state(self.quantized)
         buffers = {name: None if tensor is None else readable(tensor) for name, tensor in stored.items()}
         _keep_for_child(buffers)
         packed = self.choice is not None
         bytewise = [name for name, tensor in stored.items() if tensor is not None and tensor.dtype is FLOAT8]
-        gone = {"choice": None, "_input_order": None, "_lent": None}
+        gone = {"choice": None, "_input_order": None, "_lent": None, "layout_of_blocks": None}
         return self.__dict__ | {"_buffers": buffers, "_packed": packed, "_bytewise": bytewise, **gone}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -299,15 +292,22 @@ class QuantLinear(QuantModule, nn.Linear):
 
     @classmethod
     def empty(
-        cls, spec: LinearSpec, *, bias: bool = False, ordered: bool = False, backend: str = "auto"
-    ) -> QuantLinear:
+        cls, spec: LinearSpec, *, bias: bool = False, ordered: bool = False, blocks: bool = False,
+        backend: str = "auto",
+    ) -> QuantLinear:  # fmt: skip
         """A layer of zeros, unpacked, to load a checkpoint into; `spec.device_type` may be "meta".
 
-        ordered: whether the inputs of the stored weight have an order of their own.
+        ordered: whether the inputs of the stored weight have an order of their own. blocks: whether the checkpoint
+        holds blocks; what these hold before is not defined.
         """
-        shape, device = (spec.out_features, spec.in_features), spec.device_type
-        weight = zeros(replace(spec.layout, ordered=ordered), shape, dtype=spec.dtype, device=device)
+        shape, device, layout = (spec.out_features, spec.in_features), spec.device_type, spec.layout
         biases = torch.zeros(shape[0], dtype=spec.dtype, device=device) if bias else None
+        if blocks:
+            layer = cls.__new__(cls)
+            layer._describe(spec, backend)
+            layer._set_bias(biases)
+            return layer.expect_blocks(replace(layout, ordered=ordered), device)
+        weight = zeros(replace(layout, ordered=ordered), shape, dtype=spec.dtype, device=device)
         return cls(weight, biases, activations=spec.activations, backend=backend, dtype=spec.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from ..hardware import release, trim
 from ..linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight, QuantLinear, Workers
 from ..linear.embedding import QuantEmbedding, QuantTable
 from ..linear.experts import WEIGHT_MODULES
-from ..linear.layer import RankPart
 from ..linear.nf4 import BitsAndBytes, nf4_layer
+from ..linear.state_checks import RankPart
 from ..parallel.tensor import CLASSES, JoinedLinear, part_bias
 from ..recognition.unchanged import ALL_HOOKS
 from ..tensors import is_sharded

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import LinearSpec, QuantModule
+from ...linear.blocked import empty_blocks
 from ...linear.formats import KINDS, state, zeros
+from ...linear.formats.blocks import VERSION, VERSION_SETTING, Blocks, tensors_of
 from ...linear.hf import METHOD
 from ...linear.layer_settings import spec_of
 from ..contents import AGAIN, check_finite, check_tensor, missing
@@ -24,7 +26,9 @@ class Own(Reader):
     """Checkpoints that save_pretrained wrote of a model with quantized layers, which are loaded unchanged."""
 
     method = METHOD
-    suffixes: ClassVar[tuple[str, ...]] = tuple({f.name: 1 for kind in KINDS.values() for f in fields(kind)})
+    suffixes: ClassVar[tuple[str, ...]] = tuple(
+        {f.name: 1 for kind in (*KINDS.values(), Blocks) for f in fields(kind)}
+    )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.listed: Mapping[str, Mapping[str, Any]] = config["modules"]
@@ -33,18 +37,32 @@ class Own(Reader):
         return headers_of([Path(file) for file in files], way_out=f", or {AGAIN}") if are_safe(files) else None
 
     def spec(self, stored: Parts, weight: Tensor) -> tuple[LinearSpec, bool]:
-        settings = self.listed[stored.name]
+        settings = {name: value for name, value in self.listed[stored.name].items() if name != VERSION_SETTING}
         try:
+            self.holds_blocks(stored.name)
             return spec_of(settings, weight), settings.get("ordered", False)
         except UnsupportedError as error:
             what = f"quantization_config in config.json, module {stored.name!r}: {error}"
             raise UnsupportedError(f"{what}; {AGAIN}") from error
 
+    def holds_blocks(self, name: str) -> bool:
+        """Return whether a module is in blocks. Raises UnsupportedError for blocks that are not known."""
+        version = self.listed[name].get(VERSION_SETTING)
+        if version is not None and (version != VERSION or self.listed[name].get("bits") not in (4, 8)):
+            raise UnsupportedError(
+                f"{VERSION_SETTING}={version!r} is not known here, where blocks are of version {VERSION}"
+            )
+        return version is not None
+
     @staticmethod
     def check(model: PreTrainedModel, layer: QuantModule, stored: Parts) -> None:
         """Raise HfAccelError unless `stored` are the tensors of the layer, which was made by its settings."""
         name, shape = stored.name, (layer.out_features, layer.in_features)
-        expected = state(zeros(layer.layout, shape, dtype=torch.float32, device="meta"))
+        expected = (
+            tensors_of(empty_blocks(layer, layout=layer.layout))
+            if layer.layout_of_blocks is not None
+            else state(zeros(layer.layout, shape, dtype=torch.float32, device="meta"))
+        )
         described = str(layer.layout)
         for suffix, tensor in expected.items():
             if suffix not in stored:
@@ -101,6 +119,8 @@ def check_numbers(name: str, layer: QuantModule) -> None:
 
     It reads the whole weight, and so comes when the file is read anyway.
     """
+    if layer.layout_of_blocks is not None:
+        return  # blocks are of integers
     weight = layer.quantized
     wrong = None if weight.weight_scale.device.type == "meta" else weight.not_a_number()
     if wrong is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...config import Activations, WeightConfig
 from ..activations import EightBits
 from ..formats import Layout, QuantizedWeight, zero_point_bytes
+from ..formats.blocks import Blocks
 from ..methods.rtn import quantize
 
 Rounding = Literal["never", "many rows", "always"]  # the rows that a backend rounds to 8 bits
@@ -165,6 +166,17 @@ class Backend(ABC):
     @abstractmethod
     def unpack(self, packed: Any) -> QuantizedWeight:
         """Return the weight that was packed, exactly."""
+
+    def blocks(self, packed: Any) -> Blocks | None:
+        """Return the packed weight as a checkpoint holds it for this backend; None if it has no such form."""
+        return None
+
+    def adopt(self, blocks: Blocks, layout: Layout, shape: tuple[int, int]) -> Any:
+        """Return what `run` reads over the tensors of `blocks`, without packing; None if they have to be packed.
+
+        Both forms may share their memory, which may be a file's. layout, shape: of the stored weight [out, in].
+        """
+        return None
 
     @abstractmethod
     def run(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:

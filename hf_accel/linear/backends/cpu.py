@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import WeightConfig
+from ...hardware.device import large_pages
 from ...kernels import cpu as kernels
 from ...kernels.cpu.integer_linear import (
     IntegerExperts,
@@ -25,6 +27,7 @@ from ...kernels.cpu.integer_linear import (
     unpack,
 )
 from ...kernels.cpu.library import FLOATS, native
+from ...keywords import one_of
 from ...tensors import is_recorded
 from ..formats import (
     Float4Weight,
@@ -39,11 +42,13 @@ from ..formats import (
     scaled,
     with_minimum,
 )
+from ..formats.blocks import ALIGNMENT, BLOCK, LABELS, Blocks, tensors_of
 from ..methods.rtn import refuse_not_finite
 from .backend import Backend, GroupedExperts, LinearSpec
 
 GROUP_MULTIPLE = 8  # inputs
 FEW = 4  # rows that are found one by one, as those of a decode step
+MAP_WEIGHTS = "HF_ACCEL_MAP_WEIGHTS"  # a variable of the environment
 
 
 @dataclass(eq=False)
@@ -76,6 +81,21 @@ class CpuExperts(GroupedExperts):
         if self.native is None or self.biases is not biases:
             self.native, self.biases = IntegerExperts([part.weight for part in self.parts], biases), biases
         return self.native.grouped(x.contiguous(), starts)
+
+
+def maps_weights() -> bool:
+    """Return whether weights stay in the file that they were saved in, so that processes share them.
+
+    Otherwise they are copied into memory with large pages, which kernels read faster than the small pages of a file.
+    Raises UnsupportedError for a bad HF_ACCEL_MAP_WEIGHTS.
+    """
+    asked = os.environ.get(MAP_WEIGHTS) or "0"
+    one_of(MAP_WEIGHTS, asked, ("0", "1"))
+    return asked == "1"
+
+
+def _in_large_pages(tensor: Tensor) -> Tensor:
+    return large_pages(torch.empty_like(tensor, memory_format=torch.contiguous_format)).copy_(tensor)
 
 
 class Cpu(Backend):
@@ -136,6 +156,28 @@ class Cpu(Backend):
         zeros = stored_by_group(packed.weight, "zeros")
         zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
         return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)
+
+    def blocks(self, packed: CpuWeight) -> Blocks | None:
+        weight, layout = packed.weight, packed.layout
+        if layout.label not in LABELS:
+            return None
+        outputs, scales = -(-weight.out_features // BLOCK), weight.scales
+        if scales.ndim == 1:
+            assert layout.scale_dtype is not None
+            scales = scales.to(layout.scale_dtype).view(outputs, 1, BLOCK)
+        return Blocks(weight.packed.view(outputs, -1), scales, weight.zeros, weight.minima)
+
+    def adopt(self, blocks: Blocks, layout: Layout, shape: tuple[int, int]) -> CpuWeight | None:
+        if not maps_weights() or blocks.weight_blocks.data_ptr() % ALIGNMENT:  # in a checkpoint of several files
+            blocks = Blocks(**{name: _in_large_pages(tensor) for name, tensor in tensors_of(blocks).items()})
+        scales, group_size = blocks.weight_scale, shape[1] // blocks.weight_scale.shape[1]
+        if layout.bits == 8 and group_size == shape[1] and blocks.weight_minimum is None:
+            scales = scales.float().flatten()
+        packed = blocks.weight_blocks.view(-1)
+        weight = PackedWeight(
+            layout.bits, *shape, group_size, packed, scales, blocks.weight_zeros, blocks.weight_minimum
+        )
+        return CpuWeight(weight, replace(layout, scale_dtype=blocks.weight_scale.dtype, ordered=False))
 
     def rows(self, packed: CpuWeight, indices: Tensor, dtype: torch.dtype) -> Tensor:
         weight, scale_dtype = packed.weight, packed.layout.scale_dtype

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
 import hf_accel
 from hf_accel import HfAccelError, UnsupportedError
 from hf_accel.linear import QuantLinear
+from hf_accel.linear.backends.cpu import Cpu
 
 from ...parity.families import build
 from ...parity.snapshot import bits, logits
@@ -35,12 +37,21 @@ WEIGHTS = {
 }
 
 
+@contextmanager
+def without_blocks() -> Iterator[None]:
+    """Write as a machine does that has no kernels for blocks."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Cpu, "blocks", lambda self, packed: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
     for kind, weights in WEIGHTS.items():
         folders[kind] = tmp_path_factory.mktemp(kind)
-        hf_accel.patch(build("qwen2"), weights=weights).save_pretrained(folders[kind])  # qwen2: biases
+        with without_blocks():
+            hf_accel.patch(build("qwen2"), weights=weights).save_pretrained(folders[kind])  # qwen2: biases
     folders["shards"] = tmp_path_factory.mktemp("shards")
     hf_accel.patch(build("qwen2")).save_pretrained(folders["shards"], max_shard_size="10KB")
     return folders
