@@ -35,7 +35,7 @@ OTHER_PACKAGES = {
     "distill": {"accelerate", "safetensors", "tqdm"},  # tqdm: transformers requires it
     "checkpoints": {"gguf"},
     "serving": {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "tokenizers", "uvicorn"},
-    "cli": {"rich", "typer"},
+    "cli": {"optimum", "rich", "typer"},
 }
 COMPOSITION = [  # each may use those before it
     "parallel",
