@@ -15,7 +15,7 @@ NO_PREFIX = "\0"  # no word begins with it
 
 
 class HfAccelCommand(BaseOptimumCLICommand):  # type: ignore[misc]
-    """Everything after `optimum-cli hf-accel`, as `hf-accel` takes it: its app knows the commands and their options."""
+    """Hands everything after `optimum-cli hf-accel` to the app of `hf-accel`, which knows the commands and options."""
 
     COMMAND = CommandInfo(
         name="hf-accel",

@@ -29,9 +29,9 @@ KNOWN_FORMS = (
 def windows_of(calibration: object, model: PreTrainedModel) -> Tensor:
     """Return token ids that the model knows, int64 [n, length].
 
-    A tensor [n, length] is taken as it is, and a name of NAMED_DATA as optimum draws it. All else is read one piece after the other, with the end of text between
-    texts, and gives up to MOST windows of LENGTH that lie evenly over the tokens, or one that is shorter: what is
-    calibrated on text of many kinds loses less.
+    A tensor [n, length] is taken as it is, and for a name of NAMED_DATA what optimum draws. All else is read one piece
+    after the other, with the end of text between texts, and gives up to MOST windows of LENGTH that lie evenly over
+    the tokens, or one that is shorter: what is calibrated on text of many kinds loses less.
     Raises UnsupportedError for what is none of the known forms, for no tokens, and for ids outside of the vocabulary.
     """
     data, tokenizer = _with_tokenizer(calibration)

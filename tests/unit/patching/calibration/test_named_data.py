@@ -1,4 +1,4 @@
-"""Calibration data by optimum's names, from the real optimum and datasets; a data set in memory stands for a download."""
+"""Calibration data by optimum's names, by the real optimum and datasets: a data set in memory is the download."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def test_the_tokenizer_of_the_checkpoint_reads_it(loads: Loads, tokenizer: Any, 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (ConnectionError("Couldn't reach 'Salesforce/wikitext' on the Hub\nmore"), "on the Hub; it is downloaded once"),
+        (
+            ConnectionError("Couldn't reach 'Salesforce/wikitext' on the Hub\nmore"),
+            "on the Hub; it is downloaded once",
+        ),
         (rows(1, 5), "ValueError: "),  # fewer tokens than a window has
     ],
 )
