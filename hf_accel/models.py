@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from .errors import UnsupportedError
@@ -29,20 +28,6 @@ def unwrapped(model: Any, *, keep_adapters: bool = False) -> Any:
     while "_orig_mod" in getattr(model, "_modules", ()) or isinstance(model, PARALLEL):
         model = model.module if isinstance(model, PARALLEL) else model._orig_mod
     return model if keep_adapters else without_adapters(model)
-
-
-def model_device(model: nn.Module) -> torch.device:
-    """The device on which the model computes.
-
-    With accelerate's offloading, its weights are on the meta device between calls; a hook then knows the device.
-    """
-    device: Any = model.device
-    if device.type != "meta":
-        return torch.device(device)
-    hooks = (vars(module).get("_hf_hook") for module in model.modules())
-    devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    found: Any = next((device for device in devices if device is not None), device)
-    return torch.device(found)
 
 
 def is_transformers_model(given: object) -> bool:

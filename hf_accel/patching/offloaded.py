@@ -53,7 +53,7 @@ def hook_refusal(module: nn.Module) -> str | None:
     return None
 
 
-def read(module: nn.Module, name: str) -> Tensor:
+def read_offloaded(module: nn.Module, name: str) -> Tensor:
     """Return an offloaded parameter as the hook of its module would bring it in.
 
     name: of the parameter in the model. Raises HfAccelError if it is not where the hook looks for it.
@@ -74,7 +74,7 @@ def read(module: nn.Module, name: str) -> Tensor:
 def read_bias(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return the bias of an offloaded module as a parameter in memory. name: the module's."""
     bias = module._parameters.get("bias")
-    return None if bias is None else nn.Parameter(read(module, f"{name}.bias").clone(), bias.requires_grad)
+    return None if bias is None else nn.Parameter(read_offloaded(module, f"{name}.bias").clone(), bias.requires_grad)
 
 
 def _hooks(hook: Any) -> Iterator[Any]:

@@ -23,12 +23,11 @@ from ..linear.embedding import QuantEmbedding
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.layer import RankPart
 from ..linear.nf4 import BitsAndBytes, nf4_layer
-from ..models import model_device
 from ..parallel.tensor import CLASSES, JoinedLinear, part_bias
 from ..recognition.unchanged import ALL_HOOKS
-from ..tensors import is_sharded
+from ..tensors import is_sharded, model_device
 from ..undo.journal import Journal
-from .offloaded import is_offloaded, read, read_bias
+from .offloaded import is_offloaded, read_bias, read_offloaded
 from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
 from .survey import ExpertsSite
@@ -128,7 +127,7 @@ def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Pa
     assert linear.choice is not None
     name, module = linear.site.name, linear.site.module
     if is_offloaded(module):
-        packed = pack_weight(linear, read(module, f"{name}.weight"), linear.choice, source=None)
+        packed = pack_weight(linear, read_offloaded(module, f"{name}.weight"), linear.choice, source=None)
         return dataclasses.replace(packed, bias=read_bias(module, name))
     source = _source(linear, on_disk)
     packed = pack_weight(linear, linear.site.tensor.detach(), linear.choice, source=source)
@@ -170,7 +169,7 @@ def pack_weight(linear: LinearPlan, tensor: Tensor, choice: BackendChoice, *, so
 def _check_finite(linear: LinearPlan) -> None:
     """Raise UnsupportedError for NaN and infinity, as quantizing would, before the first weight is freed for good."""
     site = linear.site
-    tensor = read(site.module, f"{site.name}.weight") if is_offloaded(site.module) else site.tensor.detach()
+    tensor = read_offloaded(site.module, f"{site.name}.weight") if is_offloaded(site.module) else site.tensor.detach()
     low, high = tensor.aminmax()
     release(tensor)
     if not (low.isfinite() and high.isfinite()):

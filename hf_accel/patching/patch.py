@@ -35,8 +35,8 @@ from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantModule
 from ..linear.embedding import QuantEmbedding
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
-from ..models import layers_config, model_device, model_of, unwrapped
-from ..tensors import torchs_defaults
+from ..models import layers_config, model_of, unwrapped
+from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, mixed_class
 from ..undo.state import (
     BACKEND_ATTRIBUTE,

@@ -20,9 +20,9 @@ from ..generation import graphs
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..kernels import cpu as cpu_kernels
 from ..linear import BackendChoice, ExpertWeights, QuantLinear, QuantModule
-from ..models import model_device
 from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
+from ..tensors import model_device
 from .offloaded import is_offloaded
 from .originals import Stored, whereabouts
 from .printed import Line, Printed, Row, row_of, table

@@ -30,10 +30,10 @@ from ..linear.backends.cpu import Cpu
 from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
 from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
-from ..models import model_device
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
 from ..recognition.unchanged import has_own_forward
+from ..tensors import model_device
 from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids

@@ -22,11 +22,11 @@ from ..errors import UnsupportedError
 from ..generation.hf.refusals import OWN_METHODS
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, with_outputs_first
-from ..models import head_dim, layers_config, model_device, num_kv_heads, positions_depend_on_length, spans_processes
+from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length, spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import attention_code, code_of, source_of
 from ..recognition.unchanged import has_own_forward
-from ..tensors import is_plain_tensor, is_sharded, local_tensor
+from ..tensors import is_plain_tensor, is_sharded, local_tensor, model_device
 from .check import check_skip, named
 from .offloaded import hook_refusal
 

@@ -13,8 +13,7 @@ from ..errors import HfAccelError, UnsupportedError
 from ..fused.composed_activation import NativeActivation
 from ..linear import QuantLinear, QuantModule
 from ..linear.embedding import QuantEmbedding
-from ..models import model_device
-from ..tensors import torchs_defaults
+from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, Write
 from ..undo.state import PART_OF, PatchState, find_state
 from .check import transformers_model

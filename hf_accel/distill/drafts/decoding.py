@@ -19,8 +19,8 @@ from ...generation.sampling.processors import Temperature
 from ...generation.sampling.sampling import Sampling
 from ...generation.sequence import StopRules
 from ...generation.speculation.controller import Controller
-from ...models import model_device
 from ...patching.patch import is_patched, make_draft
+from ...tensors import model_device
 
 # The tokens of a pass: many, since a prompt delays nobody here.
 TOKEN_BUDGET = 2048

@@ -18,7 +18,7 @@ from ...cache.hf import share_settings
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
-from ...models import model_device
+from ...tensors import model_device
 from ...undo.state import state_of
 from ..sampling.choice import TokenLogprobs
 from ..sampling.processors import Processor

@@ -17,8 +17,8 @@ from ...cache.group import PageGroup, PassInputs, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
-from ...models import model_device, model_of, positions_depend_on_length
-from ...tensors import autocast_dtype, integers
+from ...models import model_of, positions_depend_on_length
+from ...tensors import autocast_dtype, integers, model_device
 from ...undo.state import PART_OF, find_state, state_of
 
 # PEFT binds these to hooks on its layers during a call.

@@ -14,7 +14,7 @@ from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
-from ...models import model_device
+from ...tensors import model_device
 from ...undo.state import BACKEND_ATTRIBUTE, state_of
 from .. import graphs
 from ..batcher import Batcher, Progress

@@ -183,6 +183,18 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert quantized(again) == quantized(model) and torch.equal(logits(again), logits(model))
 
 
+def test_loaded_by_us(tmp_path: Path) -> None:
+    """hf_accel.load reads a model that from_pretrained offloads."""
+    build("llama").save_pretrained(tmp_path / "model")
+    reference = hf_accel.load(tmp_path / "model", fuse=False)
+    model = hf_accel.load(
+        tmp_path / "model", fuse=False, device_map={"": "disk"}, offload_folder=tmp_path / "offloaded"
+    )
+    assert quantized(model) == quantized(reference) and torch.equal(logits(model), logits(reference))
+    hf_accel.unpatch(model)
+    assert torch.equal(logits(model), logits(build("llama")))
+
+
 # -- what stays --------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +247,18 @@ def test_what_is_not_known_stays(change: Callable[[Any], None], reason: str | No
     hf_accel.patch(model)
     assert model.get_submodule(UP) is linear
     assert (logits(model) - stock).norm() < 0.05 * stock.norm()
+
+
+def test_a_hook_that_only_doubles_in_memory(tmp_path: Path) -> None:
+    """Nothing is offloaded, and the hook is of a class that is derived from accelerate's."""
+    model = build("llama")
+    linear = model.get_submodule(UP)
+    add_hook_to_module(linear, AlignDevicesHook("cpu"))
+    assert {p.reason for p in hf_accel.plan(model).linears if p.choice is None} == set()
+    a_hook_of_another_kind(linear)
+    stock = logits(model)
+    hf_accel.patch(model)
+    assert model.get_submodule(UP) is linear and (logits(model) - stock).norm() < 0.05 * stock.norm()
 
 
 @pytest.mark.parametrize("device", ["cuda", 0, torch.device("cuda", 0)])
