@@ -64,7 +64,7 @@ def backend(tree: Path, hook: str, out: Path) -> Path:
 
 def commands_of_optimum(site: Path) -> list[str]:
     """Names of the commands that optimum-cli finds with `site` for a site-packages; without optimum, those we know."""
-    if find_spec("optimum.commands.base") is None:
+    if find_spec("optimum") is None or find_spec("optimum.gptq") is None:  # our own file makes a module of it
         return ["hf-accel"]
     code = """if True:
         import site, sys

@@ -34,17 +34,20 @@ def brings_in(module: nn.Module) -> bool:
     )
 
 
-def hook_refusal(module: nn.Module) -> str | None:
-    """Return why a Linear must stay because of a hook of accelerate, as one clause; None if it need not.
+def hook_refusal(module: nn.Module, model: nn.Module) -> str | None:
+    """Return why a Linear of a model must stay because of a hook of accelerate, as one clause; None if it need not.
 
-    Known is one hook that takes inputs to the CPU, where they are, and brings the weights there; and under it the
-    forward of the module's class.
+    Known is one hook that takes inputs to the CPU, where they are if no part of the model is elsewhere, and brings the
+    weights there; and under it the forward of the module's class.
     """
     hook: Any = getattr(module, "_hf_hook", None)
     if hook is None:
         return None
     if type(hook) is not AlignDevicesHook or hook.io_same_device or not _is_cpu(hook.execution_device):
         return MOVED
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if not places <= {"cpu", "disk"}:
+        return MOVED  # its inputs may come from another device
     if not _calls_the_class(module):
         return "has a forward of its own under a hook of accelerate"
     on_meta = {parameter.device.type == "meta" for parameter in module._parameters.values() if parameter is not None}

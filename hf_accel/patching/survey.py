@@ -228,7 +228,7 @@ def _reason_to_skip(
         return "is an adapter"
     if _weight_is_read(model, name):
         return "has its weight read by the module around it"
-    return hook_refusal(module) or _reason_by_role(model.config, module, head)
+    return hook_refusal(module, model) or _reason_by_role(model.config, module, head)
 
 
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"

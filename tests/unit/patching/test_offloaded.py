@@ -261,6 +261,13 @@ def test_a_hook_that_only_doubles_in_memory(tmp_path: Path) -> None:
     assert model.get_submodule(UP) is linear and (logits(model) - stock).norm() < 0.05 * stock.norm()
 
 
+def test_parts_on_other_devices(tmp_path: Path) -> None:
+    """Inputs may come from a GPU then, and a hook takes them to the CPU."""
+    model = partly(build("llama"), tmp_path)
+    model.hf_device_map = {**model.hf_device_map, "lm_head": 0}
+    assert {p.reason for p in hf_accel.plan(model).linears} == {MOVED}
+
+
 @pytest.mark.parametrize("device", ["cuda", 0, torch.device("cuda", 0)])
 def test_what_a_gpu_computes_is_refused(device: Any, tmp_path: Path) -> None:
     """Nobody has tried it: such a model runs as it is."""
