@@ -59,6 +59,12 @@ def test_it_is_listed_and_costs_nothing_until_it_runs(namespace: Path) -> None:
     assert "hf-accel  " in done.stdout and done.stdout.endswith("set()\n"), done.stdout + done.stderr
 
 
+def test_version(call: Call, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """An option before the first command."""
+    assert call("hf-accel", "--version") == 0
+    assert capsys.readouterr().out == run("--version").stdout != ""
+
+
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
 def test_help_names_the_commands(call: Call, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     assert call("hf-accel", *words) == 0
@@ -88,7 +94,7 @@ def test_plan(call: Call, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_quantize_with_options_before_its_arguments(call: Call, tmp_path: Path) -> None:
-    """argparse would keep an option that comes first for itself, and refuse it."""
+    """argparse does not look for options of its own among them."""
     assert call("hf-accel", "quantize", "--weights", "int4", "--group-size", "32", TINY, tmp_path / "out") == 0
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert {one["group_size"] for name, one in settings["modules"].items() if "up_proj" in name} == {32}

@@ -24,7 +24,7 @@ class HfAccelCommand(BaseOptimumCLICommand):  # type: ignore[misc]
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        parser.prefix_chars = NO_PREFIX  # argparse then keeps --help, and options before the first argument, for us
+        parser.prefix_chars = NO_PREFIX  # argparse would take options before the first command, as --help
         parser.add_argument("words", nargs=REMAINDER)
 
     def run(self) -> None:
