@@ -15,6 +15,9 @@ from setuptools.command.build import build
 
 ROOT = Path(__file__).parent
 KERNELS = Path("hf_accel", "kernels", "cpu")
+# The folder of optimum that it reads other packages' commands from, and where the file for it lies here. Both of
+# optimum's folders are namespaces: what is installed there stands next to its own files and replaces none.
+OPTIMUM = {"optimum.commands.register": "hf_accel/cli/optimum"}
 
 
 class BuildKernels(Command):
@@ -72,7 +75,8 @@ class PlatformDistribution(Distribution):
 
 build.sub_commands = [*build.sub_commands, ("build_kernels", None)]
 setup(
-    packages=find_packages(include=["hf_accel", "hf_accel.*"]),
+    packages=[*find_packages(include=["hf_accel", "hf_accel.*"]), *OPTIMUM],
+    package_dir=OPTIMUM,
     distclass=PlatformDistribution,
     cmdclass={"build_kernels": BuildKernels, "bdist_wheel": PlatformWheel},
 )

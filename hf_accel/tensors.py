@@ -71,6 +71,20 @@ def is_remote(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+def model_device(model: nn.Module) -> torch.device:
+    """The device on which the model computes.
+
+    With accelerate's offloading, its weights are on the meta device between calls; a hook then knows the device.
+    """
+    device: Any = model.device
+    if device.type != "meta":
+        return torch.device(device)
+    hooks = (vars(module).get("_hf_hook") for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    found: Any = next((device for device in devices if device is not None), device)
+    return torch.device(found)
+
+
 class HostCopy:
     """Numbers that are on their way to the host. The copy starts at once, and only tolist() waits for it."""
 

@@ -33,9 +33,10 @@ TORCH_ALONE = {"losses", "drafts.kept_layers", "teachers.top_logits"}  # the oth
 ABOVE = {"distill": {"patching"}}  # of composition, for a room's seam: a student samples, and a draft runs, patched
 OTHER_PACKAGES = {
     "distill": {"accelerate", "safetensors", "tqdm"},  # tqdm: transformers requires it
+    "patching": {"accelerate", "numpy", "optimum"},  # numpy: transformers requires it
     "checkpoints": {"gguf"},
     "serving": {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "tokenizers", "uvicorn"},
-    "cli": {"rich", "typer"},
+    "cli": {"optimum", "rich", "typer"},
 }
 COMPOSITION = [  # each may use those before it
     "parallel",

@@ -20,6 +20,7 @@ from hf_accel.kernels.cpu.build import BuildError, find_compiler
 
 ROOT = Path(__file__).parent.parent
 KERNELS = Path("hf_accel", "kernels", "cpu")
+REGISTRATION = "optimum/commands/register/register_hf_accel.py"  # where optimum-cli looks for commands
 LIBRARY, REASON = KERNELS / "libhf_accel_cpu.so", KERNELS / "not_built.txt"
 
 
@@ -59,6 +60,25 @@ def backend(tree: Path, hook: str, out: Path) -> Path:
     done = subprocess.run([sys.executable, "-c", call], cwd=tree, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return next(out.iterdir())
+
+
+def commands_of_optimum(site: Path) -> list[str]:
+    """Names of the commands that optimum-cli finds with `site` for a site-packages; without optimum, those we know."""
+    if find_spec("optimum") is None or find_spec("optimum.gptq") is None:  # our own file makes a module of it
+        return ["hf-accel"]
+    code = """if True:
+        import site, sys
+        site.addsitedir(sys.argv[1])
+        from optimum.commands.optimum_cli import load_optimum_namespace_cli_commands as load
+        print(*(command.COMMAND.name for command, parent in load() if parent is None))
+        """
+    # -S: without the environment's own editable install of this package, whose finder would come first
+    paths = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code, str(site)], cwd=site, env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.split()
 
 
 def refusal(folder: Path) -> str:
@@ -133,6 +153,8 @@ def test_wheel_without_a_compiler(tree: Path, tmp_path: Path, no_compiler: None)
     wheel = backend(tree, "build_wheel", tmp_path / "dist")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
+        assert [name for name in archive.namelist() if "optimum" in name] == [REGISTRATION], "no file of optimum's own"
+    assert commands_of_optimum(tmp_path / "site") == ["hf-accel"]
     assert not (tmp_path / "site" / LIBRARY).exists()
     assert refusal(tmp_path / "site") == "cpu kernels: not built (no compiler)"
 
@@ -168,7 +190,10 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[bool]:
 @needs_setuptools
 def test_editable(tree: Path, tmp_path: Path, compiler: bool) -> None:
     """The library lies beside its sources."""
-    backend(tree, "build_editable", tmp_path / "dist")
+    wheel = backend(tree, "build_editable", tmp_path / "dist")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    assert commands_of_optimum(tmp_path / "site") == ["hf-accel"]
     assert (tree / LIBRARY).exists() == compiler
     assert (tree / REASON).exists() == (not compiler)
     assert refusal(tree) == ("None" if compiler else "cpu kernels: not built (no compiler)")

@@ -25,8 +25,9 @@ class Commands(TyperGroup):
 
     def main(self, *args: Any, **settings: Any) -> Any:
         given = args[0] if args else settings.get("args")
+        program = settings.get("prog_name") or PROGRAM  # None where the console script calls it
         try:
-            code = super().main(given, PROGRAM, standalone_mode=False)
+            code = super().main(given, program, standalone_mode=False)
         except typer.Abort:
             say("interrupted; nothing half-written is left")
             code = INTERRUPTED

@@ -14,6 +14,7 @@ import typer
 
 from hf_accel.config import DRAFTERS, WEIGHTS, CacheConfig, SpeculativeConfig, WeightConfig
 from hf_accel.config.patch_config import PatchKeywords
+from hf_accel.config.weight_config import NAMED_DATA, WITHDRAWN_DATA
 
 from .models import DTYPE_NAMES, load_float
 from .output import BadInputError, Output, one_line_errors
@@ -25,7 +26,10 @@ WORDS: dict[str, Any] = {"none": None, "yes": True, "no": False}
 TYPES = {None: PatchKeywords, "weights": WeightConfig, "cache": CacheConfig, "speculative": SpeculativeConfig}
 CHOICE: Any = "one of the words that its own type names"
 NUMBER, SWITCH = int | None, bool | None
-CALIBRATION_HELP = "Text that the model will work on, some 10,000 tokens: a text file, or .jsonl with a key 'text'."
+CALIBRATION_HELP = (
+    "Text that the model will work on, some 10,000 tokens: a text file, or .jsonl with a key 'text'; or what optimum "
+    f"downloads: {', '.join(NAMED_DATA)}."
+)
 
 
 @dataclass(frozen=True)
@@ -168,11 +172,17 @@ def _value(keyword: str, word: Any, fields: dict[str, Any], *, given: bool) -> A
         if given and "bits" in fields:
             raise BadInputError(f"--weights {word} and --bits {fields['bits']} are both given; leave one of them out")
         if isinstance(fields.get("calibration"), Path):
-            fields["calibration"] = texts_in_file(fields["calibration"])
+            fields["calibration"] = _calibration(fields["calibration"])
         return WEIGHTS.get(word, {} if word is None else {"bits": word}) | fields
     if keyword == "speculative":
         return {"drafter": word or "auto"} | fields
     return fields
+
+
+def _calibration(path: Path) -> Any:
+    """Return the texts of a file, or the name of data that optimum knows unless a file is called so."""
+    named = str(path) in (*NAMED_DATA, *WITHDRAWN_DATA) and not path.exists()
+    return str(path) if named else texts_in_file(path)
 
 
 def _drafter(word: str | None) -> Any:

@@ -26,6 +26,8 @@ Table = Literal["auto", "int8", "int4"]
 WeightFormat = Literal["int", "fp8", "nf4"]
 GROUP_SIZES = get_args(GroupSize)
 METHODS = get_args(Method)
+NAMED_DATA = ("wikitext2", "c4", "c4-new")  # names of calibration data, as optimum's get_dataset has them
+WITHDRAWN_DATA = ("ptb", "ptb-new")  # names that it once had
 NF4_BLOCK = 64  # weights that share a scale
 NF4: dict[str, tuple[object, ...]] = {  # the only values that bitsandbytes, and transformers' checkpoints of it, know
     "bits": (4,), "group_size": (NF4_BLOCK,), "symmetric": (True,), "activations": ("auto", None), "method": ("rtn",),
@@ -157,7 +159,8 @@ class WeightConfig:
         floating point, "auto" takes what the chosen backend is both accurate and fast at (the plan says which).
     method: "rtn" rounds to nearest; "gptq" and "awq" lose much less at 4 bits, and need calibration=.
     calibration: what the model will work on, some 10,000 tokens of it: token ids [n, length], a list of texts (the
-        tokenizer is the checkpoint's) or of token ids, a dataset with "input_ids" or "text", or (texts, tokenizer).
+        tokenizer is the checkpoint's) or of token ids, a dataset with "input_ids" or "text", or (texts, tokenizer);
+        or the name of general text that optimum downloads: "wikitext2", "c4", "c4-new".
     average_bits: between 4 and 8, as 4.5: 8 bits for the layers that 4 bits hurt most, as measured on calibration=,
         and 4 for the others. Scales count, the head does not.
     resume: a folder that finished layers are stored in, so that a run that was killed goes on from there.

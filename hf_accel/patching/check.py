@@ -12,11 +12,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from ..config import PatchConfig
+from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..linear.hf import holds_experts
 from ..models import PARALLEL, model_of
 from ..undo.state import MARKS, PART_OF, PatchState, find_state
+from .offloaded import brings_in, is_offloaded
 
 
 def transformers_model(given: Any) -> PreTrainedModel:
@@ -136,17 +137,46 @@ def _short(value: Any) -> str:
 def check_model(model: object) -> PreTrainedModel:
     """Return the `transformers_model`; refuse one whose parameters have no values here."""
     inner = transformers_model(model)
-    on_meta = next((name for name, p in inner.named_parameters() if p.device.type == "meta"), None)
+    names = (name for name, parameter in inner.named_parameters() if parameter.device.type == "meta")
+    on_meta = next((name for name in names if _unknown(inner, name)), None)
     if on_meta is None:
         return inner
     if any(hasattr(module, "_hf_hook") for module in inner.modules()):
         raise UnsupportedError(
-            f"parameter {on_meta!r} is on the meta device, since accelerate brings it in for each pass; load the "
-            "model without offloading, as with device_map='cpu'"
+            f"parameter {on_meta!r} is on the meta device, since accelerate brings it in for each pass, not to the "
+            "CPU or in a way that is not known; load the model without offloading, as with device_map='cpu'"
         )
     raise UnsupportedError(
         f"parameter {on_meta!r} is on the meta device and has no values; load the model's weights first"
     )
+
+
+def _unknown(model: nn.Module, name: str) -> bool:
+    """Return whether a parameter on the meta device is none that a hook of its module brings to the CPU."""
+    return not brings_in(model.get_submodule(name.rpartition(".")[0]))
+
+
+def check_calibration(config: WeightConfig | None) -> None:
+    """Raise UnsupportedError if calibration data is needed and not there, as in the config of a checkpoint."""
+    if config is not None and config.needs_data and config.calibration is None:
+        method, bits = f"method={config.method!r}", f"average_bits={config.average_bits}"
+        what, way_out = (method, "choose method='rtn'") if config.is_calibrated else (bits, "say bits= instead")
+        raise UnsupportedError(
+            f"{what} needs calibration=: token ids [n, length], or texts like those that the model will work on; give "
+            f"some, or {way_out}"
+        )
+
+
+def check_in_memory(model: nn.Module, config: WeightConfig | None) -> None:
+    """Raise UnsupportedError if calibration would have to read weights that accelerate offloads while it runs."""
+    if config is None or not config.needs_data:
+        return
+    offloaded = next((name for name, module in model.named_modules() if is_offloaded(module)), None)
+    if offloaded is not None:
+        raise UnsupportedError(
+            f"calibration reads all weights while the model runs, and accelerate offloads those of {offloaded!r}; "
+            "choose method='rtn', or load the model without offloading, as with device_map='cpu'"
+        )
 
 
 def check_skip(model: nn.Module, skip: Sequence[str]) -> None:

@@ -12,14 +12,16 @@ from ..kernels import cpu as cpu_kernels
 from ..linear import ExpertWeights, QuantModule
 from ..linear.embedding import QuantTable
 from ..parallel.tensor import TensorParallel
-from .originals import files_of
+from ..tensors import model_device
+from .offloaded import is_offloaded
+from .originals import whereabouts
 from .plan import LinearPlan, Plan
 from .printed import Line
 
 
 def explain(plan: Plan) -> Iterator[Line]:
     """Return each choice of a plan, with its reason, as the line that is printed of it."""
-    if plan.model.device.type == "cpu":
+    if model_device(plan.model).type == "cpu":
         yield _kernels_line()
     if plan.split is not None:
         yield _split_line(plan.split)
@@ -27,7 +29,7 @@ def explain(plan: Plan) -> Iterator[Line]:
     yield from _weight_lines(plan)
     yield from _fused_lines(plan)
     yield from _cache_lines(plan) if plan.model.can_generate() else _pass_lines(plan)
-    if plan.model.device.type != "cpu":
+    if model_device(plan.model).type != "cpu":
         yield _graphs_line(plan)
     yield _undo_line(plan)
     variant = plan.variant
@@ -215,21 +217,21 @@ def _undo_line(plan: Plan) -> Line:
     kept = plan.config.keep_original
     if not plan.quantized:
         return Line("undo", "unpatch()", "exact", "no weight is replaced")
-    if kept is False:
+    in_memory = [p for p in plan.quantized if not is_offloaded(p.site.module)]
+    if in_memory and kept is False:
         return Line("undo", "unpatch()", "impossible", "keep_original=False drops the original weights")
-    size = sum(p.site.weight.nbytes for p in plan.quantized if p.replaces)
-    if kept is True or not plan.on_disk:
-        why = "keep_original=True" if kept is True else "no safetensors checkpoint holds the same weights"
-        return Line("undo", "unpatch()", "exact", f"originals stay in memory, {size / 1e6:,.1f} MB: {why}")
-    folder = files_of(next(iter(plan.on_disk.values())))[0].parent
-    return Line("undo", "unpatch()", "exact", f"originals are read back from {folder}, checked by fingerprint")
+    size = sum(p.site.weight.nbytes for p in in_memory if p.replaces)
+    stay = whereabouts(size, plan.on_disk, kept=kept is True) if in_memory else "stay where accelerate offloads them"
+    return Line("undo", "unpatch()", "exact", f"originals {stay}")
 
 
 def _graphs_line(plan: Plan) -> Line:
     """Return whether passes of the ragged loop can be replayed as graphs; other obstacles are in stats()."""
     host = sorted({p.backend.name for p in plan.attention if not p.backend.capturable})
     refusal = (
-        graphs.refusal(plan.model.device) or plan.stock_loop or (graphs.SPLIT if plan.agreement.size > 1 else None)
+        graphs.refusal(model_device(plan.model))
+        or plan.stock_loop
+        or (graphs.SPLIT if plan.agreement.size > 1 else None)
     )
     if refusal is None and host:
         refusal = f"the attention backend {host[0]!r} reads the lengths of sequences on the host"

@@ -229,6 +229,14 @@ def _with_tensor(parameter: nn.Parameter, source: Source) -> tuple[nn.Parameter,
     return parameter, source.read()
 
 
+def whereabouts(size: int, on_disk: Mapping[str, Stored] | None, *, kept: bool) -> str:
+    """Say where replaced weights of `size` bytes are after patch(), for its plan. kept: by keep_original=True."""
+    if kept or not on_disk:
+        why = "keep_original=True" if kept else "no safetensors checkpoint holds the same weights"
+        return f"stay in memory, {size / 1e6:,.1f} MB: {why}"
+    return f"are read back from {files_of(next(iter(on_disk.values())))[0].parent}, checked by fingerprint"
+
+
 def readable(name: str, parameter: Tensor, files: Mapping[str, Stored]) -> bool:
     """Return whether the checkpoint holds exactly this tensor, or this rank's part of it, bit for bit."""
     if name not in files:
@@ -248,7 +256,8 @@ def readable(name: str, parameter: Tensor, files: Mapping[str, Stored]) -> bool:
 def parameter_bytes(tensors: Iterable[Tensor]) -> int:
     """Count the bytes of tensors, each storage once."""
     parts = (part for tensor in tensors for part in plain_tensors(tensor))
-    unique = {t.untyped_storage().data_ptr() if t.numel() else id(t): t.nbytes for t in parts}
+    # what is on the meta device has no address
+    unique = {t.untyped_storage().data_ptr() or id(t) if t.numel() else id(t): t.nbytes for t in parts}
     return sum(unique.values())
 
 

@@ -6,6 +6,7 @@ did. Weights are freed after all checks: what is freed can be read back, or was 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,10 @@ from ..linear.nf4 import BitsAndBytes, nf4_layer
 from ..linear.state_checks import RankPart
 from ..parallel.tensor import CLASSES, JoinedLinear, part_bias
 from ..recognition.unchanged import ALL_HOOKS
-from ..tensors import is_sharded
+from ..tensors import is_sharded, model_device
 from ..undo.journal import Journal
 from .embeddings import EmbeddingSite
+from .offloaded import is_offloaded, read_bias, read_offloaded
 from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
 from .survey import ExpertsSite
@@ -110,7 +112,7 @@ def replace_parameters(model: nn.Module, new: Mapping[str, Mapping[str, Tensor]]
 def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Packed], None]) -> None:
     # transformers' own bar, which logging.disable_progress_bar() turns off
     with (
-        Workers[Packed](None if todo.model.device.type == "cpu" else 1) as workers,
+        Workers[Packed](None if model_device(todo.model).type == "cpu" else 1) as workers,
         logging.tqdm(total=len(linears), desc="Quantizing weights", unit=" layers", delay=PROGRESS_SECONDS) as bar,
     ):
         for linear in linears:
@@ -124,6 +126,10 @@ def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Pack
 
 def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Packed:
     assert linear.choice is not None
+    name, module = linear.site.name, linear.site.module
+    if is_offloaded(module):
+        packed = pack_weight(linear, read_offloaded(module, f"{name}.weight"), linear.choice, source=None)
+        return dataclasses.replace(packed, bias=read_bias(module, name))
     source = _source(linear, on_disk)
     packed = pack_weight(linear, linear.site.tensor.detach(), linear.choice, source=source)
     release(linear.site.tensor)  # the mapping stays as long as any tensor of the file
@@ -163,11 +169,13 @@ def pack_weight(linear: LinearPlan, tensor: Tensor, choice: BackendChoice, *, so
 
 def _check_finite(linear: LinearPlan) -> None:
     """Raise UnsupportedError for NaN and infinity, as quantizing would, before the first weight is freed for good."""
-    low, high = linear.site.weight.detach().aminmax()
-    release(linear.site.tensor)
+    site = linear.site
+    tensor = read_offloaded(site.module, f"{site.name}.weight") if is_offloaded(site.module) else site.tensor.detach()
+    low, high = tensor.aminmax()
+    release(tensor)
     if not (low.isfinite() and high.isfinite()):
         raise UnsupportedError(
-            f"{linear.site.name!r} cannot be quantized: the weight holds NaN or infinity; "
+            f"{site.name!r} cannot be quantized: the weight holds NaN or infinity; "
             "repair the checkpoint or skip the layer"
         )
 
@@ -227,7 +235,7 @@ def _let_go(packed: Packed, linear: LinearPlan, todo: Plan, originals: Originals
     """Free the weight of the Linear that was replaced, if it may go; returns the bytes."""
     site = linear.site
     size = site.tensor.nbytes
-    if not linear.replaces or todo.config.keep_original is True:
+    if not linear.replaces or todo.config.keep_original is True or is_offloaded(site.module):
         return 0
     if todo.config.keep_original is False:
         originals.lose(site.parameter)

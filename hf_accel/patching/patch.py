@@ -36,7 +36,7 @@ from ..linear import QuantModule
 from ..linear.embedding import QuantEmbedding
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..models import layers_config, model_of, unwrapped
-from ..tensors import torchs_defaults
+from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, mixed_class
 from ..undo.state import (
     BACKEND_ATTRIBUTE,
@@ -171,7 +171,7 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
 
     loaded: weights that were packed while they were read, by the name of their module.
     """
-    if todo.model.device.type == "cpu":
+    if model_device(todo.model).type == "cpu":
         cpu_kernels.warn_of_refusal()
     calibrated = calibrate(todo) if todo.calibrated else Calibrated({}, {})  # which only reads
     packed = {**calibrated.packed, **(loaded or {})}

@@ -33,12 +33,14 @@ from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
 from ..recognition.unchanged import has_own_forward
+from ..tensors import model_device
 from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
-from .check import check_model
+from .check import check_calibration, check_in_memory, check_model
 from .embeddings import Table, find_table
 from .explain import explain
+from .offloaded import MOVED, NOTE, is_offloaded
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import (
@@ -84,7 +86,8 @@ def make_plan(
     no_cache = no_cache or pages_refusal(inner, config.cache)
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
     _check_other_quantizer(inner, config)
-    _check_calibration(config.weights)
+    check_calibration(config.weights)
+    check_in_memory(inner, config.weights)
     _check_nf4(inner, config.weights)
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
@@ -93,7 +96,7 @@ def make_plan(
     context = context_parallel(inner, config, stock_attention or stock_loop) if shared else None
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     after = before + sum(p.bytes_held for p in linears)
-    bandwidth = read_bandwidth(detect(inner.device))
+    bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     plan = Plan(
         model=inner,
@@ -135,17 +138,6 @@ def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
         )
 
 
-def _check_calibration(config: WeightConfig | None) -> None:
-    """Raise UnsupportedError if calibration data is needed and not there, as in the config of a checkpoint."""
-    if config is not None and config.needs_data and config.calibration is None:
-        method, bits = f"method={config.method!r}", f"average_bits={config.average_bits}"
-        what, way_out = (method, "choose method='rtn'") if config.is_calibrated else (bits, "say bits= instead")
-        raise UnsupportedError(
-            f"{what} needs calibration=: token ids [n, length], or texts like those that the model will work on; give "
-            f"some, or {way_out}"
-        )
-
-
 def _check_nf4(model: PreTrainedModel, config: WeightConfig | None) -> None:
     """Raise UnsupportedError if NF4 is asked for and bitsandbytes is not there, or PEFT would not see its layers."""
     if config is None or not config.is_nf4:
@@ -160,7 +152,7 @@ def _check_nf4(model: PreTrainedModel, config: WeightConfig | None) -> None:
 
 
 def _kind(model: PreTrainedModel) -> str:
-    return f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
+    return f"{str(model.dtype).removeprefix('torch.')} on {model_device(model).type}"
 
 
 def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: bool) -> str | None:
@@ -198,7 +190,7 @@ def plan_linears(
 
     row_invariant: whether backends that are row-invariant come before the others.
     """
-    has_tiles = (device_type or model.device.type) in triton.DEVICES
+    has_tiles = (device_type or model_device(model).type) in triton.DEVICES
     measuring = None if row_invariant or not has_tiles else Measuring()
     if measuring is not None:
         for module in model.modules():
@@ -252,8 +244,10 @@ class _Where(NamedTuple):
 
 
 def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where, *, finds_rows: bool = False) -> LinearPlan:
-    spec = LinearSpec.of(site.matrices(site.tensor)[0], config, device_type=where.device_type)
-    refusal = nf4_refusal(spec, site.bias) if config.is_nf4 else None
+    offloaded = is_offloaded(site.module)
+    device_type = "cpu" if offloaded else where.device_type
+    spec = LinearSpec.of(site.matrices(site.tensor)[0], config, device_type=device_type)
+    refusal = (MOVED if offloaded else nf4_refusal(spec, site.bias)) if config.is_nf4 else None
     if refusal is not None:
         return LinearPlan(site, config, refusal)
     asked = {"row_invariant": where.row_invariant, "finds_rows": finds_rows}
@@ -263,7 +257,8 @@ def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where, *, finds
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
         return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
-    reason = "; ".join([*refusals, *(note for note in (choice.note, measured) if note)]) or "first choice"
+    notes = (choice.note, measured, NOTE if offloaded else None)
+    reason = "; ".join([*refusals, *(note for note in notes if note)]) or "first choice"
     return LinearPlan(site, config, reason, choice)
 
 
@@ -317,7 +312,7 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
 def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
     """Return where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
     replaced = [p for p in linears if p.replaces]
-    sites = [p.site for p in replaced if p.embedding is None]
+    sites = [p.site for p in replaced if p.embedding is None and not is_offloaded(p.site.module)]
     found = checkpoint_files(model.config._name_or_path) if replaced else {}
     if not found:
         return None
@@ -362,7 +357,7 @@ def _plan_fused(
     """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces."""
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
-    device_type = model.device.type
+    device_type = model_device(model).type
     reason = refuses_operators(device_type)
     if reason is None and model.dtype not in FLOATS:
         reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"

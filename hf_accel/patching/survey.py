@@ -25,8 +25,9 @@ from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, 
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length, spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import attention_code, code_of, source_of
-from ..tensors import is_plain_tensor, is_sharded, local_tensor
+from ..tensors import is_plain_tensor, is_sharded, local_tensor, model_device
 from .check import check_skip, named
+from .offloaded import hook_refusal
 
 
 @dataclass(frozen=True)
@@ -249,13 +250,11 @@ def _reason_to_skip(
         return "shares its weight with another module"
     if not module.weight.dtype.is_floating_point or module.weight.dtype == torch.float64:
         return f"has {module.weight.dtype} weights"
-    if hasattr(module, "_hf_hook"):
-        return "is moved between devices by accelerate"
     if "lora_" in name:
         return "is an adapter"
     if weight_is_read(model, name):
         return "has its weight read by the module around it"
-    return _reason_by_role(model.config, module, head)
+    return hook_refusal(module, model) or _reason_by_role(model.config, module, head)
 
 
 def weight_is_read(model: PreTrainedModel, name: str) -> bool:
@@ -450,7 +449,7 @@ def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quan
     groups = getattr(module, "num_key_value_groups", None)  # layers may differ
     return AttentionSpec(
         dtype=model.dtype,
-        device_type=model.device.type,
+        device_type=model_device(model).type,
         head_dim=size,
         value_dim=getattr(module, "v_head_dim", None) or size,
         num_heads=num_heads,

@@ -14,11 +14,12 @@ from ..errors import HfAccelError, UnsupportedError
 from ..fused.composed_activation import NativeActivation
 from ..linear import QuantLinear, QuantModule, quantize
 from ..linear.embedding import QuantEmbedding
-from ..tensors import torchs_defaults
+from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, Write
 from ..undo.state import PART_OF, PatchState, find_state
 from .check import transformers_model
 from .nf4_model import check_nf4
+from .offloaded import is_offloaded
 from .pack import LAYERS
 
 Model = TypeVar("Model")
@@ -103,7 +104,8 @@ def _catch_up(model: PreTrainedModel, journal: Journal) -> None:
         shared.train(copied.training)
     for layer, original in replaced:
         original.train(layer.training)
-        original.to(model.device, layer.compute_dtype)
+        # What accelerate offloads has no numbers to move.
+        original.to(None if is_offloaded(original) else model_device(model), layer.compute_dtype)
         original._is_full_backward_hook = layer._is_full_backward_hook
 
 

@@ -85,6 +85,14 @@ def test_texts(tmp_path: Path) -> None:
     assert asked(method="gptq", calibration=tmp_path / "a.jsonl")["weights"]["calibration"] == ["one", "two"]
 
 
+def test_names_of_calibration_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is called so is the file."""
+    monkeypatch.chdir(tmp_path)
+    assert asked(method="gptq", calibration=Path("c4-new"))["weights"]["calibration"] == "c4-new"
+    (tmp_path / "c4-new").write_text("one")
+    assert asked(method="gptq", calibration=Path("c4-new"))["weights"]["calibration"] == ["one"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -12,7 +12,6 @@ from ...cache.hf import fixed_settings
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...generation import sequence as generated
-from ...generation.hf.model_runner import model_device
 from ...generation.hf.refusals import ragged_refusal
 from ...generation.hf.request_config import stop_token_ids
 from ...generation.hf.session import Session
@@ -21,6 +20,7 @@ from ...generation.sampling.sampling import Sampling
 from ...generation.sequence import StopRules
 from ...generation.speculation.controller import Controller
 from ...patching.patch import is_patched, make_draft
+from ...tensors import model_device
 
 # The tokens of a pass: many, since a prompt delays nobody here.
 TOKEN_BUDGET = 2048

@@ -18,12 +18,12 @@ from ...cache.hf import share_settings
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
+from ...tensors import model_device
 from ...undo.state import state_of
 from ..sampling.choice import TokenLogprobs
 from ..sampling.processors import Processor
 from ..sampling.sampling import Sampling
 from ..sequence import Sequence, StopRules
-from .model_runner import model_device
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
 from .request_config import default_new_tokens

@@ -18,7 +18,7 @@ from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...models import model_of, positions_depend_on_length
-from ...tensors import autocast_dtype, integers
+from ...tensors import autocast_dtype, integers, model_device
 from ...undo.state import PART_OF, find_state, state_of
 
 # PEFT binds these to hooks on its layers during a call.
@@ -138,20 +138,6 @@ def weights_salt(model: nn.Module) -> bytes:
         salt = state.watch.renew() if salt == state.seen_salt else salt  # another process has seen it
     state.seen_salt = salt
     return salt + str(autocast_dtype(model_device(model).type)).encode()
-
-
-def model_device(model: nn.Module) -> torch.device:
-    """The device on which the model computes.
-
-    With accelerate's offloading, its weights are on the meta device between calls; a hook then knows the device.
-    """
-    device: Any = model.device
-    if device.type != "meta":
-        return torch.device(device)
-    hooks = (vars(module).get("_hf_hook") for module in model.modules())
-    devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    found: Any = next((device for device in devices if device is not None), device)
-    return torch.device(found)
 
 
 def other_input(inputs: dict[str, Any]) -> str | None:

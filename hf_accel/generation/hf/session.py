@@ -14,6 +14,7 @@ from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
+from ...tensors import model_device
 from ...undo.state import BACKEND_ATTRIBUTE, state_of
 from .. import graphs
 from ..batcher import Batcher, Progress
@@ -22,7 +23,7 @@ from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
 from .drafting import keep_controller, make_speculation, remake_drafts
 from .graphed_runner import GraphedRunner, make_runner
-from .model_runner import ModelRunner, model_device, weights_salt
+from .model_runner import ModelRunner, weights_salt
 
 # How often a session that works looks whether its model has changed. A look at a model of 1.1 billion parameters takes
 # 4 ms, 6 ms with INT4 weights; a pass may begin just before a look is due, and prefixes must not be old for a second.

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...config.weight_config import NAMED_DATA, WITHDRAWN_DATA
 from ...errors import UnsupportedError
 from ...models import evaluating, layers_config
+from .named_data import named_windows
 
 LENGTH = 512  # tokens of a window
 MOST = 32  # windows
@@ -20,21 +22,23 @@ READ = 16  # times as many tokens are read, for windows that lie evenly over the
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 KNOWN_FORMS = (
     "give token ids as a tensor [n, length], a list of texts or of lists of token ids, a dataset with a column "
-    "'input_ids' or 'text', or (texts, tokenizer)"
+    "'input_ids' or 'text', or (texts, tokenizer); or a name that optimum knows: " + ", ".join(map(repr, NAMED_DATA))
 )
 
 
 def windows_of(calibration: object, model: PreTrainedModel) -> Tensor:
     """Return token ids that the model knows, int64 [n, length].
 
-    A tensor [n, length] is taken as it is. All else is read one piece after the other, with the end of text between
-    texts, and gives up to MOST windows of LENGTH that lie evenly over the tokens, or one that is shorter: what is
-    calibrated on text of many kinds loses less.
+    A tensor [n, length] is taken as it is, and for a name of NAMED_DATA what optimum draws. All else is read one piece
+    after the other, with the end of text between texts, and gives up to MOST windows of LENGTH that lie evenly over
+    the tokens, or one that is shorter: what is calibrated on text of many kinds loses less.
     Raises UnsupportedError for what is none of the known forms, for no tokens, and for ids outside of the vocabulary.
     """
     data, tokenizer = _with_tokenizer(calibration)
     if isinstance(data, Tensor) and data.dim() == 2:
         windows = _as_ids(data)
+    elif isinstance(data, str) and data in (*NAMED_DATA, *WITHDRAWN_DATA):
+        windows = named_windows(data, tokenizer or _own_tokenizer(model), count=MOST, length=_length(model))
     else:
         windows = _cut(chain.from_iterable(_pieces(data, tokenizer, model)), _length(model))
     if not windows.numel():
