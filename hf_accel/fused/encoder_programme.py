@@ -18,7 +18,7 @@ from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableE
 from ..recognition.stand_ins import Computed
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import is_plain_tensor
-from .encoder_rows import NOTHING, Beside, Bias, RowLayout, WrittenRows, layout_of, windowed_layout
+from .encoder_rows import NOTHING, Bias, CallTensors, RowLayout, WrittenRows, layout_of, windowed_layout
 from .layer_programme import KINDS, NativeOperations
 from .modules import NormForm, RotaryForm, form_of_rotation
 from .projections import UNLIMITED
@@ -153,15 +153,15 @@ class EncoderProgramme(NativeOperations):
         values = self.write.values
         return layout.to_write(values["heads"], (values["dim"], values["value_dim"]), self.dtype)
 
-    def __call__(self, x: Tensor, layout: RowLayout, beside: Beside = NOTHING) -> Tensor:
+    def __call__(self, x: Tensor, layout: RowLayout, tensors: CallTensors = NOTHING) -> Tensor:
         """x: [N, width], contiguous, of the dtype of the trace: the tokens of the layout -> [N, width].
 
-        beside: cos and sin, [N, self.tables] of table_dtype, contiguous; the bias of the layout, for
+        tensors: cos and sin, [N, self.tables] of table_dtype, contiguous; the bias of the layout, for
         self.biased_heads; and what `to_write` made, to be filled.
         """
         if len(x) > self.max_tokens:
-            return self._one_by_one(x, layout, beside)
-        tables, bias, written = beside
+            return self._one_by_one(x, layout, tensors)
+        tables, bias, written = tensors
         biases = bias_fields(None if bias is None else bias.table)
         k, v, block = (0, 0, 0) if written is None else (*map(Tensor.data_ptr, written[:2]), layout.shape[1])
         out, dtype, count = torch.empty_like(x), DTYPES[self.dtype], threads()
@@ -180,9 +180,9 @@ class EncoderProgramme(NativeOperations):
             )  # fmt: skip
         return out
 
-    def _one_by_one(self, x: Tensor, layout: RowLayout, beside: Beside) -> Tensor:
+    def _one_by_one(self, x: Tensor, layout: RowLayout, tensors: CallTensors) -> Tensor:
         """Compute the layer with the products of its linear layers, of which torch's are faster for many rows."""
-        (tables, bias, written), buffers = beside, {INPUT: x}
+        (tables, bias, written), buffers = tensors, {INPUT: x}
 
         def at(span: Span, width: int) -> Tensor:
             buffer = buffers[span.buffer]

@@ -46,15 +46,15 @@ class WrittenRows(NamedTuple):
     slots: Tensor
 
 
-class Beside(NamedTuple):
-    """The tensors of a call beside its rows: cos and sin, a bias of scores, and memory for keys and values."""
+class CallTensors(NamedTuple):
+    """The tensors of a call that are not its rows: cos and sin, a bias of scores, and memory for keys and values."""
 
     tables: Tables | None = None
     bias: Bias | None = None
     written: WrittenRows | None = None
 
 
-NOTHING = Beside()
+NOTHING = CallTensors()
 
 
 @dataclass(frozen=True, eq=False)

@@ -166,11 +166,14 @@ def test_a_filled_cache_is_stocks() -> None:
     same(found, stock(ids[:, 3:], past_key_values=begun[1]), torch.ones(2, 6))
 
 
-def test_a_cache_that_moves_its_layers_is_not_empty() -> None:
+def test_caches_that_are_not_empty() -> None:
+    """One that moves its layers is none, and a layer that holds keys is none."""
     cache = DynamicCache()
     assert is_empty(cache, 0)
+    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+    assert not is_empty(cache, 0) and is_empty(cache, 1)
     cache.offloading = True
-    assert not is_empty(cache, 0)
+    assert not is_empty(cache, 1)
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_f
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..encoder_programme import Causal, EncoderProgramme
-from ..encoder_rows import Beside, Bias, RowLayout
+from ..encoder_rows import Bias, CallTensors, RowLayout
 from .encoder_checks import is_empty, layout_for, refuse_functions_of_users, scale_of
 from .layer_calls import attend_of
 
@@ -58,11 +58,11 @@ MOST_KINDS = 8  # of calls that are kept
 class Computation:
     """A computation of a call in place of the module's code.
 
-    run: [B, T, width], its layout, and the tensors beside its tokens -> what the code would return. first: the first
+    run: [B, T, width], its layout, and its other tensors -> what the code would return. first: the first
     layer's programme, which knows the layout of a mask, what else is read, and whether keys and values are written.
     """
 
-    run: Callable[[Tensor, RowLayout, Beside], Any]
+    run: Callable[[Tensor, RowLayout, CallTensors], Any]
     first: EncoderProgramme
 
 
@@ -144,10 +144,10 @@ class EncoderCalls(ABC):
                 return None
         written = first.to_write(layout)
         if written is None:
-            return compute.run(x, layout, Beside(tables, bias))
+            return compute.run(x, layout, CallTensors(tables, bias))
         if not is_empty(cache, first.layer_idx):
             return None
-        result = compute.run(x, layout, Beside(tables, bias, written))
+        result = compute.run(x, layout, CallTensors(tables, bias, written))
         cache.update(written.k, written.v, first.layer_idx)
         return result
 
@@ -222,9 +222,9 @@ class KnownEncoderLayer(Known):
             return None
         return Computation(self._compute, self.programme)
 
-    def _compute(self, x: Tensor, layout: RowLayout, beside: Beside) -> Any:
-        out = layout.padded(self.programme(layout.rows(x), layout, beside))
-        others, bias = self.programme.others, beside.bias
+    def _compute(self, x: Tensor, layout: RowLayout, tensors: CallTensors) -> Any:
+        out = layout.padded(self.programme(layout.rows(x), layout, tensors))
+        others, bias = self.programme.others, tensors.bias
         if others is None:
             return out
         return (out, *[None if other is None or bias is None else bias.given for other in others])
@@ -276,7 +276,7 @@ class KnownStack(Known):
             return None
         return Computation(partial(self._compute, programmes), programmes[0])
 
-    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, _: Beside) -> Any:
+    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, _: CallTensors) -> Any:
         rows = layout.rows(x)
         for programme in programmes:
             rows = programme(rows, layout)

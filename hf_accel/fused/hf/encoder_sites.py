@@ -53,7 +53,7 @@ def encoder_sites(
         masks = _masks(model, name, is_causal=is_causal)
         if is_causal and (masks is Masks.OTHERS or not is_ours or model.can_generate()):
             continue
-        place = Place(masks, _models_around(model, name), keeps_sdpa=attends and not is_ours)
+        place = AroundLayer(masks, _models_around(model, name), keeps_sdpa=attends and not is_ours)
         reason = _refusal(layer, attention, place, dtype=dtype, linears=linears)
         if reason is None:
             leaves_padding = _leaves_padding(place.models) and (masks is Masks.OTHERS or has_no_head(model))
@@ -100,8 +100,8 @@ class Masks(Enum):
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a layer. masks: those that the code around it makes. models: around it, the innermost is the last.
+class AroundLayer:
+    """The code around a layer. masks: those that it makes. models: those around the layer, the innermost is the last.
 
     keeps_sdpa: as that of EncoderLayerCalls.
     """
@@ -150,7 +150,7 @@ def _leaves_padding(around: list[PreTrainedModel]) -> bool:
 
 
 def _refusal(
-    layer: nn.Module, attention: nn.Module, place: Place, *, dtype: torch.dtype, linears: Container[nn.Module]
+    layer: nn.Module, attention: nn.Module, place: AroundLayer, *, dtype: torch.dtype, linears: Container[nn.Module]
 ) -> str | None:
     """Return why a layer has no trace that can be computed, as a clause; None if it has one."""
     if has_own_forward(layer):

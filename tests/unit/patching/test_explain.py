@@ -46,9 +46,9 @@ SAID = {
     "a whole encoder": [OTHERS, ("padding", "left out of a whole pass"), KEPT],
     "layers": [OTHERS, ("padding", "left out of each native layer"), KEPT],
     "images": [OTHERS, KEPT],
-    "sound": [OTHERS, ("padding", "computed, module by module"), KEPT],
-    "stock attention": [("layers", "module by module"), ("padding", "computed"), KEPT],
-    "causal": [("layers", "module by module"), ("padding", "computed"), KEPT],
+    "sound": [OTHERS, ("padding", "computed"), KEPT],
+    "stock attention": [("padding", "computed"), KEPT],
+    "causal": [OTHERS, ("padding", "left out of each native layer"), KEPT],
 }
 
 
@@ -65,12 +65,13 @@ def test_passes(name: str) -> None:
     assert [(line.what, line.choice) for line in lines] == SAID[name]
     assert not [line for line in plan.lines if line.topic in ("cache", "generate")]
     if name == "stock attention":
-        assert lines[0].reason == plan.stock_attention
+        layers = [line.choice for line in plan.lines if line.what == "2 encoder layers"]
+        assert layers == ["module by module"] and plan.stock_attention
     without = hf_accel.plan(made(name), weights=None, fuse=False).lines
     assert [line.reason for line in without if line.what == "layers"] == ["fuse=False"]
 
 
-@pytest.mark.parametrize("name", ["a whole encoder", "layers", "sound"])
+@pytest.mark.parametrize("name", ["a whole encoder", "layers", "sound", "causal"])
 @torch.no_grad()
 def test_padding_is_what_the_plan_says(name: str) -> None:
     model = hf_accel.patch(made(name), weights=None)
@@ -78,7 +79,11 @@ def test_padding_is_what_the_plan_says(name: str) -> None:
     mask[1, mask.shape[1] // 2 :] = 0
     first = {"input_values": torch.randn(2, 1600)} if name == "sound" else {"input_ids": torch.full((2, 8), 7)}
     with counted() as calls:
-        model(**first, attention_mask=mask)
-    said = dict(SAID[name])["padding"]
-    assert (calls["layers"] > 0) == ("left out" in said)
+        found = model(**first, attention_mask=mask, output_hidden_states=name == "causal")
+    said, states = (
+        dict(SAID[name])["padding"],
+        found.hidden_states[-1] if name == "causal" else found.last_hidden_state,
+    )
+    assert calls["layers"] == model.config.num_hidden_layers
+    assert (not states[1, -1].any()) == ("left out" in said)
     assert (calls["EncoderStackCalls"] > 0) == ("whole" in said)

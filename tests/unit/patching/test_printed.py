@@ -14,6 +14,7 @@ from hf_accel.checkpoints.writers.savable import Saved
 from hf_accel.distill.drafts.report import AcceptanceReport
 from hf_accel.patching.printed import Line, Printed
 from hf_accel.verify import Certificate, Cost, Verdict
+from hf_accel.verify.certificate import Agreement, EncoderCost
 from hf_accel.verify.quantization_report import LayerReport, QuantizationReport
 
 from ...parity.families import build
@@ -49,6 +50,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "ServingEstimate": lambda: estimate().serving(requests_per_second=1, prompt_tokens=100, output_tokens=10),
     "Certificate": certificate,
     "Cost": cost,
+    "EncoderCost": lambda: EncoderCost("the <float> model", (Agreement("last_hidden_state", 12, 0.9, 0.99, 0.1),)),
     "QuantizationReport": quantization_report,
     "AcceptanceReport": acceptance_report,
     "Saved": lambda: Saved(Path("out"), 10**6, (Line("<linears>", "3 & 4", "int4", "so <they> are"),)),
