@@ -178,7 +178,7 @@ def _pass_lines(plan: Plan) -> Iterator[Line]:
         yield Line("passes", "padding", "computed", "as in transformers, since no native layer leaves it out")
     elif native and plan.model.main_input_name != "pixel_values":
         yield Line("passes", "padding", "computed", "its frames are written out too")
-    yield Line("passes", "keys and values", "none are kept", f"{type(plan.model).__name__} does not generate text")
+    yield Line("passes", "keys and values", "no pages", f"{type(plan.model).__name__} does not generate text")
 
 
 def _cache_lines(plan: Plan) -> Iterator[Line]:

@@ -41,7 +41,7 @@ MADE: dict[str, Any] = {
     "causal": lambda: LlamaForSequenceClassification(LlamaConfig(**WORDS)),
 }
 OTHERS = ("other calls", "module by module")
-KEPT = ("keys and values", "none are kept")
+KEPT = ("keys and values", "no pages")
 SAID = {
     "a whole encoder": [OTHERS, ("padding", "left out of a whole pass"), KEPT],
     "layers": [OTHERS, ("padding", "left out of each native layer"), KEPT],
