@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..keywords import one_of
 from .backends.backend import LinearSpec
 from .formats import KINDS, Format, Layout, check_group_size
+from .formats.blocks import VERSION_SETTING
 
 SETTINGS = ("bits", "format", "activations", "group_size", "symmetric", "minima", "scale_dtype", "ordered")
 SCALE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -24,7 +25,7 @@ def spec_of(settings: Mapping[str, Any], weight: Tensor) -> LinearSpec:
 
     Raises UnsupportedError for what no layer is.
     """
-    unknown = sorted(settings.keys() - set(SETTINGS))
+    unknown = sorted(settings.keys() - {*SETTINGS, VERSION_SETTING})
     if unknown or "bits" not in settings:
         what = f"{unknown[0]!r} is not known" if unknown else "bits is missing"
         raise UnsupportedError(f"{what}; a module has {', '.join(SETTINGS)}")

@@ -75,7 +75,10 @@ def verify(
         return _of_encoder(model, prompts, reference, tokenizer)
     model = model_of(model, keep_adapters=True)
     if prompts is None:
-        raise UnsupportedError(f"verify() needs prompts for {type(model).__name__}, which generates text")
+        raise UnsupportedError(
+            f"verify() needs prompts for {type(model).__name__}, which generates text; pass texts and tokenizer=, or lists "
+            "of token ids"
+        )
     positive_int("max_new_tokens", max_new_tokens)
     _check_generate(model, generate)
     reference = reference if isinstance(reference, str | Path) else model_of(reference, keep_adapters=True)

@@ -37,7 +37,7 @@ class Own(Reader):
         return headers_of([Path(file) for file in files], way_out=f", or {AGAIN}") if are_safe(files) else None
 
     def spec(self, stored: Parts, weight: Tensor) -> tuple[LinearSpec, bool]:
-        settings = {name: value for name, value in self.listed[stored.name].items() if name != VERSION_SETTING}
+        settings = self.listed[stored.name]
         try:
             self.holds_blocks(stored.name)
             return spec_of(settings, weight), settings.get("ordered", False)

@@ -81,7 +81,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": {"bits": 4, "group_size": None}}, "group_size=None is not known; choose one of 32, 64, 128$"),
     ({"weights": {"format": "fp8", "group_size": 128}}, "with format='fp8', group_size=128 is not known; use None"),
     ({"weights": {"activations": "fp8"}}, "activations='fp8' is for FP8 weights; choose weights='fp8'"),
-    ({"weights": {"head": "int4"}}, "head='int4' is not known"),
+    ({"weights": {"head": "int3"}}, "head='int3' is not known"),
     ({"weights": {"symmetric": False}}, r"symmetric=False is for 4 bits or fewer, INT8 .* leave it True"),
     ({"weights": {"bits": 4, "symmetric": 0}}, "symmetric=0 is not known; choose one of True, False"),
     ({"speculative": {"num_draft": 0}}, "num_draft=0 must be an integer of at least 1; speculative=None is for no"),

@@ -406,7 +406,10 @@ def test_one_prompt_by_itself_is_one_prompt(one: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, "verify() got a NoneType as prompt; pass texts and tokenizer=, or lists of token ids"),
+        (
+            None,
+            "verify() needs prompts for LlamaForCausalLM, which generates text; pass texts and tokenizer=, or lists of token ids",
+        ),
         ({"input_ids": [[1, 2]]}, "verify() got a dict as prompt; pass texts and tokenizer=, or lists of token ids"),
         ([[1.5, 2.0]], "prompt 0 must be a list of at least one token id, not [1.5, 2.0]"),
         ([[1], [[2], [3]]], "prompt 1 must be a list of at least one token id"),
