@@ -76,8 +76,8 @@ def verify(
     model = model_of(model, keep_adapters=True)
     if prompts is None:
         raise UnsupportedError(
-            f"verify() needs prompts for {type(model).__name__}, which generates text; pass texts and tokenizer=, or lists "
-            "of token ids"
+            f"verify() needs prompts for {type(model).__name__}, which generates text; pass texts and "
+            "tokenizer=, or lists of token ids"
         )
     positive_int("max_new_tokens", max_new_tokens)
     _check_generate(model, generate)

@@ -408,7 +408,7 @@ def test_one_prompt_by_itself_is_one_prompt(one: Any) -> None:
     [
         (
             None,
-            "verify() needs prompts for LlamaForCausalLM, which generates text; pass texts and tokenizer=, or lists of token ids",
+            "which generates text; pass texts and tokenizer=, or lists of token ids",
         ),
         ({"input_ids": [[1, 2]]}, "verify() got a dict as prompt; pass texts and tokenizer=, or lists of token ids"),
         ([[1.5, 2.0]], "prompt 0 must be a list of at least one token id, not [1.5, 2.0]"),
