@@ -11,10 +11,10 @@ from transformers import PreTrainedConfig
 
 from ..errors import HfAccelWarning
 from ..linear import LinearSpec
+from ..linear.embedding import TABLE
 from ..linear.hf import METHOD
 from ..linear.layer_settings import spec_of
 from ..models import layers_config
-from ..patching.embeddings import TABLE
 
 
 def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:

@@ -22,8 +22,9 @@ from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
+from ..linear.embedding import TABLE
 from ..models import head_dim, num_kv_heads
-from ..patching.embeddings import TABLE, EmbeddingSite, find_table
+from ..patching.embeddings import EmbeddingSite, find_table
 from ..patching.survey import ExpertsSite, LinearSite, linear_sites, sites_for
 from .roofline import Work
 from .shapes import decoder_config

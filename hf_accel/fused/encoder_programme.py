@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.cpu.attention import EVERY_KEY, attend, bias_fields, write_pages
 from ..kernels.cpu.decoder_layer import run_layer
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, threads
-from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
+from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope
 from ..kernels.layouts import KV, AttentionOptions
 from ..recognition.encoder_trace import EncoderTrace, Vector
 from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError
@@ -20,7 +20,7 @@ from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import is_plain_tensor
 from .encoder_rows import NOTHING, Bias, CallTensors, RowLayout, WrittenRows, layout_of, windowed_layout
 from .layer_programme import KINDS, NativeOperations
-from .modules import NormForm, RotaryForm, form_of_rotation
+from .modules import NormForm, RotaryForm
 from .projections import UNLIMITED
 
 
@@ -88,27 +88,16 @@ class EncoderProgramme(NativeOperations):
                 }  # fmt: skip
             case "gate":
                 return {"dim": values["dim"], "activation": ACTIVATIONS[values["activation"]]}
-            case "rope":
-                return self._rope(operation)
             case "add" if "vector" in values:
                 return super()._fields(operation) | {"weight": self._vector(values["vector"]).data_ptr()}
         return super()._fields(operation)
 
-    def _rope(self, operation: Operation) -> dict[str, Any]:
-        values, form = operation.values, None
-        if self.table_dtype is not None:
-            form = form_of_rotation(values["function"], self.dtype, self.table_dtype)
-        if form is None or self.table_dtype is None:
-            raise UntraceableError("its rotation has no native call")
-        self.rotations[id(operation)] = form
-        return {
-            "heads": values["heads"], "kv_heads": values["kv_heads"], "dim": values["dim"],
-            "interleaved": form.interleaved,
-            "round_each": rounds_each(self.dtype, self.table_dtype, round_each=form.round_each),
-        }  # fmt: skip
-
     def norm_form(self, operation: Operation) -> NormForm:
         form = self.norms[id(operation)] = super().norm_form(operation)
+        return form
+
+    def rotary_form(self, operation: Operation) -> RotaryForm:
+        form = self.rotations[id(operation)] = super().rotary_form(operation)
         return form
 
     def _vector(self, vector: Vector) -> Tensor:

@@ -24,7 +24,7 @@ from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
 from .projections import UNLIMITED, NativeCall, NativeLinear, make_call
-from .traced_layer import Attention, TracedLayer, TracedNorms
+from .traced_layer import Attention, TracedForms, TracedLayer
 
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
@@ -86,7 +86,7 @@ def buffer_starts(operations: Sequence[LayerOp], widths: Sequence[int]) -> tuple
     return starts, total
 
 
-class NativeOperations(TracedNorms):
+class NativeOperations(TracedForms):
     """The operations of a layer as C structs, for tensors of one dtype.
 
     max_tokens: the most tokens of a call.
@@ -172,6 +172,8 @@ class NativeOperations(TracedNorms):
                 return {"dim": operation.values["dim"], "scale": operation.values["factor"]}
             case "layer_norm":
                 return self._layer_norm(operation)
+            case "rope":
+                return self._rope(operation)
         raise UntraceableError(f"{operation.kind} has no native call")
 
     def _layer_norm(self, operation: Operation) -> dict[str, Any]:
@@ -217,6 +219,15 @@ class NativeOperations(TracedNorms):
             "dim": operation.values["dim"], "eps": form.eps, "offset": form.offset, "round_first": form.round_first,
         }  # fmt: skip
 
+    def _rope(self, operation: Operation) -> dict[str, Any]:
+        form, values = self.rotary_form(operation), operation.values
+        assert self.table_dtype is not None
+        return {
+            "heads": values["heads"], "kv_heads": values["kv_heads"], "dim": values["dim"],
+            "interleaved": form.interleaved,
+            "round_each": rounds_each(self.dtype, self.table_dtype, round_each=form.round_each),
+        }  # fmt: skip
+
     def _rows(self, layer: nn.Module) -> int:
         """Return the most rows of a native call, and note what the call depends on."""
         own, parameters = vars(layer), layer._parameters
@@ -260,23 +271,12 @@ class LayerProgramme(TracedLayer, NativeOperations):
     def _fields(self, operation: Operation) -> dict[str, Any]:
         values = operation.values
         match operation.kind:
-            case "rope":
-                return self._rope(operation)
             case "join":
                 return {name: values[name] for name in ("heads", "dim", "value_dim")}
             case "attend":
                 fields = {name: values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
                 return fields | {name: value or 0 for name, value in self.attention._asdict().items()}
         return super()._fields(operation)
-
-    def _rope(self, operation: Operation) -> dict[str, Any]:
-        form, values = self.rotary_form(operation), operation.values
-        assert self.table_dtype is not None
-        return {
-            "heads": values["heads"], "kv_heads": values["kv_heads"], "dim": values["dim"],
-            "interleaved": form.interleaved,
-            "round_each": rounds_each(self.dtype, self.table_dtype, round_each=form.round_each),
-        }  # fmt: skip
 
     # -- while it is used ------------------------------------------------------------------------------
 

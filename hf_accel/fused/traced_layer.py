@@ -25,13 +25,14 @@ class Attention(NamedTuple):
     window: int | None
 
 
-class TracedNorms:
-    """The norms of a trace that was taken with tensors of one dtype, for calls on `device`.
+class TracedForms:
+    """The norms and rotations of a trace that was taken with tensors of one dtype, for calls on `device`.
 
-    reads: the values that must not change.
+    table_dtype: of cos and sin; None if the layer reads none. reads: the values that must not change.
     """
 
     dtype: torch.dtype
+    table_dtype: torch.dtype | None
     device: torch.device
     reads: list[Read]
 
@@ -51,8 +52,17 @@ class TracedNorms:
         self.reads.append(Read(module._parameters, "weight", weight))
         return form
 
+    def rotary_form(self, operation: Operation) -> RotaryForm:
+        """Raises UntraceableError for a rotation that has no native call."""
+        values, form = operation.values, None
+        if self.table_dtype is not None:
+            form = form_of_rotation(values["function"], self.dtype, self.table_dtype, self.device.type)
+        if form is None or (values["partial"] and not leaves_rest(values["function"])):
+            raise UntraceableError("its rotation has no native call")
+        return form
 
-class TracedLayer(TracedNorms):
+
+class TracedLayer(TracedForms):
     """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
     The code of a layer without tables gets none.
 
@@ -77,15 +87,6 @@ class TracedLayer(TracedNorms):
         self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
 
     # -- while it is made ------------------------------------------------------------------------------
-
-    def rotary_form(self, operation: Operation) -> RotaryForm:
-        """Raises UntraceableError for a rotation that has no native call."""
-        values, form = operation.values, None
-        if self.table_dtype is not None:
-            form = form_of_rotation(values["function"], self.dtype, self.table_dtype, self.device.type)
-        if form is None or (values["partial"] and not leaves_rest(values["function"])):
-            raise UntraceableError("its rotation has no native call")
-        return form
 
     @property
     def limits(self) -> tuple[object, ...]:

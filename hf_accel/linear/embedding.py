@@ -16,6 +16,7 @@ from .formats import Layout, QuantizedWeight, zeros
 from .layer import QuantLinear, QuantModule
 from .writable import WritableWeight, plain
 
+TABLE = "table"  # the attribute of an embedding that is its weight; a child, if nobody shares it
 ROW_BACKEND = "reference"  # the backend of a table that nothing multiplies by: its rows lie one after the other
 
 
@@ -66,7 +67,7 @@ class QuantEmbedding(nn.Embedding):
         if isinstance(table, QuantTable):
             self.table = table
         else:  # it is the model's head, and no child of this module as well
-            vars(self)["table"] = table
+            vars(self)[TABLE] = table
         table.finds_rows = True  # of another backend, if it is packed again
         self._lent: weakref.ref[WritableWeight] | None = None
 
@@ -173,8 +174,8 @@ def become_float(embedding: QuantEmbedding, weight: Tensor) -> None:
     """Make an embedding of the original's class of it, with a weight of its own."""
     scale = embedding.scalar_embed_scale
     kind: Any = embedding.float_class
-    embedding._modules.pop("table", None)
-    for name in ("table", "_lent", "float_class"):
+    embedding._modules.pop(TABLE, None)
+    for name in (TABLE, "_lent", "float_class"):
         vars(embedding).pop(name, None)
     embedding.__class__ = kind
     embedding.num_embeddings = len(weight)

@@ -11,7 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..config import WeightConfig
 from ..linear import LinearSpec, choose
-from ..linear.embedding import ROW_BACKEND
+from ..linear.embedding import ROW_BACKEND, TABLE
 from ..linear.hf import lost_on_saving
 from ..recognition.code import source_of
 from ..recognition.unchanged import has_own_forward
@@ -19,7 +19,6 @@ from ..tensors import is_plain_tensor, is_sharded
 from .plan import LinearPlan
 from .survey import LinearSite, other_quantizer, weight_is_read, weight_owners
 
-TABLE = "table"  # the child of the embedding that has a weight of its own
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
 
 

@@ -18,6 +18,7 @@ from .scores import Scores, TransposedKeys, drops
 
 PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
+ATTENTION_KEPT = f"{ATTENTION}_internal"  # where the config keeps the name
 
 
 class Recorder(Protocol):
@@ -310,9 +311,9 @@ class ConfigStandIn:
 
     def _read_attention(self) -> Any:
         own = vars(self._config)
-        if f"{ATTENTION}_internal" not in own:
+        if ATTENTION_KEPT not in own:
             raise UntraceableError("it does not say which attention function it takes")
-        self._trace.note(own, f"{ATTENTION}_internal", own[f"{ATTENTION}_internal"])
+        self._trace.note(own, ATTENTION_KEPT, own[ATTENTION_KEPT])
         name = getattr(self._config, ATTENTION)
         return self._trace.equals.get(name, name)
 

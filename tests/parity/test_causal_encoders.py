@@ -17,7 +17,7 @@ from hf_accel.kernels import cpu as kernels
 from tests.families.models import enliven
 
 from .snapshot import snapshot
-from .test_encoders import batch, counted, module_by_module, same
+from .test_encoders import batch, counted, module_by_module, same, same_states_and_attentions
 from .test_gated_encoders import LAYERS, limit_rows
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
@@ -246,16 +246,9 @@ def test_a_head_of_a_language_model_reads_padding_too() -> None:
 
 @torch.no_grad()
 def test_hidden_states_and_attentions() -> None:
-    stock, ours, given = build(), hf_accel.patch(build(), weights=None), padded([11, 3, 7], "left", use_cache=False)
-    real = given["attention_mask"].bool()
-    found, expected = (model(**given, output_hidden_states=True) for model in (ours, stock))
-    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(one[real], other[real], rtol=1e-4, atol=2e-5)
-    for model in (stock, ours):
-        model.set_attn_implementation("eager")
-    found, expected = (model(**given, output_attentions=True) for model in (ours, stock))
-    for one, other in zip(found.attentions, expected.attentions, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    same_states_and_attentions(
+        build(), hf_accel.patch(build(), weights=None), padded([11, 3, 7], "left", use_cache=False)
+    )
 
 
 @torch.no_grad()

@@ -45,12 +45,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LENGTHS = {"right": [11, 3, 7, 1], "none": [9, 9], "alone": [13], "one token": [1]}
 
 
-def build(family: str = "Bert", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | changes)
+def made(family: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The base model of a family of transformers, with weights that all matter."""
+    config = getattr(transformers, f"{family}Config")(**settings)
     torch.manual_seed(0)
     model: PreTrainedModel = getattr(transformers, f"{family}Model")(config)
     enliven(model)
     return model.to(dtype).eval()
+
+
+def build(family: str = "Bert", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    return made(family, SIZES | FAMILIES[family] | changes, dtype)
 
 
 def batch(lengths: list[int], *, holes: bool = False) -> dict[str, Tensor]:
@@ -103,6 +108,29 @@ def same(ours: Any, stock: Any, mask: Tensor, rtol: float = 2e-5) -> None:
             if name == "last_hidden_state":
                 got, expected = got[real], expected[real]
             torch.testing.assert_close(got, expected, rtol=0, atol=rtol * float(expected.abs().max()))
+
+
+def undo_is_exact(model: PreTrainedModel, given: dict[str, Tensor]) -> None:
+    before = snapshot(model, given)
+    hf_accel.patch(model, weights="int8", keep_original=True)
+    with torch.no_grad():
+        model(**given)
+    hf_accel.unpatch(model)
+    assert snapshot(model, given) == before
+
+
+def same_states_and_attentions(stock: PreTrainedModel, ours: PreTrainedModel, given: dict[str, Any]) -> None:
+    """All hidden states at tokens, and the attentions of every place."""
+    real = given["attention_mask"].bool()
+    found, expected = (model(**given, output_hidden_states=True) for model in (ours, stock))
+    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(one[real], other[real], rtol=1e-4, atol=2e-5)
+    for model in (stock, ours):
+        model.set_attn_implementation("eager")
+    found, expected = (model(**given, output_attentions=True) for model in (ours, stock))
+    assert len(found.attentions) == stock.config.num_hidden_layers
+    for one, other in zip(found.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def same_head(stock: PreTrainedModel, given: dict[str, Tensor]) -> Counter[str]:
@@ -554,13 +582,7 @@ def test_copies_and_pickles(weights: str | None) -> None:
 
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "XLMRobertaXL"])
 def test_undo_is_exact(family: str) -> None:
-    model, given = build(family), batch([6, 6, 4])
-    before = snapshot(model, given)
-    hf_accel.patch(model, weights="int8", keep_original=True)
-    with torch.no_grad():
-        model(**given)
-    hf_accel.unpatch(model)
-    assert snapshot(model, given) == before
+    undo_is_exact(build(family), batch([6, 6, 4]))
 
 
 @torch.no_grad()

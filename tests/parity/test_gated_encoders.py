@@ -14,10 +14,8 @@ import hf_accel
 from hf_accel.fused.hf.encoder_calls import EncoderLayerCalls
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.state import FUSED
-from tests.families.models import enliven
 
-from .snapshot import snapshot
-from .test_encoders import batch, counted, module_by_module, same
+from .test_encoders import batch, counted, made, module_by_module, same, undo_is_exact
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 
@@ -34,11 +32,7 @@ LAYERS = {"EncoderLayerCalls": 3, "layers": 3}
 
 
 def build(family: str = "EuroBert", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | changes)
-    torch.manual_seed(0)
-    model: PreTrainedModel = getattr(transformers, f"{family}Model")(config)
-    enliven(model)
-    return model.to(dtype).eval()
+    return made(family, SIZES | FAMILIES[family] | changes, dtype)
 
 
 def limit_rows(model: nn.Module, most: int) -> None:
@@ -184,13 +178,7 @@ def test_hooks_see_what_stock_shows(name: str, native: int) -> None:
 
 
 def test_undo_is_exact() -> None:
-    model, given = build(), batch([12, 5])
-    before = snapshot(model, given)
-    hf_accel.patch(model, weights="int8", keep_original=True)
-    with torch.no_grad():
-        model(**given)
-    hf_accel.unpatch(model)
-    assert snapshot(model, given) == before
+    undo_is_exact(build(), batch([12, 5]))
 
 
 @pytest.mark.parametrize("family", KNOWN)

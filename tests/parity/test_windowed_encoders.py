@@ -14,8 +14,7 @@ import hf_accel
 from hf_accel.kernels import cpu as kernels
 from tests.families.models import enliven
 
-from .snapshot import snapshot
-from .test_encoders import batch, counted, module_by_module, same, same_head
+from .test_encoders import batch, counted, module_by_module, same, same_head, same_states_and_attentions, undo_is_exact
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 
@@ -130,17 +129,7 @@ def test_masks_of_users() -> None:
 
 @torch.no_grad()
 def test_hidden_states_and_attentions() -> None:
-    stock, ours, given = build(), hf_accel.patch(build(), weights=None), batch([30, 7, 18])
-    real = given["attention_mask"].bool()
-    found, expected = (model(**given, output_hidden_states=True) for model in (ours, stock))
-    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(one[real], other[real], rtol=1e-4, atol=2e-5)
-    for model in (stock, ours):
-        model.set_attn_implementation("eager")
-    found, expected = (model(**given, output_attentions=True) for model in (ours, stock))
-    assert len(found.attentions) == 4
-    for one, other in zip(found.attentions, expected.attentions, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    same_states_and_attentions(build(), hf_accel.patch(build(), weights=None), batch([30, 7, 18]))
 
 
 @pytest.mark.parametrize("kind", ["MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"])
@@ -180,13 +169,7 @@ def test_tables_of_another_form_are_the_models() -> None:
 
 
 def test_undo_is_exact() -> None:
-    model, given = build(), batch([12, 5])
-    before = snapshot(model, given)
-    hf_accel.patch(model, weights="int8", keep_original=True)
-    with torch.no_grad():
-        model(**given)
-    hf_accel.unpatch(model)
-    assert snapshot(model, given) == before
+    undo_is_exact(build(), batch([12, 5]))
 
 
 def test_the_plan_says_so() -> None:

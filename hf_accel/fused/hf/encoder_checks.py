@@ -13,20 +13,19 @@ from ...attention.hf.mask import CausalMask, as_known
 from ...attention.hf.stock import ATTENTION_NAME, EAGER, SDPA
 from ...recognition.encoder_trace import EncoderTrace
 from ...recognition.operation import UntraceableError
+from ...recognition.stand_ins import ATTENTION_KEPT
 from ...undo.state import BACKEND_ATTRIBUTE
 from ..encoder_programme import EncoderProgramme, attended_window
 from ..encoder_rows import RowLayout, causal_layout
 from .layer_calls import attend_of
-
-IMPLEMENTATION = "_attn_implementation_internal"  # where a config keeps the name of its attention function
 
 
 def refuse_functions_of_users(trace: EncoderTrace, layer: nn.Module) -> None:
     """Raise UntraceableError for an attention function that must not be called with stand-ins, as it is not known."""
     configs = [vars(module)["config"] for module in layer.modules() if "config" in vars(module)]
     for own in {id(config): vars(config) for config in configs if hasattr(config, "to_dict")}.values():
-        name = own.get(IMPLEMENTATION)
-        trace.note(own, IMPLEMENTATION, name)
+        name = own.get(ATTENTION_KEPT)
+        trace.note(own, ATTENTION_KEPT, name)
         if name not in (None, ATTENTION_NAME, SDPA, EAGER):
             raise UntraceableError("its attention function is not known")
 

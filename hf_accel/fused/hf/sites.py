@@ -221,7 +221,7 @@ def layer_sites(
         if len(inner) != 1 or has_own_forward(module):
             continue
         try:
-            size = rotated_size(model.config, attention[inner[0]].head_dim)
+            size = int(rotated_share(model.config) * attention[inner[0]].head_dim)
             trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size)
             trace.layer(module, _width(module), **usual_arguments(type(module)))
             attention_of(trace, attention[inner[0]])
@@ -254,17 +254,17 @@ def usual_arguments(kind: type[nn.Module]) -> dict[str, Any]:
 
 def refuse_partial_rotation(config: Any) -> None:
     """Raise UntraceableError if the rotation leaves some numbers of a head as they are."""
-    if rotated_size(config, 100) != 100:
+    if rotated_share(config) != 1.0:
         raise UntraceableError("its rotation leaves numbers as they are")
 
 
-def rotated_size(config: Any, head_dim: int) -> int:
-    """Return how many numbers of a head the rotation turns. Raises UntraceableError if it depends on the layer."""
+def rotated_share(config: Any) -> float:
+    """Return the share of a head's numbers that are rotated. Raises UntraceableError if it depends on the layer."""
     parameters = getattr(layers_config(config), "rope_parameters", None) or {}
     for each in parameters.values():
         if isinstance(each, dict) and each.get("partial_rotary_factor", 1.0) != 1.0:
             raise UntraceableError("its layers rotate different numbers of a head")
-    return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    return float(parameters.get("partial_rotary_factor", 1.0))
 
 
 def _width(layer: nn.Module) -> int:

@@ -29,14 +29,12 @@ from hf_accel.verify.encoded import MEAN, encoder_batches
 from tests.families.models import enliven
 from tests.parity.snapshot import snapshot
 from tests.parity.test_encoders import build
+from tests.unit.estimate.test_encoders import SOUND
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "num_hidden_layers": 2,
 }  # fmt: skip
 IMAGES = {"image_size": 16, "patch_size": 8}
-SOUND: dict[str, Any] = {
-    "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
-}  # fmt: skip
 WORDS: dict[str, Any] = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 3}
 
 
