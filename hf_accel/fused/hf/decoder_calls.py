@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
-from ...cache.hf.layers import CacheOverPages
 from .encoder_calls import EncoderLayerCalls
 from .layer_calls import NativeCalls
 
@@ -27,11 +26,10 @@ class DecoderCalls(NativeCalls):
     def __reduce__(self) -> Any:
         return DecoderCalls, (self.over_rows.leaves_padding,)
 
-    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
-        result: Tensor | tuple[Tensor] | None = None
-        if not (isinstance(kwargs.get("past_key_values"), CacheOverPages) or is_compiling()):
-            result = self.over_rows.run(layer, args, kwargs)
-        return super().run(layer, args, kwargs) if result is None else result
+    def run_without_pages(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | tuple[Tensor] | None:
+        return None if is_compiling() else self.over_rows.run(layer, args, kwargs)
 
 
 def has_no_head(model: nn.Module) -> bool:

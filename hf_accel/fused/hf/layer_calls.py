@@ -167,6 +167,12 @@ class LayerCalls(ABC, Generic[Layer]):
     def compute(self, programme: Layer, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
         """Write K and V, and return the layer's result; None, without a write, if the pages hold other heads."""
 
+    def run_without_pages(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | tuple[Tensor] | None:
+        """Return the result of a call that has no pages; None if the layer's own code must run."""
+        return None
+
     def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
         """Return the layer's result; None if its own code must run."""
         if len(args) > 1:
@@ -176,7 +182,9 @@ class LayerCalls(ABC, Generic[Layer]):
                 return None
             args, kwargs = args[:1], given | kwargs
         cache = _cache_of(kwargs)
-        if not isinstance(cache, CacheOverPages) or len(args) != 1 or not self.computes(args[0]):
+        if not isinstance(cache, CacheOverPages):
+            return self.run_without_pages(layer, args, kwargs)
+        if len(args) != 1 or not self.computes(args[0]):
             return None
         x, known = args[0], cache.known_pass
         place = None if known is None else known.place_of(self, x, kwargs)
@@ -326,7 +334,8 @@ def attend_of(trace: Trace) -> tuple[Operation, float, bool]:
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:
-    return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+    cache = kwargs.get(CACHES[0])
+    return kwargs.get(CACHES[1]) if cache is None else cache
 
 
 def _is_same(value: object, traced: object) -> bool:
