@@ -8,24 +8,24 @@ another program's checkpoint it hands to the reader of the format.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.pytorch_utils import Conv1D
 
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release
-from ..linear import ExpertWeights, LinearSpec, QuantExperts, QuantLinear, QuantModule
-from ..linear.embedding import QuantEmbedding, QuantTable, is_table
+from ..linear import QuantLinear, QuantModule
+from ..linear.embedding import QuantEmbedding, is_table
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.formats import state
-from ..patching.embeddings import EmbeddingSite, embedding_site
 from ..patching.originals import broken_ties
-from ..patching.survey import ExpertsSite, LinearSite, experts_sites
+from ..patching.sites import LinearSite
+from ..patching.survey import sites_named
 from .contents import AGAIN, check_floats, missing, own_names, passed_over, renamer, shared_names, with_shared
 from .readers.awq import Awq
 from .readers.block_fp8 import BlockFp8
@@ -57,40 +57,41 @@ def prepare(
     """Replace the layer of each weight that a checkpoint holds quantized by an empty one, to be loaded into.
 
     model: on the meta device. tables: of embeddings that have no weight of their own, the head's name.
-    Returns the steps by which transformers' loader hands the parts of a layer to the
-    reader. Raises UnsupportedError for what this model cannot have or the reader does not know, HfAccelError for files
-    that do not hold what they should; the model then stays as it was.
+    Returns the steps by which transformers' loader hands the parts of a layer to the reader. Raises UnsupportedError
+    for what this model cannot have or the reader does not know, HfAccelError for files that do not hold what they
+    should; the model then stays as it was.
     """
     headers = reader.headers(model, files)
     parts, others = _by_module(model, reader, headers or ())
     if reader.listed is None and not parts:
         raise refuse(reader.method, "holds no quantized weight under a name that is known")
     of_experts = reader.listed is not None or (isinstance(reader, ForeignReader) and bool(reader.of_experts))
-    experts = _experts(model) if of_experts else {}
-    sites: dict[str, LinearSite] = {}
+    names = sorted(parts) if reader.listed is None else list(reader.listed)
+    sites = sites_named(model, names, of_experts=of_experts)
     layers: dict[str, QuantModule] = {}
-    for name in sorted(parts) if reader.listed is None else reader.listed:
-        site = sites[name] = experts.get(name) or embedding_site(model, name) or _linear(model, name)
+    for name in names:
+        site = sites.get(name) or _no_site(model, name)
         stored = Parts(name, parts.get(name, {}))
         has_bias = f"{name}.bias" in others if reader.listed is None else site.bias is not None
         spec, ordered = reader.spec(stored, site.matrices(site.parameter)[0])
+        if ordered and not site.takes_order:
+            raise UnsupportedError(
+                f"{name!r} is ordered in config.json, which is not known of {site.counted_as}; {AGAIN}"
+            )
         blocks = isinstance(reader, Own) and reader.holds_blocks(name)
-        layers[name] = _empty(site, spec, ordered, bias=has_bias, blocks=blocks)
+        layers[name] = site.empty(spec, ordered=ordered, bias=has_bias, blocks=blocks)
+        tables_of_it = tuple(table for table, head in (tables or {}).items() if head == name)
+        sites[name] = replace(site, embeddings=tables_of_it)
         if headers is not None:
             if isinstance(reader, Own):
                 reader.check(model, layers[name], stored)
             check_parts(stored)
-    _check_whole(layers, experts)
-    embeddings = {name: _embedding(model, name, layers[head]) for name, head in (tables or {}).items()}
+    _check_whole(sites)
+    for name, site in sites.items():
+        _check_tables(model, site, layers[name])
     if headers is not None:
-        _check_others(model, layers, sites, others, embeddings=embeddings)
-    for name, layer in layers.items():
-        if isinstance(layer, QuantTable):
-            original: Any = sites[name].module
-            embeddings[name.rpartition(".")[0]] = _marked(QuantEmbedding(original, layer))
-    _put_layers(model, layers, experts)
-    for name, embedding in embeddings.items():
-        model.set_submodule(name, embedding)
+        _check_others(model, layers, sites, others)
+    _put_layers(model, layers, sites)
     return _handing_over(reader, layers) if isinstance(reader, ForeignReader) else []
 
 
@@ -99,28 +100,24 @@ def is_ours(conversion: Any) -> bool:
     return any(isinstance(operation, ReadStored) for operation in getattr(conversion, "operations", ()))
 
 
-def _put_layers(model: PreTrainedModel, layers: Mapping[str, QuantModule], experts: Mapping[str, ExpertsSite]) -> None:
+def _put_layers(model: PreTrainedModel, layers: Mapping[str, QuantModule], sites: Mapping[str, LinearSite]) -> None:
     for submodel, attribute, ties in list(broken_ties(model, layers)):
         setattr(submodel, attribute, ties)
-    for name, placed in layers.items():
-        if isinstance(placed, QuantLinear):
+    for site in {site.replaced: site for site in sites.values()}.values():
+        together = {sites[name].key: layers[name] for name in site.together}
+        for name, placed in site.replacements(model, together):
             model.set_submodule(name, placed)
-    for whole in dict.fromkeys(experts[name].experts_name for name in layers if name in experts):
-        found = {site.key: name for name, site in experts.items() if site.experts_name == whole}
-        weights = {key: layer for key, name in found.items() if isinstance(layer := layers.get(name), ExpertWeights)}
-        model.set_submodule(whole, QuantExperts(model.get_submodule(whole), weights))
+    for placed in model.modules():
+        # Without this mark transformers would draw random numbers for a weight that is no Parameter.
+        if isinstance(placed, QuantModule | QuantEmbedding):
+            vars(placed)["_is_hf_initialized"] = True
 
 
 # -- layers --------------------------------------------------------------------------------------------
 
 
-def _experts(model: PreTrainedModel) -> dict[str, ExpertsSite]:
-    """Find the weights of fused experts that can be quantized, by the names of the modules that will hold them."""
-    return {site.name: site for site in experts_sites(model, ()) if site.skip is None}
-
-
-def _linear(model: PreTrainedModel, name: str) -> LinearSite:
-    """Return the Linear that a quantized layer replaces. Raises UnsupportedError if there is none."""
+def _no_site(model: PreTrainedModel, name: str) -> LinearSite:
+    """Raise UnsupportedError for a name that is none of a layer that can be quantized."""
     try:
         module = model.get_submodule(name)
     except AttributeError as error:
@@ -128,55 +125,28 @@ def _linear(model: PreTrainedModel, name: str) -> LinearSite:
             f"the checkpoint quantizes {name!r}, which {type(model).__name__} has not; load it with the class that "
             f"config.json names under architectures, or {AGAIN}"
         ) from error
-    if type(module) not in (nn.Linear, Conv1D):
-        raise UnsupportedError(
-            f"the checkpoint quantizes {name!r}, which is a {type(module).__name__} here, no plain Linear; {AGAIN}"
-        )
-    return LinearSite(name, module, is_head=False, is_tied=False, skip=None)
+    raise UnsupportedError(
+        f"the checkpoint quantizes {name!r}, which is a {type(module).__name__} here, no plain Linear; {AGAIN}"
+    )
 
 
-def _embedding(model: PreTrainedModel, name: str, head: QuantModule) -> QuantEmbedding:
-    """Make the embedding that looks up in a head. Raises UnsupportedError if the model has none of that name."""
-    try:
-        original = model.get_submodule(name)
-    except AttributeError:
-        original = nn.Module()
-    fits = isinstance(head, QuantLinear) and isinstance(original, nn.Embedding) and is_table(head.layout)
-    if not fits or (original.num_embeddings, original.embedding_dim) != (head.out_features, head.in_features):
-        raise UnsupportedError(
-            f"quantization_config in config.json, tables: {name!r} is no embedding of {type(model).__name__} with the "
-            f"shape of its head; {AGAIN}"
-        )
-    assert isinstance(original, nn.Embedding) and isinstance(head, QuantLinear)
-    return _marked(QuantEmbedding(original, head))
+def _check_tables(model: PreTrainedModel, site: LinearSite, head: QuantModule) -> None:
+    """Raise UnsupportedError for an embedding that cannot look its rows up in the head that config.json names."""
+    for name in site.embeddings:
+        modules = model.named_modules(remove_duplicate=False)
+        found = next((m for n, m in modules if n == name and isinstance(m, nn.Embedding)), None)
+        shape = None if found is None else (found.num_embeddings, found.embedding_dim)
+        is_fit = isinstance(head, QuantLinear) and is_table(head.layout)
+        if not is_fit or shape != (head.out_features, head.in_features):
+            raise UnsupportedError(
+                f"quantization_config in config.json, tables: {name!r} is no embedding of {type(model).__name__} with "
+                f"the shape of its head; {AGAIN}"
+            )
 
 
-def _marked(embedding: QuantEmbedding) -> QuantEmbedding:
-    """Mark a module whose weight is no Parameter, and for which transformers would draw random numbers."""
-    vars(embedding)["_is_hf_initialized"] = True
-    return embedding
-
-
-def _empty(site: LinearSite, spec: LinearSpec, ordered: bool, *, bias: bool, blocks: bool) -> QuantModule:
-    """Make the layer that a checkpoint is loaded into. bias: whether it has one. blocks: whether they are there."""
-    layer: QuantModule
-    if isinstance(site, EmbeddingSite) and not ordered and not blocks:
-        layer = QuantTable.empty(spec)
-    elif not isinstance(site, ExpertsSite):
-        layer = QuantLinear.empty(spec, bias=bias, ordered=ordered, blocks=blocks)
-    elif ordered:
-        raise UnsupportedError(f"{site.name!r} is ordered in config.json, which is not known of experts; {AGAIN}")
-    else:
-        layer = ExpertWeights.empty(spec, site.count, blocks=blocks)
-    # Without this mark transformers would draw random numbers for the weight, which is no Parameter.
-    vars(layer)["_is_hf_initialized"] = True
-    return layer
-
-
-def _check_whole(layers: Collection[str], experts: Mapping[str, ExpertsSite]) -> None:
+def _check_whole(sites: Mapping[str, LinearSite]) -> None:
     """Raise UnsupportedError if only some weights of the same experts are quantized."""
-    whole = {site.experts_name for name, site in experts.items() if name in layers}
-    lacking = next((n for n, site in experts.items() if site.experts_name in whole and n not in layers), None)
+    lacking = next((name for site in sites.values() for name in site.together if name not in sites), None)
     if lacking is not None:
         raise UnsupportedError(f"the checkpoint quantizes only a part of the experts, without {lacking!r}; {AGAIN}")
 
@@ -214,12 +184,10 @@ def _check_others(
     layers: Mapping[str, QuantModule],
     sites: Mapping[str, LinearSite],
     others: Mapping[str, Found],
-    *,
-    embeddings: Collection[str],
 ) -> None:
     """Check everything but the quantized weights."""
     replaced = {name for site in sites.values() for name in (site.tensor_name, f"{site.name}.bias")}
-    replaced |= {f"{name}.weight" for name in embeddings}
+    replaced |= {f"{name}.weight" for site in sites.values() for name in site.embeddings}
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     floats |= {f"{name}.bias": layer.bias for name, layer in layers.items() if isinstance(layer.bias, Tensor)}
     stored = with_shared(others, [names & floats.keys() for names in shared_names(model, layers)])

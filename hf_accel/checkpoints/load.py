@@ -26,8 +26,7 @@ from ..config.patch_config import (
     takes_patch_keywords,
 )
 from ..errors import HfAccelError, UnsupportedError
-from ..estimate.shapes import class_of, on_meta, read_config
-from ..estimate.stored import stored_config
+from ..estimate.shapes import class_of, on_meta, read_config, stored_config
 from ..keywords import MEANT_BY_PATCH, Default, check_keywords, one_of
 from ..linear.hf import METHOD, AccelConfig
 from ..patching.patch import patch

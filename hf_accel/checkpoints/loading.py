@@ -21,7 +21,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from ..config import PatchConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release, trim
-from ..linear import LinearSpec, QuantModule, Workers, choose
+from ..linear import LinearSpec, QuantModule, Workers
 from ..linear.backends.cpu import maps_weights
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..parallel.tensor import split_sizes
@@ -65,8 +65,8 @@ def _originals(
     found = {name: source.stored for name, source in sources.items() if source is not None}
     # Experts are joined while they are read, so that they are packed later.
     rest = find_on_disk(model, [p for p in wanted if p.site.name not in packed]) or {}
-    found |= {p.stored_name: rest[p.stored_name] for p in wanted if p.stored_name in rest}
-    return found if all(p.stored_name in found for p in wanted if p.embedding is None) else None
+    found |= {name: rest[name] for name in (p.site.stored_name for p in wanted) if name in rest}
+    return found if all(p.site.stored_name in found for p in wanted if not p.site.embeddings) else None
 
 
 def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
@@ -210,9 +210,7 @@ class Packer:
             source = None if self._lose else Source.of(tensor, file, stored_as)
         assert linear.choice is not None
         spec = LinearSpec.of(linear.site.matrices(tensor)[0], linear.config)
-        name = "auto" if linear.site.is_read_whole else linear.choice.backend.name
-        finds_rows = linear.embedding is not None or not linear.site.is_read_whole
-        choice = choose(spec, name, row_invariant=linear.choice.row_invariant, finds_rows=finds_rows)
+        choice = linear.site.choose(spec, linear.config, row_invariant=linear.choice.row_invariant)
         packed = pack_weight(linear, tensor, choice, source=source)
         release(tensor)  # transformers holds its mapping until the whole model is loaded
         return packed

@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config.patch_config import PatchConfig, PatchKeywords, takes_patch_keywords
 from ..errors import UnsupportedError
-from ..estimate.shapes import load_config, on_meta
-from ..estimate.stored import stored_config
+from ..estimate.shapes import load_config, on_meta, stored_config
 from ..linear.hf import stored_experts
 from ..patching.originals import Stored, checkpoint_files
 from ..patching.plan import LinearPlan, Plan
@@ -92,7 +91,7 @@ def _stored_equally(
     in.
     """
     files: dict[str, Stored] = {**stored, **stored_experts(model, stored)}
-    names = [p.stored_name for p in linears if p.replaces]
+    names = [p.site.stored_name for p in linears if p.replaces]
     if not stored or any(name not in files for name in names):
         return None
     first = next((name for name in names if name in stored), None)

@@ -140,8 +140,7 @@ def is_encoder_path(path: str) -> bool:
 
 def is_quantized_path(path: str) -> bool:
     """Return whether PATH holds weights that are quantized already."""
-    from hf_accel.estimate.shapes import read_config
-    from hf_accel.estimate.stored import stored_config
+    from hf_accel.estimate.shapes import read_config, stored_config
 
     place = checked_path(path)
     if place.endswith(".gguf"):
@@ -165,8 +164,7 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
 def load_float(path: str, *, dtype: str = "auto") -> Any:
     """Load a model with transformers. Raises BadInputError for one that is quantized already."""
     place, wanted = checked_path(path), named_dtype(dtype)
-    from hf_accel.estimate.shapes import class_of, read_config
-    from hf_accel.estimate.stored import stored_config
+    from hf_accel.estimate.shapes import class_of, read_config, stored_config
 
     if place.endswith(".gguf"):
         raise BadInputError(f"{path}: a .gguf file is not loaded in floating point here; give the float checkpoint")

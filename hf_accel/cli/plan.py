@@ -32,8 +32,7 @@ def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[
     """Return the plan as a document and as text; None if it cannot be made without the weights."""
     import hf_accel
     from hf_accel.config.patch_config import PatchConfig
-    from hf_accel.estimate.shapes import read_config
-    from hf_accel.estimate.stored import stored_config
+    from hf_accel.estimate.shapes import read_config, stored_config
 
     settings = PatchConfig.build(**keywords)
     if place.endswith(".gguf") or (settings.weights is not None and settings.weights.needs_data):

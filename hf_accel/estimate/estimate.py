@@ -16,11 +16,19 @@ from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
 from ..linear import LinearSpec
 from ..models import model_of
-from .longest import DECODER_TOKENS, longest_input
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
-from .shapes import decoder_config, held_specs, is_encoder, load_config, patched_settings, shapes_of
-from .stored import stored_specs
+from .shapes import (
+    DECODER_TOKENS,
+    decoder_config,
+    held_specs,
+    is_encoder,
+    load_config,
+    longest_input,
+    patched_settings,
+    shapes_of,
+    stored_specs,
+)
 from .this_machine import measure_machine
 from .workload import Workload, attention_layers, encoder_layers, weight_tensors
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -26,17 +27,26 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..errors import HfAccelError, UnsupportedError
-from ..linear import LinearSpec, QuantExperts, QuantModule
+from ..errors import HfAccelError, HfAccelWarning, UnsupportedError
+from ..linear import LinearSpec, QuantModule
 from ..linear.embedding import QuantEmbedding
-from ..models import without_adapters
+from ..linear.hf import METHOD
+from ..linear.layer_settings import spec_of
+from ..models import layers_config, without_adapters
 from ..patching.originals import check_inside, indexed
-from ..patching.twin import quantized_layers, twin
+from ..patching.sites import empty_original, quantized_layers
+from ..patching.survey import sites_named
+from ..patching.twin import twin
 from ..undo.state import find_state
 
 # Numbers of what transformers makes one after the other: a wrong one would keep it busy for days.
 COUNTS = re.compile(r"(^|_)(layers?|blocks?|depths?|stages|experts)$")
 MOST = 20_000  # Doge has 16,384 experts
+
+DECODER_TOKENS = 4096  # of a decoder's sequence, where nobody says how many
+TEXT = 512  # tokens of an encoder without a table of positions
+FRAMES = 1500  # 30 seconds of sound in steps of 20 ms, as Whisper, Wav2Vec2 and their like count
+ADDED = ("cls_token", "class_embedding", "distillation_token")  # a token in front of the patches
 
 
 def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
@@ -175,6 +185,89 @@ def _numbers(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
+# -- the longest input that a model is made for: tokens of a text, patches of an image, frames of sound ---
+
+
+def longest_input(config: Any, model: nn.Module) -> int:
+    """Return the tokens of the longest input of an encoder, by its config and its table of positions."""
+    started = getattr(model, "main_input_name", "input_ids")
+    if started == "input_ids":
+        return longest_text(model, getattr(config, "max_position_embeddings", None) or TEXT)
+    table = _positions(model)
+    if started != "pixel_values":
+        return table or FRAMES
+    patches = _patches(config)
+    if table is not None and table >= patches:
+        return table
+    return patches + sum(name.rpartition(".")[2] in ADDED for name, _ in model.named_parameters())
+
+
+def longest_text(model: Any, wanted: int) -> int:
+    """Return `wanted` tokens, or as many as the model has positions for."""
+    most = getattr(model.config, "max_position_embeddings", None) or wanted
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "position_embedding")):
+            # RoBERTa and its like count on from their padding, which has a row of the table too.
+            offset = 0 if module.padding_idx is None else module.padding_idx + 1
+            most = min(most, module.num_embeddings) - offset
+            break
+    return int(min(wanted, max(1, most)))
+
+
+def _positions(model: nn.Module) -> int | None:
+    """Return the rows of a table of positions of patches or frames; None without one."""
+    for name, parameter in model.named_parameters():
+        if "position" in name and parameter.ndim in (2, 3) and parameter.shape[-2] > 1:
+            return int(parameter.shape[-2])
+    return None
+
+
+def _patches(config: Any) -> int:
+    size, patch = (_sides(getattr(config, name, None)) for name in ("image_size", "patch_size"))
+    return max(1, size[0] // patch[0]) * max(1, size[1] // patch[1])
+
+
+def _sides(value: Any) -> tuple[int, int]:
+    if isinstance(value, list | tuple):
+        return int(value[0]), int(value[-1])
+    return int(value or 224), int(value or 224)
+
+
+# -- checkpoints that are quantized already, by their config.json; no file of weights is read -------------
+
+
+def stored_config(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return the quantization_config of a checkpoint's config, also where only its text model has one."""
+    for one in (config, layers_config(config)):
+        found = getattr(one, "quantization_config", None)
+        if found is not None:
+            return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+    return None
+
+
+def stored_specs(config: PreTrainedConfig, shapes: Any) -> tuple[dict[str, LinearSpec], frozenset[str]]:
+    """Return how each layer of a checkpoint of ours is stored, by its name, and the embeddings that look rows up in
+    one of them.
+
+    shapes: the model of this config. Warns where the checkpoint of another program is counted in floating point.
+    """
+    stored = stored_config(config)
+    if stored is None:
+        return {}, frozenset()
+    is_ours, listed = stored.get("quant_method") == METHOD, stored.get("modules") or {}
+    sites = sites_named(shapes, listed) if is_ours else {}
+    if not is_ours or len(sites) < len(listed):
+        warnings.warn(
+            f"the checkpoint is quantized by {stored.get('quant_method')}, in a form that estimate() counts as "
+            "floating point; load it, and estimate the model",
+            HfAccelWarning,
+            stacklevel=4,
+        )
+        return {}, frozenset()
+    specs = {name: site.whole(spec_of(listed[name], site.matrices(site.parameter)[0])) for name, site in sites.items()}
+    return specs, frozenset(stored.get("tables") or ())
+
+
 # -- patched models ------------------------------------------------------------------------------------
 
 
@@ -190,44 +283,14 @@ def unpatched_shapes(model: Any) -> Any:
         state.journal.undo()
     for name, layer in layers.items():
         there = copied.get_submodule(name)
-        if isinstance(layer, QuantExperts):
-            _put_experts(copied, name, there, layer)
-        elif not isinstance(layer, QuantEmbedding) and (there is layer or there.weight.numel() == 0):
-            copied.set_submodule(name, _linear(layer))
-    for name, layer in layers.items():
-        if isinstance(layer, QuantEmbedding):
-            _put_embedding(copied, name, layer, layers)
+        freed = [p for p in there._parameters.values() if p is not None and p.numel() == 0]
+        if there is layer or freed:
+            copied.set_submodule(name, empty_original(layer))
+    for name, head in ((n, m.head) for n, m in layers.items() if isinstance(m, QuantEmbedding)):
+        tied = next((own for own, other in layers.items() if other is head), None)
+        if tied is not None:  # to the Linear that was put back
+            copied.get_submodule(name)._parameters["weight"] = copied.get_submodule(tied).weight
     return copied
-
-
-def _put_embedding(model: Any, name: str, layer: QuantEmbedding, layers: Mapping[str, Any]) -> None:
-    """Put back an embedding of the original class. The weight of a tied head is that of the Linear put back for it."""
-    there = model.get_submodule(name)
-    if there is layer:
-        there = layer.as_float(device="meta")
-        model.set_submodule(name, there)
-    head = next((own for own, other in layers.items() if other is layer.head), None)
-    if head is not None:
-        there._parameters["weight"] = model.get_submodule(head).weight
-    elif there.weight.numel() == 0:
-        there._parameters["weight"] = layer.as_float(device="meta").weight
-
-
-def _put_experts(model: Any, name: str, there: Any, layer: QuantExperts) -> None:
-    """Put back experts of the original class, with weights on meta if theirs were freed."""
-    on_meta = layer.original(device="meta")
-    if there is layer:
-        model.set_submodule(name, on_meta)
-        return
-    for key in layer.weights:
-        if there._parameters[key].numel() == 0:
-            there._parameters[key] = on_meta._parameters[key]
-
-
-def _linear(layer: Any) -> nn.Linear:
-    return nn.Linear(
-        layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=layer.compute_dtype, device="meta"
-    )
 
 
 def held_specs(model: nn.Module) -> dict[str, LinearSpec]:

@@ -22,10 +22,9 @@ from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
-from ..linear.embedding import TABLE
 from ..models import head_dim, num_kv_heads
-from ..patching.embeddings import EmbeddingSite, find_table
-from ..patching.survey import ExpertsSite, LinearSite, linear_sites, sites_for
+from ..patching.sites import LinearSite
+from ..patching.survey import linear_sites, sites_for, sites_named
 from .roofline import Work
 from .shapes import decoder_config
 
@@ -207,52 +206,33 @@ def weight_tensors(
                 f"{name} of this model holds no plain weight but what another library makes of it; pass model.config, "
                 "and the model is counted before that"
             )
-    found = linear_sites(model, ()) if config is None else sites_for(model, config)
-    sites = {id(site.parameter): site for site in found}
-    table = None if config is None else find_table(model, config, sites.values())
-    shared = None if table is None or table.refusal is not None else table.site
-    if isinstance(shared, EmbeddingSite):
-        sites[id(shared.parameter)] = shared
+    found = list(linear_sites(model, ())) if config is None else sites_for(model, config)[0]
+    sites = {id(site.parameter): site for site in sites_named(model, held or ()).values()}
+    sites |= {id(site.parameter): site for site in found}
     seen: set[int] = set()
     for name, module in model.named_modules():
         for parameter in () if name in tables else module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 site = sites.get(id(parameter))
-                counted = _tensor(model, module, parameter) if site is None else _linear(model, site, config, shared)
+                counted = _tensor(model, module, parameter) if site is None else _weight(model, site, config)
                 if held:
-                    spec = held.get(f"{name}.{TABLE}" if site is None else site.name)
+                    spec = None if site is None else held.get(site.name)
                     counted = replace(counted, spec=spec, tied=counted.tied and not tables)
                 yield counted
 
 
-def _linear(
-    model: PreTrainedModel, site: LinearSite, config: WeightConfig | None, table: LinearSite | None
-) -> WeightTensor:
-    """Count the weight of a site. table: the one that the input embedding looks its rows up in, if it is quantized."""
-    kept, shape = config if config is None or not site.is_head else config.for_head, tuple(site.weight.shape)
-    if isinstance(site, EmbeddingSite):
-        assert config is not None and config.for_embedding is not None
-        stored = LinearSpec.of(site.weight, config.for_embedding)
-        return WeightTensor(kind="embeddings", shape=shape, itemsize=site.weight.itemsize, spec=stored)
-    if isinstance(site, ExpertsSite):
-        return _experts(model, site, kept)
-    spec = None if kept is None or site.skip is not None else LinearSpec.of(site.weight, kept)
-    kind, is_tied = "head" if site.is_head else "linears", site.is_tied and site is not table
-    return WeightTensor(kind=kind, shape=shape, itemsize=site.weight.itemsize, spec=spec, tied=is_tied)
-
-
-def _experts(model: PreTrainedModel, site: ExpertsSite, config: WeightConfig | None) -> WeightTensor:
-    """Count a weight of experts, with the spec of the stored one, [experts * out, in]."""
-    weight, spec = site.matrices(site.parameter)[0], None
-    group_size = None if config is None else config.layout.group_size
-    fits = group_size is None or weight.shape[1] % group_size == 0
-    if config is not None and fits and site.skip is None and not config.is_nf4:
-        one = LinearSpec.of(weight, config)
-        spec = replace(one, out_features=site.count * one.out_features)
-    top_k = _experts_per_token(model)
-    shape = tuple(site.weight.shape)
-    return WeightTensor(kind="experts", shape=shape, itemsize=weight.itemsize, spec=spec, top_k=top_k)
+def _weight(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:
+    """Count the weight of a site."""
+    kept = None if config is None or site.skip is not None else site.config_in(config)
+    return WeightTensor(
+        kind=site.counted_as,
+        shape=tuple(site.weight.shape),
+        itemsize=site.parameter.itemsize,
+        spec=None if kept is None or site.refusal(kept) is not None else site.whole(site.spec(kept)),
+        tied=site.keeps_original,
+        top_k=_experts_per_token(model) if site.of_experts else 0,
+    )
 
 
 def _tensor(model: PreTrainedModel, module: nn.Module, parameter: nn.Parameter) -> WeightTensor:

@@ -7,6 +7,7 @@ from .experts import ExpertWeights, QuantExperts
 from .formats import Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from .layer import QuantLinear, QuantModule
 from .methods.rtn import quantize
+from .replacement import Replacement
 
 __all__ = [
     "BACKENDS",
@@ -21,6 +22,7 @@ __all__ = [
     "QuantLinear",
     "QuantModule",
     "QuantizedWeight",
+    "Replacement",
     "Workers",
     "choose",
     "quantize",

@@ -14,6 +14,7 @@ from .backends.backend import LinearSpec
 from .backends.registry import BackendChoice, choose
 from .formats import Layout, QuantizedWeight, zeros
 from .layer import QuantLinear, QuantModule
+from .replacement import Replacement
 from .writable import WritableWeight, plain
 
 TABLE = "table"  # the attribute of an embedding that is its weight; a child, if nobody shares it
@@ -24,6 +25,8 @@ class QuantTable(QuantModule):
     """The weight [tokens, numbers] of an embedding that shares it with nobody. Only its rows are read."""
 
     bias = None
+    plural = "embedding"
+    multiplies = False
 
     @classmethod
     def from_packed(cls, packed: Any, *, choice: BackendChoice) -> Self:
@@ -39,13 +42,8 @@ class QuantTable(QuantModule):
         weight = zeros(spec.layout, (spec.out_features, spec.in_features), dtype=spec.dtype, device=spec.device_type)
         return cls.from_packed(weight, choice=choose(spec, ROW_BACKEND, finds_rows=True)).unpack()
 
-    def sibling(self) -> QuantTable:
-        """Make a second table over the same packed weight."""
-        choice = self.choice or self.pack().chosen
-        return QuantTable.from_packed(self._packed, choice=choice)
 
-
-class QuantEmbedding(nn.Embedding):
+class QuantEmbedding(Replacement, nn.Embedding):
     """Looks up rows of the weight [tokens, inputs] of `table`: the QuantLinear that is the head, or a QuantTable.
 
     An output of the head is a token of the embedding, so that the same bytes serve both. What is written to the
@@ -142,8 +140,7 @@ class QuantEmbedding(nn.Embedding):
         else:
             become_float(self, value)
 
-    def as_float(self, *, device: str | None = None) -> nn.Embedding:
-        """Return a float embedding of the same numbers; on another device, of which none are read, "meta"."""
+    def original(self, *, device: str | None = None) -> nn.Embedding:
         made = type(self)(self, self.head)
         shape = (self.num_embeddings, self.embedding_dim)
         on_meta = None if device is None else torch.empty(shape, dtype=self.compute_dtype, device=device)
@@ -152,7 +149,7 @@ class QuantEmbedding(nn.Embedding):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Embedding:
         if not memo:
-            return self.as_float()
+            return self.original()
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(copy.deepcopy(self.__getstate__(), memo))
         return made

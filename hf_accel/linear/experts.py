@@ -19,6 +19,7 @@ from .backends.registry import BackendChoice
 from .formats import QuantizedWeight, state, zeros
 from .formats.blocks import Blocks
 from .layer import QuantModule
+from .replacement import Replacement
 
 # The parameters of transformers' fused experts, and the names of the modules that hold them quantized. These names are
 # others, because transformers cuts and renames what is called like the parameters while it saves and loads.
@@ -40,6 +41,8 @@ class PackedExperts:
 
 class ExpertWeights(QuantModule):
     """One weight [out, in] of each of several experts, stored as one [experts * out, in], packed one by one."""
+
+    plural = "weights of experts"
 
     def __init__(
         self, weight: QuantizedWeight, experts: int, *, activations: Activations, backend: str = "auto",
@@ -131,14 +134,9 @@ class ExpertWeights(QuantModule):
         weight = self.quantized.dequantize(dtype)
         return weight.view(self.experts, -1, self.in_features)
 
-    def sibling(self) -> ExpertWeights:
-        """Make a second module over the same packed weights, to which neither ever writes."""
-        assert self.choice is not None
-        layer = ExpertWeights.__new__(ExpertWeights)
-        layer._describe(self.spec, self.requested_backend)
-        layer.experts, layer.choice, layer.row_invariant = self.experts, self.choice, self.row_invariant
-        layer._packed = replace(self._packed, call=copy.copy(self._packed.call))
-        return layer
+    def _shared(self) -> PackedExperts:
+        shared: PackedExperts = replace(self._packed, call=copy.copy(self._packed.call))
+        return shared
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
@@ -146,7 +144,7 @@ class ExpertWeights(QuantModule):
         return f"experts={self.experts}, {shape}, {self.layout}, backend={backend}"
 
 
-class QuantExperts(nn.Module):
+class QuantExperts(Replacement, nn.Module):
     """Stands for fused experts of transformers: the same settings, activation and biases, with quantized weights.
 
     Called like these: hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden].
@@ -208,7 +206,6 @@ class QuantExperts(nn.Module):
         return out
 
     def original(self, *, device: str | None = None) -> nn.Module:
-        """A module of the original class over the dequantized weights; device="meta": over none, of their shapes."""
         made = self.original_class.__new__(self.original_class)
         nn.Module.__init__(made)
         own = vars(made)

@@ -37,10 +37,10 @@ from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .embedding import QuantEmbedding
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
-from .file_state import blanks, file_state
 from .formats.blocks import VERSION, VERSION_SETTING
 from .layer import QuantModule
 from .layer_settings import SCALE_DTYPES
+from .layer_state import blanks, file_state
 
 METHOD = "hf_accel"
 
@@ -136,19 +136,15 @@ class AccelQuantizer(HfQuantizer):
         Raises UnsupportedError for layers of which this process holds a part.
         """
         layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
-        refuse_parts(layers)
-        self.quantization_config.modules = {
-            n: layer.layout.module_settings(layer.activations) for n, layer in layers.items()
-        }
-        names = {id(layer): name for name, layer in layers.items()}
-        embeddings = {n: m for n, m in model.named_modules() if isinstance(m, QuantEmbedding) and m.is_shared}
-        alone = next((name for name, embedding in embeddings.items() if id(embedding.head) not in names), None)
-        if alone is not None:
+        part = next((name for name, layer in layers.items() if layer.part), None)
+        if part is not None:
             raise UnsupportedError(
-                f"{alone!r} looks its rows up in a head that is not in this model, and cannot be saved without it; "
-                "save the whole model, or call hf_accel.unpatch(model) before"
+                f"{part!r} is quantized, and this rank holds a part of it: the model cannot be saved so. Save it from "
+                "one process that has the whole model (hf-accel quantize), or call hf_accel.unpatch(model) and save "
+                "the float weights"
             )
-        self.quantization_config.tables = {name: names[id(e.head)] for name, e in embeddings.items()}
+        self.quantization_config.modules = {n: m.layout.module_settings(m.activations) for n, m in layers.items()}
+        self.quantization_config.tables = stored_tables(model)
         # Of a model with adapters, or on several devices, transformers writes less than all, or fetches it.
         apart = getattr(model, "hf_device_map", None) or getattr(model, "_hf_peft_config_loaded", False)
         written = None if apart else file_state(model, layers)
@@ -176,15 +172,20 @@ def is_split(model: nn.Module) -> bool:
     return quantized or any(is_sharded(parameter) for parameter in model.parameters())
 
 
-def refuse_parts(layers: Mapping[str, QuantModule]) -> None:
-    """Raise UnsupportedError if some of these layers are parts, which nobody has as a whole."""
-    name = next((name for name, layer in layers.items() if layer.part), None)
-    if name is not None:
+def stored_tables(model: nn.Module) -> dict[str, str]:
+    """Return the quantized head of each embedding that looks its rows up in one, by their names.
+
+    Raises UnsupportedError for a head that is no part of the model.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    embeddings = {n: m for n, m in model.named_modules() if isinstance(m, QuantEmbedding) and m.is_shared}
+    alone = next((name for name, embedding in embeddings.items() if id(embedding.head) not in names), None)
+    if alone is not None:
         raise UnsupportedError(
-            f"{name!r} is quantized, and this rank holds a part of it: the model cannot be saved so. Save it from one "
-            "process that has the whole model (hf-accel quantize), or call hf_accel.unpatch(model) and save the float "
-            "weights"
+            f"{alone!r} looks its rows up in a head that is not in this model, and cannot be saved without it; "
+            "save the whole model, or call hf_accel.unpatch(model) before"
         )
+    return {name: names[id(embedding.head)] for name, embedding in embeddings.items()}
 
 
 def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import copy
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Activations
-from ..errors import HfAccelWarning, UnsupportedError
+from ..errors import UnsupportedError
 from ..tensors import product_dtype
+from . import layer_state
 from .backends.backend import LinearSpec
 from .backends.reference import differentiable_linear
 from .backends.registry import BackendChoice, choose
-from .blocked import empty_blocks, from_blocks, loaded_blocks, spec_of_blocks, weight_names, writing
-from .formats import FLOAT8, Layout, QuantizedWeight, from_state, kind_of, readable, state, zeros
+from .formats import FLOAT8, Layout, QuantizedWeight, kind_of, readable, state, zeros
 from .formats.blocks import Blocks, tensors_of
 from .methods.rtn import quantize_like
-from .state_checks import RankPart, wrong_dtypes, wrong_part
-from .writable import WritableWeight, plain
+from .replacement import Replacement, empty_linear
+from .writable import WritableWeight, note_change, plain
 
-TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
+SHARED = ("choice", "_input_order", "row_invariant", "finds_rows", "activations", "experts", "writes")  # by siblings
 
 
 class QuantModule(nn.Module):
@@ -35,6 +35,8 @@ class QuantModule(nn.Module):
     integers; the backend is chosen and packed for again.
     """
 
+    plural = "linears"  # by which the plan counts such layers
+    multiplies = True  # whether inputs are multiplied by the weight; from a table rows are looked up alone
     experts = 1  # whose weights are stored one after the other
 
     def _describe(self, spec: LinearSpec, backend: str) -> None:
@@ -49,11 +51,24 @@ class QuantModule(nn.Module):
         self.choice: BackendChoice | None = None
         self._packed: Any = None
         self._input_order: Tensor | None = None  # of the packed weight
-        self.part: RankPart | None = None  # which one this is, if other processes hold the others
+        self.part: layer_state.RankPart | None = None  # which one this is, if other processes hold the others
         self.writes = 0  # times that another weight was put into it
         self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
         self._lent: weakref.ref[WritableWeight] | None = None
         self.layout_of_blocks: Layout | None = None  # of the stored weight, while the buffers are blocks
+
+    def sibling(self, memo: dict[int, Any] | None = None) -> Self:
+        """Make a second layer over the same packed weight, to which neither ever writes. memo: as deepcopy's."""
+        self.pack()
+        made = type(self).__new__(type(self))
+        made._describe(self.spec, self.requested_backend)
+        vars(made).update({name: vars(self)[name] for name in SHARED if name in vars(self)})
+        made._packed, made.changes = self._shared(), list(self.changes)
+        made._parameters.update(copy.deepcopy(self._parameters, memo))
+        return made
+
+    def _shared(self) -> Any:
+        return self._packed
 
     @property
     def held(self) -> WritableWeight | None:
@@ -72,8 +87,7 @@ class QuantModule(nn.Module):
         if self.choice is not None:
             weight = self._unpack(self.choice)
             return weight if self._input_order is None else weight.changed(input_order=self._input_order)
-        blocks = loaded_blocks(self)
-        return from_state(self.kind, self._buffers) if blocks is None else from_blocks(self, blocks)  # type: ignore[arg-type]
+        return layer_state.not_packed(self)
 
     @property
     def layout(self) -> Layout:
@@ -90,7 +104,7 @@ class QuantModule(nn.Module):
         """The spec for the choice of a backend, with the dtype and the device that the layer has now."""
         if self.choice is not None:
             return self.choice.spec
-        return spec_of_blocks(self) or LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
+        return layer_state.spec_of_blocks(self) or LinearSpec.of_stored(self.quantized, self.activations, self.dtype)
 
     @property
     def packed_spec(self) -> LinearSpec:
@@ -111,11 +125,11 @@ class QuantModule(nn.Module):
     def pack(self) -> Self:
         """Turn the buffers into the backend's form. The first forward calls it."""
         if self.choice is None:
-            blocks, choice, order = loaded_blocks(self), self.chosen, self._buffers.get("input_order")
+            blocks, choice, order = layer_state.loaded_blocks(self), self.chosen, self._buffers.get("input_order")
             packed = None if blocks is None else self._adopt(choice, blocks)
             if packed is None:
                 packed = self._pack(choice, self.unpack().quantized.changed(input_order=None))
-            for name in weight_names(self):
+            for name in layer_state.weight_names(self):
                 del self._buffers[name]
             self._packed, self.choice, self._input_order, self.layout_of_blocks = packed, choice, order, None
         return self
@@ -129,14 +143,14 @@ class QuantModule(nn.Module):
     def expect_blocks(self, layout: Layout, device: str) -> Self:
         """Get empty buffers that blocks are loaded into. layout: of the stored weight."""
         self.layout_of_blocks = layout
-        self._buffers.update(tensors_of(empty_blocks(self, layout=layout, device=device)))
+        self._buffers.update(tensors_of(layer_state.empty_blocks(self, layout=layout, device=device)))
         return self
 
     def unpack(self) -> Self:
         """Turn the backend's form, or blocks, into buffers of the stored form."""
         if self.choice is not None or self.layout_of_blocks is not None:
             stored = state(self.quantized)
-            for name in weight_names(self):
+            for name in layer_state.weight_names(self):
                 del self._buffers[name]
             self._buffers.update(stored)
             self.choice = self._packed = self._input_order = self.layout_of_blocks = None
@@ -164,24 +178,8 @@ class QuantModule(nn.Module):
         if weight.weight_minimum is None:  # rounded to nearest, a weight has zero points in their place
             self._buffers.pop("weight_minimum", None)
         self.pack()
-        self._note_change(value.float() - before)
-
-    def _note_change(self, change: Tensor) -> None:
-        """Remember a change of the weight [out, in], or forget the last one if this takes it back."""
         self.writes += 1
-        generator = torch.Generator("cpu").manual_seed(self.in_features)
-        drawn = torch.randn(self.in_features, generator=generator, device="cpu")
-        sketch = change @ drawn.to(change.device)  # [out]
-        if not self.changes or (sketch + self.changes[-1]).norm() > TAKEN_BACK * self.changes[-1].norm():
-            self.changes.append(sketch)
-            return
-        self.changes.pop()
-        warnings.warn(
-            "an adapter was merged into quantized layers and taken out again: rounded twice, their weights are not "
-            "exactly what they were; hf_accel.unpatch(model) and hf_accel.patch(model) bring these back",
-            HfAccelWarning,
-            stacklevel=5,
-        )
+        note_change(self.changes, value.float() - before)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         packed = self.choice is not None
@@ -203,7 +201,7 @@ class QuantModule(nn.Module):
         prefix = self._own_prefix(prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.choice is not None:
-            blocks = writing.get().get(id(self))
+            blocks = layer_state.writing.get().get(id(self))
             tensors = state(self.quantized) if blocks is None else tensors_of(blocks)
             destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
@@ -214,7 +212,7 @@ class QuantModule(nn.Module):
         packed = self.choice is not None
         self.unpack()
         given, prefix = prefix, self._own_prefix(prefix)
-        wrong = wrong_part(state_dict, given, prefix) or wrong_dtypes(self.quantized, state_dict, prefix)
+        wrong = layer_state.wrong_tensors(self.quantized, state_dict, given, prefix)
         error_msgs.extend(wrong)
         if not wrong:
             before = {name: tensor.clone() for name, tensor in self._buffers.items() if tensor is not None}
@@ -236,7 +234,7 @@ class QuantModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Backends hold opaque tensors that cannot be copied; the stored form can."""
-        others = {name: tensor for name, tensor in self._buffers.items() if name not in weight_names(self)}
+        others = {name: tensor for name, tensor in self._buffers.items() if name not in layer_state.weight_names(self)}
         stored = others | state(self.quantized)
         buffers = {name: None if tensor is None else readable(tensor) for name, tensor in stored.items()}
         _keep_for_child(buffers)
@@ -254,7 +252,7 @@ class QuantModule(nn.Module):
             self.pack()
 
 
-class QuantLinear(QuantModule, nn.Linear):
+class QuantLinear(QuantModule, Replacement, nn.Linear):
     """Computes x @ W^T + bias with W in INT8, FP8 or INT4; x [..., in] -> [..., out] in x's dtype, or autocast's.
 
     An nn.Linear, so that what looks for Linears (LoRA, hooks by type) finds it.
@@ -343,6 +341,12 @@ class QuantLinear(QuantModule, nn.Linear):
             held = WritableWeight.of(self)
             self._lent = weakref.ref(held)  # torch.utils.swap_tensors refuses a tensor that has one
         return held
+
+    def original(self, *, device: str | None = None) -> nn.Linear:
+        made = empty_linear(self)
+        if device is None:
+            made._parameters.update(weight=nn.Parameter(self.quantized.dequantize(self.dtype)), bias=self.bias)
+        return made.train(self.training)
 
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from ..config import PatchConfig
 from ..errors import UnsupportedError
-from ..linear import QuantLinear
+from ..linear import BackendChoice, QuantLinear
+from ..linear.layer_state import RankPart
 from ..tensors import is_sharded, local_tensor
 from .rank_agreement import RankAgreement
 
@@ -70,6 +71,14 @@ class TensorParallel:
         if weight.shape[SHARDED_DIM[role]] % (self.ranks.size * _split_factor(weight)):
             return f"its {weight.shape[SHARDED_DIM[role]]} numbers do not divide by tp_size={self.ranks.size}"
         return None
+
+    def part(self, name: str, packed: Any, bias: Tensor | None, choice: BackendChoice) -> QuantLinear:
+        """Make the layer of the linear layer `name` of whose weight this rank has packed its part."""
+        layer = CLASSES[self.role(name) or ""].from_packed(packed, bias, choice=choice)
+        layer.part = RankPart(self.ranks.rank, self.ranks.size)
+        if isinstance(layer, JoinedLinear):
+            layer.ranks = self.ranks
+        return layer
 
     def heads_divisor(self, attention: str) -> int:
         """Return the number by which the heads of this attention module are divided, so that one rank's remain."""

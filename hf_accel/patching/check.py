@@ -1,23 +1,25 @@
-"""Checks of what a user passes: the model, and the names of its modules in skip=."""
+"""Checks of what a user passes: the model, what accelerate offloads of it, and the names of its modules in skip=."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
-from torch import nn
+import torch
+from accelerate.hooks import AlignDevicesHook, SequentialHook
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from ..config import PatchConfig, WeightConfig
-from ..errors import UnsupportedError
+from ..errors import HfAccelError, UnsupportedError
 from ..linear.hf import holds_experts
 from ..models import PARALLEL, model_of
 from ..undo.state import MARKS, PART_OF, PatchState, find_state
-from .offloaded import brings_in, is_offloaded
 
 
 def transformers_model(given: Any) -> PreTrainedModel:
@@ -208,3 +210,84 @@ def first_names(names: list[str], most: int = 8) -> str:
 def named(name: str, wanted: str) -> bool:
     """Return whether `wanted` is a module's name or the end of it."""
     return name == wanted or name.endswith("." + wanted)
+
+
+# -- what accelerate offloads --------------------------------------------------------------------------
+
+NOTE = "read from where accelerate offloads it, and in memory from then on"
+MOVED = "is moved between devices by accelerate"
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Return whether the weight is brought in by a hook of the module, and not in memory between calls."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.device.type == "meta" and "_hf_hook" in vars(module)
+
+
+def read_offloaded(module: nn.Module, name: str) -> Tensor:
+    """Return an offloaded parameter as the hook of its module would bring it in.
+
+    name: of the parameter in the model. Raises HfAccelError if it is not where the hook looks for it.
+    """
+    key = name.rpartition(".")[2]
+    parameter, hook = module._parameters[key], vars(module)["_hf_hook"]
+    assert parameter is not None
+    try:
+        tensor: Tensor = hook.weights_map[key]
+    except Exception as error:  # a file that is gone or damaged, a name that is not in the index
+        raise HfAccelError(f"{name!r} cannot be read from where accelerate offloads it: {error!r}") from error
+    if tensor.shape != parameter.shape:
+        found, expected = list(tensor.shape), list(parameter.shape)
+        raise HfAccelError(f"{name!r} has the shape {found} where accelerate offloads it, and not {expected}")
+    return tensor.detach().to("cpu", parameter.dtype)
+
+
+def brings_in(module: nn.Module) -> bool:
+    """Return whether hooks of accelerate bring the module's own parameters to the CPU for each call."""
+    return any(
+        type(hook) is AlignDevicesHook and hook.offload and _is_cpu(hook.execution_device)
+        for hook in _hooks(vars(module).get("_hf_hook"))
+    )
+
+
+def hook_refusal(module: nn.Module, model: nn.Module) -> str | None:
+    """Return why a Linear of a model must stay because of a hook of accelerate, as one clause; None if it need not.
+
+    Known is one hook that takes inputs to the CPU, where they are if no part of the model is elsewhere, and brings the
+    weights there; and under it the forward of the module's class.
+    """
+    hook: Any = getattr(module, "_hf_hook", None)
+    if hook is None:
+        return None
+    if type(hook) is not AlignDevicesHook or hook.io_same_device or not _is_cpu(hook.execution_device):
+        return MOVED
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if not places <= {"cpu", "disk"}:
+        return MOVED  # its inputs may come from another device
+    if not _calls_the_class(module):
+        return "has a forward of its own under a hook of accelerate"
+    on_meta = {parameter.device.type == "meta" for parameter in module._parameters.values() if parameter is not None}
+    if on_meta != {bool(hook.offload)} or (hook.offload and hook.weights_map is None):
+        return MOVED
+    return None
+
+
+def _hooks(hook: Any) -> Iterator[Any]:
+    if isinstance(hook, SequentialHook):
+        for each in hook.hooks:
+            yield from _hooks(each)
+    elif hook is not None:
+        yield hook
+
+
+def _is_cpu(device: Any) -> bool:
+    """Return whether a hook's device is the CPU: accelerate takes names, numbers of GPUs, and torch's devices."""
+    return isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
+
+
+def _calls_the_class(module: nn.Module) -> bool:
+    """Return whether the forward is accelerate's function, around the forward of the module's class."""
+    forward, inner = vars(module).get("forward"), vars(module).get("_old_forward")
+    hooked = isinstance(forward, partial) and forward.func.__globals__.get("__name__") == "accelerate.hooks"
+    ours = getattr(inner, "__self__", None) is module and getattr(inner, "__func__", None) is type(module).forward
+    return hooked and ours

@@ -9,11 +9,9 @@ from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels
-from ..linear import ExpertWeights, QuantModule
-from ..linear.embedding import QuantTable
+from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel
 from ..tensors import model_device
-from .offloaded import is_offloaded
 from .originals import whereabouts
 from .plan import LinearPlan, Plan
 from .printed import Line
@@ -85,8 +83,7 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
 def _held(layer: QuantModule) -> tuple[str, str]:
     """Return what a layer that a checkpoint holds quantized is, and its format with the backend."""
     group = f" group {layer.layout.group_size}" if layer.layout.group_size else ""
-    what = {ExpertWeights: "weights of experts", QuantTable: "embedding"}.get(type(layer), "linears")
-    return what, f"{layer.layout.label}{group} by {layer.chosen.backend.name}"
+    return layer.plural, f"{layer.layout.label}{group} by {layer.chosen.backend.name}"
 
 
 def _fold_lines(plan: Plan) -> Iterator[Line]:
@@ -217,10 +214,10 @@ def _undo_line(plan: Plan) -> Line:
     kept = plan.config.keep_original
     if not plan.quantized:
         return Line("undo", "unpatch()", "exact", "no weight is replaced")
-    in_memory = [p for p in plan.quantized if not is_offloaded(p.site.module)]
+    in_memory = [p for p in plan.quantized if not p.site.is_offloaded]
     if in_memory and kept is False:
         return Line("undo", "unpatch()", "impossible", "keep_original=False drops the original weights")
-    size = sum(p.site.weight.nbytes for p in in_memory if p.replaces)
+    size = sum(p.site.weight.nbytes for p in plan.quantized if p.frees)
     stay = whereabouts(size, plan.on_disk, kept=kept is True) if in_memory else "stay where accelerate offloads them"
     return Line("undo", "unpatch()", "exact", f"originals {stay}")
 

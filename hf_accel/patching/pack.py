@@ -6,7 +6,6 @@ did. Weights are freed after all checks: what is freed can be read back, or was 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,36 +17,27 @@ from transformers.utils import logging
 
 from ..errors import UnsupportedError
 from ..hardware import release, trim
-from ..linear import BackendChoice, ExpertWeights, QuantExperts, QuantizedWeight, QuantLinear, Workers
-from ..linear.embedding import QuantEmbedding, QuantTable
-from ..linear.experts import WEIGHT_MODULES
-from ..linear.nf4 import BitsAndBytes, nf4_layer
-from ..linear.state_checks import RankPart
-from ..parallel.tensor import CLASSES, JoinedLinear, part_bias
+from ..linear import BackendChoice, QuantizedWeight, Workers
 from ..recognition.unchanged import ALL_HOOKS
-from ..tensors import is_sharded, model_device
+from ..tensors import model_device
 from ..undo.journal import Journal
-from .embeddings import EmbeddingSite
-from .offloaded import is_offloaded, read_bias, read_offloaded
 from .originals import Originals, Source, Stored
 from .plan import LinearPlan, Plan
-from .survey import ExpertsSite
 
-LAYERS = nn.Linear | QuantExperts | QuantEmbedding  # what is put in
 PROGRESS_SECONDS = 1.0  # seconds without a progress bar
 TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for threads that pack no more
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Pack a weight in the form that `choice.backend` reads.
+    """A weight in the form that `choice.backend` reads. parts: each of its matrices.
 
     source: where the original can be read again, None if it is kept. bias: replaces the Linear's own.
     """
 
     name: str
     choice: BackendChoice
-    weight: Any
+    parts: list[Any]
     source: Source | None
     bias: Tensor | None = None
 
@@ -67,25 +57,17 @@ def replace_linears(
             _check_finite(linear)
 
     freed = 0
-    experts: dict[str, dict[str, Packed]] = {}
-
-    def place_experts(packed: Packed, site: ExpertsSite) -> None:
-        """Put a module in when its last weight is there."""
-        weights = experts.setdefault(site.experts_name, {})
-        weights[site.key] = packed
-        needed = [p for p in todo.quantized if isinstance(p.site, ExpertsSite) and p.site.module is site.module]
-        if len(weights) == len(needed):
-            _place_experts(weights, site, todo, journal)
-            del experts[site.experts_name]
+    unplaced: dict[str, dict[str, nn.Module]] = {}
 
     def replace(packed: Packed) -> None:
         nonlocal freed
         linear = by_name[packed.name]
         site = linear.site
-        if isinstance(site, ExpertsSite):
-            place_experts(packed, site)
-        else:
-            _place(packed, linear, todo, journal)
+        layers = unplaced.setdefault(site.replaced, {})
+        layers[site.key] = site.layer(packed.parts, packed.choice, bias=packed.bias, split=todo.split)
+        if len(layers) == len(site.together):
+            for name, layer in site.replacements(todo.model, unplaced.pop(site.replaced)):
+                _put_in(layer, name, todo.model, journal)
         freed += _let_go(packed, linear, todo, originals)
         if freed >= TRIM:
             trim()
@@ -126,13 +108,9 @@ def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Pack
 
 def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Packed:
     assert linear.choice is not None
-    name, module = linear.site.name, linear.site.module
-    if is_offloaded(module):
-        packed = pack_weight(linear, read_offloaded(module, f"{name}.weight"), linear.choice, source=None)
-        return dataclasses.replace(packed, bias=read_bias(module, name))
-    source = _source(linear, on_disk)
-    packed = pack_weight(linear, linear.site.tensor.detach(), linear.choice, source=source)
-    release(linear.site.tensor)  # the mapping stays as long as any tensor of the file
+    tensor = linear.site.read()
+    packed = pack_weight(linear, tensor, linear.choice, source=_source(linear, on_disk))
+    release(tensor)  # the mapping stays as long as any tensor of the file
     return packed
 
 
@@ -145,13 +123,13 @@ def pack_quantized(
     """
     choice, source = linear.choice, _source(linear, on_disk)
     assert choice is not None
-    return Packed(linear.site.name, choice, choice.backend.pack(weight), source, bias)
+    return Packed(linear.site.name, choice, [choice.backend.pack(weight)], source, bias)
 
 
 def _source(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Source | None:
     """Return where the original can be read again; None if it is kept."""
-    stored = linear.stored_name
-    if on_disk is None or not linear.replaces or stored not in on_disk:
+    stored = linear.site.stored_name
+    if on_disk is None or not linear.frees or stored not in on_disk:
         return None
     return Source.of(linear.site.parameter, on_disk[stored], stored)
 
@@ -161,68 +139,26 @@ def pack_weight(linear: LinearPlan, tensor: Tensor, choice: BackendChoice, *, so
     """Quantize the float parameter of a site. Raises UnsupportedError for NaN and infinity, with the layer's name."""
     name, config = linear.site.name, linear.config
     try:
-        packed = [choice.backend.quantize(weight, config) for weight in linear.site.matrices(tensor)]
-        return Packed(name, choice, packed if isinstance(linear.site, ExpertsSite) else packed[0], source)
+        parts = [choice.backend.quantize(weight, config) for weight in linear.site.matrices(tensor)]
+        return Packed(name, choice, parts, source)
     except UnsupportedError as error:
         raise UnsupportedError(f"{name!r} cannot be quantized: {error}") from error
 
 
 def _check_finite(linear: LinearPlan) -> None:
     """Raise UnsupportedError for NaN and infinity, as quantizing would, before the first weight is freed for good."""
-    site = linear.site
-    tensor = read_offloaded(site.module, f"{site.name}.weight") if is_offloaded(site.module) else site.tensor.detach()
+    tensor = linear.site.read()
     low, high = tensor.aminmax()
     release(tensor)
     if not (low.isfinite() and high.isfinite()):
         raise UnsupportedError(
-            f"{site.name!r} cannot be quantized: the weight holds NaN or infinity; "
+            f"{linear.site.name!r} cannot be quantized: the weight holds NaN or infinity; "
             "repair the checkpoint or skip the layer"
         )
 
 
-def _place(packed: Packed, linear: LinearPlan, todo: Plan, journal: Journal) -> None:
-    """Put the quantized layer where the Linear was, and where the embedding was one that looks up in it."""
-    site = linear.site
-    bias = site.bias if packed.bias is None else packed.bias
-    layer: nn.Linear
-    if isinstance(site, EmbeddingSite):
-        looked_up: Any = site.module
-        own: Any = QuantEmbedding(looked_up, QuantTable.from_packed(packed.weight, choice=packed.choice))
-        return _put_in(own, site.module, site.embedding, model=todo.model, journal=journal)
-    if isinstance(packed.choice.backend, BitsAndBytes):
-        layer = nf4_layer(packed.weight, bias, packed.choice.spec, source_class=type(site.module))
-    elif is_sharded(site.parameter):
-        layer = _part(packed, part_bias(site.bias), todo)
-    else:
-        layer = QuantLinear.from_packed(packed.weight, bias, choice=packed.choice)
-    _put_in(layer, site.module, packed.name, model=todo.model, journal=journal)
-    if linear.embedding is not None:
-        assert isinstance(layer, QuantLinear)
-        embedding: Any = todo.model.get_submodule(linear.embedding)
-        table = QuantEmbedding(embedding, layer)
-        _put_in(table, embedding, linear.embedding, model=todo.model, journal=journal)
-
-
-def _part(packed: Packed, bias: nn.Parameter | None, todo: Plan) -> QuantLinear:
-    """Make the layer of a weight of which this rank has packed its part."""
-    assert todo.split is not None
-    ranks = todo.split.ranks
-    layer = CLASSES[todo.split.role(packed.name) or ""].from_packed(packed.weight, bias, choice=packed.choice)
-    layer.part = RankPart(ranks.rank, ranks.size)
-    if isinstance(layer, JoinedLinear):
-        layer.ranks = ranks
-    return layer
-
-
-def _place_experts(packed: Mapping[str, Packed], site: ExpertsSite, todo: Plan, journal: Journal) -> None:
-    """Put the quantized experts where the float ones were."""
-    keys = [key for key in WEIGHT_MODULES if key in packed]
-    weights = {key: ExpertWeights.from_packed(packed[key].weight, choice=packed[key].choice) for key in keys}
-    layer = QuantExperts(site.module, weights)
-    _put_in(layer, site.module, site.experts_name, model=todo.model, journal=journal)
-
-
-def _put_in(layer: nn.Module, original: nn.Module, full_name: str, *, model: nn.Module, journal: Journal) -> None:
+def _put_in(layer: nn.Module, full_name: str, model: nn.Module, journal: Journal) -> None:
+    original = model.get_submodule(full_name)
     layer.train(original.training)
     for hooks in ALL_HOOKS:  # the very same dicts, so that what is registered on either is there for both
         vars(layer)[hooks] = vars(original)[hooks]
@@ -235,7 +171,7 @@ def _let_go(packed: Packed, linear: LinearPlan, todo: Plan, originals: Originals
     """Free the weight of the Linear that was replaced, if it may go; returns the bytes."""
     site = linear.site
     size = site.tensor.nbytes
-    if not linear.replaces or todo.config.keep_original is True or is_offloaded(site.module):
+    if not linear.frees or todo.config.keep_original is True:
         return 0
     if todo.config.keep_original is False:
         originals.lose(site.parameter)

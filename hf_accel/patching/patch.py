@@ -33,8 +33,7 @@ from ..generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantModule
-from ..linear.embedding import QuantEmbedding
-from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
+from ..linear.hf import METHOD, AccelConfig, AccelQuantizer, stored_tables
 from ..models import layers_config, model_of, unwrapped
 from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, mixed_class
@@ -48,6 +47,7 @@ from ..undo.state import (
     find_state,
     state_of,
 )
+from .attention_survey import attention_modules
 from .calibration import Calibrated, calibrate
 from .check import is_patched_with, transformers_model
 from .nf4_model import label_nf4
@@ -55,7 +55,7 @@ from .originals import Originals, break_ties
 from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
 from .planning import planned
-from .survey import attention_modules, common_group_size
+from .survey import common_group_size
 from .twin import twin
 from .unpatch import unpatch
 
@@ -228,10 +228,7 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
     layers = {name: one.layout.module_settings(one.activations) for name, one in described.items()}
     if not layers:
         return
-    held = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
-    names = {id(module): name for name, module in model.named_modules()}
-    tables = {name: names[id(embedding.head)] for name, embedding in held.items() if embedding.is_shared}
-    tables |= {linear.embedding: linear.site.name for linear in todo.quantized if linear.embedding is not None}
+    tables = stored_tables(model) | {name: p.site.name for p in todo.quantized for name in p.site.embeddings}
     settings = AccelConfig(modules=layers, tables=tables)
     settings.patch = todo.config
     journal.attribute(model, "hf_quantizer", AccelQuantizer(settings))

@@ -16,36 +16,32 @@ from ..fused.hf.sites import Dropped, FusedSite
 from ..fused.projections import UNLIMITED
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..linear import BackendChoice, QuantLinear, QuantModule
-from ..linear.embedding import QuantTable
 from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
+from .attention_survey import AttentionSite
 from .originals import Stored
 from .printed import Line, Printed, Row, row_of, table
-from .survey import AttentionSite, LinearSite
+from .sites import LinearSite
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """The plan of one Linear. choice None: it stays, because of `reason`.
-
-    embedding: the name of the embedding that looks its rows up in this weight from now on; None: there is none.
-    """
+    """The plan of one weight. choice None: it stays, because of `reason`."""
 
     site: LinearSite
     config: WeightConfig
     reason: str
     choice: BackendChoice | None = None
-    embedding: str | None = None
 
     @property
     def replaces(self) -> bool:
         """True if nothing in the model needs the float weight any more."""
-        return self.choice is not None and (not self.site.is_tied or self.embedding is not None)
+        return self.choice is not None and not self.site.keeps_original
 
     @property
-    def stored_name(self) -> str:
-        """The name of the float weight in a checkpoint: of a tied one that of the embedding."""
-        return self.site.tensor_name if self.embedding is None else f"{self.embedding}.weight"
+    def frees(self) -> bool:
+        """True if the float weight is in memory, where only unpatch() may need it from now on."""
+        return self.replaces and not self.site.is_offloaded
 
     @property
     def bytes_read(self) -> int:
@@ -155,7 +151,7 @@ class Plan(Printed):
         """The parts that may round a token's numbers differently among other tokens, as clauses."""
         whole = (p for p in self.quantized if p.site.is_read_whole)
         chosen = {(p.choice.backend, p.config.label.split()[0]) for p in whole if p.choice is not None}
-        stored = [m for m in self.model.modules() if isinstance(m, QuantModule) and not isinstance(m, QuantTable)]
+        stored = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.multiplies]
         chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
         if self.stock_attention or self.stock_parts:

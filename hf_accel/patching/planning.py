@@ -24,38 +24,32 @@ from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import detect, read_bandwidth
 from ..kernels import triton
 from ..kernels.cpu.library import FLOATS
-from ..linear import ExpertWeights, LinearSpec, QuantLinear, QuantModule, Workers
-from ..linear import choose as choose_linear
+from ..linear import ExpertWeights, QuantLinear, QuantModule, Workers
 from ..linear.backends.cpu import Cpu
 from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
-from ..linear.nf4 import choose_nf4, nf4_refusal, require_bitsandbytes
+from ..linear.nf4 import require_bitsandbytes
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
 from ..recognition.unchanged import has_own_forward
 from ..tensors import model_device
-from .calibration.bit_budget import eight_bit_names
-from .calibration.folds import find_folds
-from .calibration.windows import check_takes_ids
-from .check import check_calibration, check_in_memory, check_model
-from .embeddings import Table, find_table
-from .explain import explain
-from .offloaded import MOVED, NOTE, is_offloaded
-from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
-from .survey import (
-    ExpertsSite,
-    LinearSite,
+from .attention_survey import (
     attention_modules,
     attention_sites,
     cache_refusal,
     loop_refusal,
     model_attention_refusal,
-    other_quantizer,
     pages_refusal,
-    sites_for,
-    split_of,
 )
+from .calibration.bit_budget import eight_bit_names
+from .calibration.folds import find_folds
+from .calibration.windows import check_takes_ids
+from .check import check_calibration, check_in_memory, check_model
+from .explain import explain
+from .originals import Stored, checkpoint_files, parameter_bytes, readable
+from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
+from .sites import LinearSite
+from .survey import other_quantizer, sites_for, split_of
 from .twin import twin
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
@@ -206,31 +200,32 @@ def _plan_sites(
     model: PreTrainedModel, config: WeightConfig, where: _Where, eight_bits: Collection[str]
 ) -> Iterable[LinearPlan]:
     """Plan each site. Raises UnsupportedError if embedding= was asked for and cannot be met."""
-    experts: list[LinearPlan] = []
-    sites = sites_for(model, config)
-    table = find_table(model, config, sites)
-    stays = None if table is None else table.refusal
+    sites, embedding_stays = sites_for(model, config)
+    planned = []
     for site in sites:
-        kept = config.for_head if site.is_head else config
+        kept = site.config_in(config)
         if kept is config and site.name in eight_bits:
             kept = config.with_eight_bits()
         if kept is None:
-            yield LinearPlan(site, config, NF4_HEAD if config.is_nf4 else "head=None")
-        elif site.skip is not None:
-            yield LinearPlan(site, kept, site.skip)
-        elif isinstance(site, ExpertsSite):
-            experts.append(_plan_experts(site, kept, where))
-        else:
-            linear = _plan_linear(site, kept, where, finds_rows=table is not None and table.serves(site))
-            if table is not None and table.site is site:
-                linear, stays = _share_with_embedding(linear, table)
-            yield linear
-    yield from _whole_experts(experts)
-    yield from () if table is None else table.own_plan(where.device_type)
-    if table is not None and table.asked and stays is not None:
+            planned.append(LinearPlan(site, config, NF4_HEAD if config.is_nf4 else "head=None"))
+            continue
+        planned.append(_plan_site(site, kept, where, config))
+        if site.embeddings and planned[-1].choice is None:
+            embedding_stays = f"its head stays as it is: {planned[-1].reason}"
+    if embedding_stays is not None and config.embedding != "auto":
         raise UnsupportedError(
-            f"embedding={config.embedding!r} is not possible for {type(model).__name__}: {stays}; leave embedding= out"
+            f"embedding={config.embedding!r} is not possible for {type(model).__name__}: {embedding_stays}; leave "
+            "embedding= out"
         )
+    return _put_in_together(planned)
+
+
+def _put_in_together(linears: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
+    """Let all weights that are put in together stay if one of them stays."""
+    kept = {name: p.reason for p in linears if p.choice is None for name in p.site.together}
+    for planned in linears:
+        stays = kept.get(planned.site.name)
+        yield planned if stays is None else replace(planned, choice=None, reason=stays)
 
 
 class _Where(NamedTuple):
@@ -243,55 +238,23 @@ class _Where(NamedTuple):
     measuring: Measuring | None
 
 
-def _plan_linear(site: LinearSite, config: WeightConfig, where: _Where, *, finds_rows: bool = False) -> LinearPlan:
-    offloaded = is_offloaded(site.module)
-    device_type = "cpu" if offloaded else where.device_type
-    spec = LinearSpec.of(site.matrices(site.tensor)[0], config, device_type=device_type)
-    refusal = (MOVED if offloaded else nf4_refusal(spec, site.bias)) if config.is_nf4 else None
+def _plan_site(site: LinearSite, config: WeightConfig, where: _Where, asked: WeightConfig) -> LinearPlan:
+    """Decide about a weight. config: its own. asked: that of the model."""
+    refusal = site.skip or site.refusal(config)
     if refusal is not None:
         return LinearPlan(site, config, refusal)
-    asked = {"row_invariant": where.row_invariant, "finds_rows": finds_rows}
-    choice = choose_nf4(spec) if config.is_nf4 else choose_linear(spec, **asked)
-    of_experts = isinstance(site, ExpertsSite)
-    measured = None if where.measuring is None else where.measuring.measure(choice, of_experts=of_experts)
+    spec = site.spec(config, device_type=where.device_type)
+    refusal = site.layer_refusal(spec, config)
+    if refusal is not None:
+        return LinearPlan(site, config, refusal)
+    choice = site.choose(spec, config, row_invariant=where.row_invariant)
+    measured = None if where.measuring is None else where.measuring.measure(choice, of_experts=site.of_experts)
     if config.only_if_faster and choice.seconds > choice.stock_seconds:
         return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
-    notes = (choice.note, measured, NOTE if offloaded else None)
-    reason = "; ".join([*refusals, *(note for note in notes if note)]) or "first choice"
-    return LinearPlan(site, config, reason, choice)
-
-
-def _share_with_embedding(linear: LinearPlan, table: Table) -> tuple[LinearPlan, str | None]:
-    """Let the embedding look its rows up in the tied head, or return why not, as a clause."""
-    if linear.choice is None:
-        return linear, f"its head stays as it is: {linear.reason}"
-    if table.refusal is not None:
-        return replace(linear, reason=f"{linear.reason}; the embedding stays as it is: {table.refusal}"), table.refusal
-    reason = f"{linear.reason}; {table.embedding} looks its rows up in it"
-    return replace(linear, embedding=table.embedding, reason=reason), None
-
-
-def _plan_experts(site: ExpertsSite, config: WeightConfig, where: _Where) -> LinearPlan:
-    """Decide about a weight of experts as about the Linear that one of them is."""
-    if config.is_nf4:
-        return LinearPlan(site, config, "bitsandbytes has no experts")
-    group_size, inputs = config.layout.group_size, site.weight.shape[2]
-    if group_size is not None and inputs % group_size:
-        return LinearPlan(site, config, f"group_size={group_size} does not divide the {inputs} inputs")
-    nearest = replace(config, method="rtn", average_bits=None, calibration=None, resume=None)
-    planned = _plan_linear(site, nearest, where)
-    if planned.choice is not None and config.needs_data:
-        return replace(planned, reason=f"{planned.reason}; rounded to nearest: calibration does not reach experts")
-    return planned
-
-
-def _whole_experts(experts: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
-    """Let all weights of the same experts stay if one of them stays."""
-    kept = {p.site.module: p.reason for p in experts if p.choice is None}
-    for planned in experts:
-        stays = kept.get(planned.site.module)
-        yield planned if stays is None else replace(planned, choice=None, reason=stays)
+    notes = [note for note in (choice.note, measured, site.note) if note]
+    reason = site.reason or "; ".join([*refusals, *notes]) or "first choice"
+    return LinearPlan(site, config, "; ".join([reason, *site.remarks(asked)]), choice)
 
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
@@ -312,7 +275,7 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
 def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
     """Return where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
     replaced = [p for p in linears if p.replaces]
-    sites = [p.site for p in replaced if p.embedding is None and not is_offloaded(p.site.module)]
+    sites = [p.site for p in replaced if p.frees and not p.site.embeddings]
     found = checkpoint_files(model.config._name_or_path) if replaced else {}
     if not found:
         return None
@@ -323,9 +286,9 @@ def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[
                 return None
         if not all(workers.finish()):
             return None
-    for p in replaced:  # a tied table may be stored by the other name, and then stays in memory
-        if p.embedding is not None and not readable(p.stored_name, p.site.parameter, files):
-            files.pop(p.stored_name, None)
+    for shared in (p.site for p in replaced if p.site.embeddings):  # maybe stored by the other name: it is kept then
+        if not readable(shared.stored_name, shared.parameter, files):
+            files.pop(shared.stored_name, None)
     return files
 
 

@@ -2,131 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..attention import AttentionSpec
-from ..attention.hf import ATTENTION_NAME
-from ..attention.hf.stock import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
-from ..cache.hf import NOT_PAGED, layer_windows
-from ..cache.quantized import QUANTIZED, dim_refusal
-from ..config import GROUP_SIZES, CacheConfig, GroupSize, WeightConfig
+from ..config import GROUP_SIZES, GroupSize, WeightConfig
 from ..errors import UnsupportedError
-from ..generation.hf.refusals import OWN_METHODS
+from ..linear.embedding import TABLE
 from ..linear.experts import WEIGHT_MODULES
-from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving, with_outputs_first
-from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length, spans_processes
+from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
+from ..models import spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
-from ..recognition.code import attention_code, code_of, source_of
-from ..tensors import is_plain_tensor, is_sharded, local_tensor, model_device
-from .check import check_skip, named
-from .offloaded import hook_refusal
+from ..recognition.code import source_of
+from ..recognition.unchanged import has_own_forward
+from ..tensors import is_plain_tensor, is_sharded
+from .check import check_skip, hook_refusal, is_offloaded, named
+from .sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
 
-
-@dataclass(frozen=True)
-class LinearSite:
-    """A module that multiplies by a weight matrix, or looks rows up in it.
-
-    is_tied: the weight is the input embedding's too. skip: one clause why the module stays, or None.
-    """
-
-    name: str
-    module: nn.Module
-    is_head: bool
-    is_tied: bool
-    skip: str | None
-
-    @property
-    def kind(self) -> str:
-        """The plural by which the plan counts such sites."""
-        return "head" if self.is_head else "linears"
-
-    @property
-    def is_read_whole(self) -> bool:
-        """True if a decode step reads all of the weight."""
-        return True
-
-    @property
-    def tensor_name(self) -> str:
-        """The name of the weight in the model."""
-        return f"{self.name}.weight"
-
-    @property
-    def count(self) -> int:
-        """Weights in the parameter: one for each expert."""
-        return 1
-
-    def matrices(self, tensor: Tensor) -> list[Tensor]:
-        """Return the parameter, or another tensor of its shape, as weights [out, in]."""
-        return [tensor.t() if isinstance(self.module, Conv1D) else tensor]
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters["weight"]
-        assert parameter is not None
-        return parameter
-
-    @property
-    def tensor(self) -> Tensor:
-        """The parameter's numbers, or, of a model that is split over ranks, those that this rank holds."""
-        return local_tensor(self.parameter)
-
-    @property
-    def weight(self) -> Tensor:
-        """[out, in], whatever the module's own layout."""
-        return self.tensor.t() if isinstance(self.module, Conv1D) else self.tensor
-
-    @property
-    def bias(self) -> nn.Parameter | None:
-        return self.module._parameters.get("bias")
-
-
-@dataclass(frozen=True)
-class ExpertsSite(LinearSite):
-    """A parameter of fused experts. name: of the module that will hold it. module: the experts. key: the parameter."""
-
-    key: str = ""
-
-    @property
-    def kind(self) -> str:
-        return "weights of experts"
-
-    @property
-    def experts_name(self) -> str:
-        return self.name.rpartition(".")[0]
-
-    @property
-    def tensor_name(self) -> str:
-        return f"{self.experts_name}.{self.key}"
-
-    @property
-    def count(self) -> int:
-        return int(self.parameter.shape[0])
-
-    def matrices(self, tensor: Tensor) -> list[Tensor]:
-        return list(with_outputs_first(self.module, tensor))
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters[self.key]
-        assert parameter is not None
-        return parameter
-
-    @property
-    def weight(self) -> Tensor:
-        """[experts, out, in]"""
-        return with_outputs_first(self.module, self.tensor)
-
-    @property
-    def bias(self) -> None:
-        """Biases of experts stay where they are."""
+SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
 
 
 def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[ExpertsSite]:
@@ -144,7 +42,7 @@ def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Exper
             reason = "are renamed or joined with others when they are saved, so that they would not be found again"
         reason = reason or experts_refusal(module)
         for key in keys:
-            yield ExpertsSite(names[key], module, is_head=False, is_tied=False, skip=reason, key=key)
+            yield ExpertsSite(names[key], module, skip=reason, key=key)
 
 
 def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[LinearSite]:
@@ -163,11 +61,15 @@ def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Linear
                 reason = "is renamed or joined with others when it is saved, so that it would not be found again"
             if reason is None and split is not None and is_sharded(module.weight):
                 reason = split.refusal(name, module)
-            yield LinearSite(name, module, is_head=module is head, is_tied=tied, skip=reason)
+            kind = OffloadedSite if is_offloaded(module) else LinearSite
+            yield kind(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
-def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
-    """Return all sites for a config. Raises UnsupportedError for names in skip= and for groups that do not fit."""
+def sites_for(model: PreTrainedModel, config: WeightConfig) -> tuple[list[LinearSite], str | None]:
+    """Return all sites for a config, and why the embedding stays as it is although `config` may quantize it.
+
+    Raises UnsupportedError for names in skip= and for groups that do not fit.
+    """
     check_skip(model, config.skip)
     sites = list(linear_sites(model, config.skip))
     experts = list(experts_sites(model, config.skip))
@@ -176,7 +78,7 @@ def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
     head = config.for_head
     if head is not None and head.layout.group_size is not None:
         _check_head(sites, head.layout.group_size)
-    return [*sites, *experts]
+    return with_embedding(model, config, [*sites, *experts])
 
 
 def _check_groups(sites: Iterable[LinearSite], bits: int, group_size: int) -> None:
@@ -273,190 +175,123 @@ def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> s
     return None
 
 
-# The implementations that our attention and mask functions can replace.
-STOCK_ATTENTION = (
-    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION_NAME,
-)  # fmt: skip
-WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask", "create_masks_for_generate")
+# -- by name -------------------------------------------------------------------------------------------
 
 
-def model_attention_refusal(model: PreTrainedModel) -> str | None:
-    """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        return f"{name} is an encoder-decoder; its cross-attention stays stock"
-    if not model._can_set_attn_implementation():
-        return f"the attention of {name} does not go through transformers' AttentionInterface"
-    parts = stock_parts(model)
-    for _, part, refusal in attention_refusals(model):
-        if part not in parts:
-            return refusal
-    for module in attention_modules(model):
-        implementation = stock_implementation(model, module)
-        if implementation not in STOCK_ATTENTION:
-            return f"its attention was set to {implementation!r}, which may do what ours does not"
-    if _has_window(layers_config(model.config)) and not _masks_windows(model):
-        return f"{name} has a window in its config that its masks leave out"
-    return _function_refusal(model)
+def sites_named(model: PreTrainedModel, names: Iterable[str], *, of_experts: bool = True) -> dict[str, LinearSite]:
+    """Return the sites whose weights a checkpoint holds quantized under these names, without names that are of none.
 
-
-def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """List the modules that call an attention function of transformers' interface, without parts that keep theirs."""
-    return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
-
-
-def _function_refusal(model: PreTrainedModel) -> str | None:
-    """Return a clause if a function that attends in the model does not compute what ours does.
-
-    A module's own function is tried on random input. The sdpa of older transformers leaves a softcap out; newer ones
-    do not let a model that has one choose sdpa.
+    of_experts: whether the weight of experts may be one of them.
     """
-    for site in attention_sites(model, quantized_kv=False):
-        name, implementation = type(site.module).__name__, stock_implementation(model, site.module)
-        if implementation == "eager" and not eager_agrees(site.module, site.spec):
-            return f"the attention function of {name} is not softmax(q k^T) v as we know it"
-        if implementation == "sdpa" and site.spec.softcap is not None:
-            return f"{name} has a softcap that sdpa leaves out; model.set_attn_implementation('eager') keeps it"
+    wanted = list(names)
+    all_experts = experts_sites(model, ()) if of_experts and wanted else ()
+    experts = {site.name: site for site in all_experts if site.skip is None}
+    found = {name: experts.get(name) or _site_named(model, name) for name in wanted}
+    return {name: site for name, site in found.items() if site is not None}
+
+
+def _site_named(model: PreTrainedModel, name: str) -> LinearSite | None:
+    around, _, last = name.rpartition(".")
+    module, parent = _submodule(model, name), _submodule(model, around)
+    if module is not None and type(module) in (nn.Linear, Conv1D):
+        return LinearSite(name, module)
+    if last == TABLE and isinstance(parent, nn.Embedding) and parent is _embedding_of(model):
+        return EmbeddingSite(name, parent)
     return None
 
 
-def cache_refusal(model: PreTrainedModel) -> str | None:
-    """Return why generate cannot use a paged cache, as one clause; None if it can."""
-    name = type(model).__name__
-    if not model.can_generate():
-        return f"{name} does not generate text"
-    refusal = model_attention_refusal(model)
-    if refusal is not None:
-        return refusal
-    if getattr(layers_config(model.config), "kv_lora_rank", None):
-        return f"{name} caches compressed keys and makes K from them on the way to its attention"
-    if not getattr(layers_config(model.config), "is_causal", True):
-        return f"{name} is configured for bidirectional attention"
-    for module in model.modules():
-        unpaged = code_of(module).unpaged
-        if unpaged is not None:
-            return unpaged
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
     try:
-        layer_windows(model.config)
-    except UnsupportedError as error:
-        return str(error).removesuffix(f"; {NOT_PAGED}")
-    return _bidirectional_refusal(model)
-
-
-# Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
-# before. A method that uses this name is therefore allowed.
-LONG_ROPE = "original_max_position_embeddings"
-
-
-def loop_refusal(model: PreTrainedModel) -> str | None:
-    """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
-    name = type(model).__name__
-    parameters = inspect.signature(type(model).forward).parameters
-    if "position_ids" not in parameters:
-        return f"{name} takes no position_ids"
-    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if set(needed) - {"self", "input_ids"}:
-        return f"{name} needs more than token ids"
-    if positions_depend_on_length(model.config):
-        return "its rotary scaling depends on the length of the batch"
-    if getattr(model, "_is_stateful", False):
-        return f"{name} keeps a recurrent state that cannot go back"
-    for method in OWN_METHODS:
-        own = getattr(type(model), method)
-        if own is not getattr(GenerationMixin, method) and LONG_ROPE not in own.__code__.co_names:
-            return f"{name} has a {method} of its own"
-    return None
-
-
-def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
-    """Return why pages of the requested dtype cannot hold the model's heads, as one clause; None if they can."""
-    quantized = None if cache is None else QUANTIZED.get(cache.dtype)
-    if quantized is None:
+        return model.get_submodule(name)
+    except AttributeError:
         return None
-    specs = [site.spec for site in attention_sites(model, quantized_kv=True)]
-    refusals = (dim_refusal(dim, quantized) for spec in specs for dim in (spec.head_dim, spec.value_dim))
-    return next(filter(None, refusals), None)
 
 
-def _has_window(config: Any) -> bool:
-    try:
-        return bool(getattr(config, "sliding_window", None))
-    except RuntimeError:  # its layers have configs of their own
-        return True
+# -- the input embedding -------------------------------------------------------------------------------
 
 
-def _masks_windows(model: PreTrainedModel) -> bool:
-    """Return whether some part makes masks for a window. Which layers get them is checked in each pass."""
-    parts: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
-    return any(name in (source_of(part) or "") for part in parts for name in WINDOW_MASKS)
+def with_embedding(
+    model: PreTrainedModel, config: WeightConfig, sites: list[LinearSite]
+) -> tuple[list[LinearSite], str | None]:
+    """Return the sites, with what `config` lets the input embedding look its rows up in, and why it stays as it is.
 
-
-def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
-    """Return a clause if the modules that keep K and V are not causal, and their attention function follows
-    `is_causal`.
-
-    One module that is causal is enough: others may attend to an encoder's output, which a decoder alone never gets.
+    sites: those of all linear layers. An embedding is quantized by itself only where that was asked for.
     """
-    sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
-    if sites and not any(getattr(site.module, "is_causal", True) for site in sites):
-        return f"{sites[0].name!r} is not causal"
-    return None
+    if config.embedding is None:
+        return sites, None
+    embedding = _embedding_of(model)
+    name = next((name for name, module in model.named_modules() if module is embedding), "")
+    weight = embedding._parameters.get("weight") if isinstance(embedding, nn.Embedding) else None
+    if not name or weight is None:
+        return sites, "it has no embedding with a weight in floating point"
+    head = next((site for site in sites if site.is_head and site.module._parameters["weight"] is weight), None)
+    if head is None:
+        own = EmbeddingSite(f"{name}.{TABLE}", embedding)
+        refusal = _own_refusal(model, own, config) or _refusal(model, name, embedding, {embedding})
+        return (sites, refusal) if refusal else ([*sites, own], None)
+    refusal = _head_refusal(model, head, config) or _refusal(model, name, embedding, {embedding, head.module})
+    if refusal is not None:
+        shared = replace(head, remark=f"the embedding stays as it is: {refusal}")
+    else:
+        shared = replace(head, embeddings=(name,), remark=f"{name} looks its rows up in it")
+    return [shared if site is head else site for site in sites], refusal
 
 
-@dataclass(frozen=True)
-class AttentionSite:
-    """An attention module of the decoder, its name, and what its attention needs of a backend."""
-
-    name: str
-    module: nn.Module
-    spec: AttentionSpec
-
-
-def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
-    """List the decoder's self-attention modules, with what each needs of a backend."""
-    config = layers_config(model.config)
+def _embedding_of(model: PreTrainedModel) -> Any:
     try:
-        windows = layer_windows(config)
-    except UnsupportedError:
-        windows = []
-    if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own
-        return []
-    sites, split = [], split_of(model)
-    for name, module in modules_outside(model):
-        index = getattr(module, "layer_idx", None)
-        if not (isinstance(index, int) and "attention" in type(module).__name__.lower() and hasattr(module, "config")):
-            continue
-        window = windows[index] if 0 <= index < len(windows) else None
-        spec = _spec(model, module, window, quantized_kv=quantized_kv)
-        sites.append(AttentionSite(name, module, spec if split is None else _on_rank(spec, name, split)))
-    return sites
+        return model.get_input_embeddings()
+    except NotImplementedError:  # a model of several inputs, or of images alone
+        return None
 
 
-def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> AttentionSpec:
-    """Return the spec with the heads that one rank has."""
-    divisor = split.heads_divisor(name)
-    if spec.num_kv_heads % divisor:
-        raise UnsupportedError(
-            f"the {spec.num_kv_heads} K/V heads of {name!r} do not divide by tp_size={divisor}; load the model with "
-            "a tp_size that divides them"
-        )
-    return replace(spec, num_heads=spec.num_heads // divisor, num_kv_heads=spec.num_kv_heads // divisor)
+def _head_refusal(model: PreTrainedModel, head: LinearSite, config: WeightConfig) -> str | None:
+    """Return why an embedding cannot look its rows up in the head, whose weight is its own."""
+    if config.head is None or head.skip is not None:
+        return f"its head stays as it is: {head.skip or 'head=None'}"
+    if config.embedding == "auto" and not (isinstance(model, GenerationMixin) and model.can_generate()):
+        return "the model does not generate text"
+    wanted = "int8" if config.embedding == "auto" else config.embedding
+    return None if config.head == wanted else f"it is the weight of the head, which gets {config.head.upper()}"
 
 
-def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:
-    config = layers_config(model.config)
-    num_heads, size = config.num_attention_heads, getattr(module, "head_dim", None) or head_dim(config)
-    groups = getattr(module, "num_key_value_groups", None)  # layers may differ
-    return AttentionSpec(
-        dtype=model.dtype,
-        device_type=model_device(model).type,
-        head_dim=size,
-        value_dim=getattr(module, "v_head_dim", None) or size,
-        num_heads=num_heads,
-        num_kv_heads=num_heads // groups if groups else num_kv_heads(config),
-        window=window,
-        softcap=getattr(config, "attn_logit_softcapping", None),
-        sinks=getattr(module, "sinks", None) is not None,
-        quantized_kv=quantized_kv,
-        dropout=False,
+def _own_refusal(model: PreTrainedModel, site: EmbeddingSite, config: WeightConfig) -> str | None:
+    """Return why an embedding gets no quantized weight of its own."""
+    kept = config.for_embedding
+    if kept is None:
+        return "it shares no weight with a head"
+    other = other_quantizer(model)
+    if other is not None:
+        return f"the model is quantized by {other}"
+    weight = site.parameter
+    if is_sharded(weight) or not is_plain_tensor(weight) or not weight.dtype.is_floating_point:
+        return "its weight is no plain float tensor"
+    if lost_on_saving(model)(site.name):
+        return "it is renamed or joined with others when it is saved, so that it would not be found again"
+    size = kept.layout.group_size
+    return (
+        f"group_size={size} does not divide its {weight.shape[1]} numbers" if size and weight.shape[1] % size else None
     )
+
+
+def _refusal(model: PreTrainedModel, name: str, embedding: nn.Embedding, owners: set[nn.Module]) -> str | None:
+    """Return why an embedding must stay. Known are those that look up, and those of Gemma, which multiply by a number
+    then.
+    """
+    kind, weight = type(embedding).__name__, embedding.weight
+    if set(weight_owners(model)[id(weight)]) != owners:
+        return "other modules have its weight too"
+    if [module for _, module in model.named_modules(remove_duplicate=False)].count(embedding) > 1:
+        return f"{kind} is in the model twice"
+    if is_sharded(weight) or hasattr(embedding, "_hf_hook") or has_own_forward(embedding):
+        return f"{kind} is moved or split by others"
+    if type(embedding) is not nn.Embedding:
+        body = [line.strip() for line in (source_of(type(embedding).forward) or "").splitlines()]
+        if body[1:] != [SCALED_LOOK_UP] or not isinstance(getattr(embedding, "scalar_embed_scale", None), float):
+            return f"the forward of {kind} is not known"
+    if embedding.max_norm is not None:
+        return f"{kind} has a max_norm, which changes rows that are looked up"
+    if embedding.sparse or embedding.scale_grad_by_freq:
+        return f"{kind} is set up to be trained, by sparse or scale_grad_by_freq"
+    if weight_is_read(model, name):
+        return "the module around it reads its weight"
+    return None

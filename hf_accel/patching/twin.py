@@ -1,4 +1,4 @@
-"""A second model over the same numbers, to draft with or to compare with, and the quantized layers that they share."""
+"""A second model over the same numbers, to draft with or to compare with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
-from ..linear import ExpertWeights, QuantExperts, QuantLinear, QuantModule
-from ..linear.embedding import QuantEmbedding, QuantTable
+from ..linear import QuantModule
 from ..linear.hf import is_split
-from ..linear.nf4 import is_nf4
 from ..recognition.unchanged import ALL_HOOKS
 from ..undo.state import find_state
 
@@ -38,12 +36,6 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo)
 
 
-def quantized_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers that take the place of float ones, ours and bitsandbytes', by name."""
-    ours = (QuantLinear, QuantExperts, QuantEmbedding)
-    return {name: module for name, module in model.named_modules() if isinstance(module, ours) or is_nf4(module)}
-
-
 def _modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the modules of the model, and those that a patch has put aside."""
     yield from model.modules()
@@ -61,18 +53,7 @@ def _alias(parameter: Tensor) -> Tensor:
 
 def _sibling(layer: QuantModule, memo: dict[int, Any]) -> QuantModule:
     """Make a second layer over the same packed weight, to which neither ever writes."""
-    assert layer.choice is not None
-    sibling: QuantModule
-    if isinstance(layer, ExpertWeights | QuantTable):
-        sibling = layer.sibling()
-    else:
-        assert isinstance(layer, QuantLinear)
-        bias = copy.deepcopy(layer.bias, memo)
-        sibling = QuantLinear.from_packed(
-            layer._packed, bias, choice=layer.choice, backend=layer.requested_backend, input_order=layer._input_order
-        )
-    sibling.activations, sibling.finds_rows = layer.activations, layer.finds_rows
-    sibling.writes, sibling.changes = layer.writes, list(layer.changes)
+    sibling = layer.sibling(memo)
     sibling.train(layer.training)
     for hooks in ALL_HOOKS:
         vars(sibling)[hooks] = copy.deepcopy(vars(layer)[hooks], memo)

@@ -17,10 +17,9 @@ from ..linear.embedding import QuantEmbedding
 from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, Write
 from ..undo.state import PART_OF, PatchState, find_state
-from .check import transformers_model
+from .check import is_offloaded, transformers_model
 from .nf4_model import check_nf4
-from .offloaded import is_offloaded
-from .pack import LAYERS
+from .sites import takes_a_place
 
 Model = TypeVar("Model")
 # Settings that patch(), and save_pretrained() of a patched model, write into its copy of a config.
@@ -98,7 +97,7 @@ def _check_layers(model: PreTrainedModel, journal: Journal) -> None:
 
 def _catch_up(model: PreTrainedModel, journal: Journal) -> None:
     """Do to the originals what .train(), .to() and hooks did to the quantized layers since patch()."""
-    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, LAYERS)]
+    replaced: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if takes_a_place(w.new)]
     copies: list[tuple[Any, Any]] = [(w.new, w.old) for w in journal.writes if isinstance(w.new, NativeActivation)]
     for copied, shared in copies:
         shared.train(copied.training)

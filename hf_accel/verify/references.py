@@ -11,10 +11,11 @@ from ..config import CacheConfig
 from ..linear import QuantModule
 from ..linear.nf4 import is_nf4
 from ..models import layers_config
+from ..patching.attention_survey import attention_sites
 from ..patching.check import check_model
 from ..patching.patch import is_patched, patch
-from ..patching.survey import attention_sites
-from ..patching.twin import quantized_layers, twin
+from ..patching.sites import quantized_layers
+from ..patching.twin import twin
 from ..undo.state import state_of
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import LinearSpec, QuantModule
-from ...linear.blocked import empty_blocks
 from ...linear.formats import KINDS, state, zeros
 from ...linear.formats.blocks import VERSION, VERSION_SETTING, Blocks, tensors_of
 from ...linear.hf import METHOD
 from ...linear.layer_settings import spec_of
+from ...linear.layer_state import empty_blocks
 from ..contents import AGAIN, check_finite, check_tensor, missing
 from .reader import Found, Parts, Reader, are_safe, headers_of
 

@@ -24,9 +24,8 @@ from ...config import Activations, WeightConfig
 from ...errors import HfAccelError, UnsupportedError
 from ...hardware.atomic import replaced_folder
 from ...keywords import one_of
-from ...linear import QuantExperts, QuantLinear, quantize
+from ...linear import QuantExperts, QuantLinear, Replacement, quantize
 from ...linear.activations import EightBits
-from ...linear.embedding import QuantEmbedding
 from ...linear.formats import Format, state
 from ...models import layers_config
 from ...patching.check import first_names
@@ -77,13 +76,9 @@ def save_compressed(
     check_folder(target, inner)
     copy = twin(inner)
     experts = [name for name, module in copy.named_modules() if isinstance(module, QuantExperts)]
-    for name in experts:
-        held = copy.get_submodule(name)
-        assert isinstance(held, QuantExperts)
-        copy.set_submodule(name, held.original())
     for name, module in list(copy.named_modules()):
-        if isinstance(module, QuantEmbedding):
-            copy.set_submodule(name, module.as_float())
+        if isinstance(module, Replacement) and not isinstance(module, QuantLinear):
+            copy.set_submodule(name, module.original())
     content = _content(copy, activations)
     if experts:
         content.lines.append(Line("experts", f"{len(experts)} layers", "dequantized", "written in floating point"))

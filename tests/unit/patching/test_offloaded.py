@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_accel
 from hf_accel.linear import QuantLinear
-from hf_accel.patching.offloaded import MOVED, NOTE
+from hf_accel.patching.check import MOVED, NOTE
 
 from ...parity.families import build
 from ...parity.test_interfaces import greedy, logits

@@ -25,7 +25,8 @@ from transformers.core_model_loading import WeightRenaming
 import hf_accel
 from hf_accel import UnsupportedError
 from hf_accel.linear.hf import lost_on_saving
-from hf_accel.patching.survey import attention_sites, cache_refusal, linear_sites, model_attention_refusal
+from hf_accel.patching.attention_survey import attention_sites, cache_refusal, model_attention_refusal
+from hf_accel.patching.survey import linear_sites
 
 from ...parity.families import WINDOW, build
 

@@ -1,0 +1,212 @@
+"""Look at a model's attention, its cache and its loop: which can be ours, and why not. Reads, never writes."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from ..attention import AttentionSpec
+from ..attention.hf import ATTENTION_NAME
+from ..attention.hf.stock import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
+from ..cache.hf import NOT_PAGED, layer_windows
+from ..cache.quantized import QUANTIZED, dim_refusal
+from ..config import CacheConfig
+from ..errors import UnsupportedError
+from ..generation.hf.refusals import OWN_METHODS
+from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
+from ..parallel.tensor import TensorParallel
+from ..recognition.code import attention_code, code_of, source_of
+from ..tensors import model_device
+from .survey import split_of
+
+# The implementations that our attention and mask functions can replace.
+STOCK_ATTENTION = (
+    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION_NAME,
+)  # fmt: skip
+WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask", "create_masks_for_generate")
+
+
+def model_attention_refusal(model: PreTrainedModel) -> str | None:
+    """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder; its cross-attention stays stock"
+    if not model._can_set_attn_implementation():
+        return f"the attention of {name} does not go through transformers' AttentionInterface"
+    parts = stock_parts(model)
+    for _, part, refusal in attention_refusals(model):
+        if part not in parts:
+            return refusal
+    for module in attention_modules(model):
+        implementation = stock_implementation(model, module)
+        if implementation not in STOCK_ATTENTION:
+            return f"its attention was set to {implementation!r}, which may do what ours does not"
+    if _has_window(layers_config(model.config)) and not _masks_windows(model):
+        return f"{name} has a window in its config that its masks leave out"
+    return _function_refusal(model)
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """List the modules that call an attention function of transformers' interface, without parts that keep theirs."""
+    return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
+
+
+def _function_refusal(model: PreTrainedModel) -> str | None:
+    """Return a clause if a function that attends in the model does not compute what ours does.
+
+    A module's own function is tried on random input. The sdpa of older transformers leaves a softcap out; newer ones
+    do not let a model that has one choose sdpa.
+    """
+    for site in attention_sites(model, quantized_kv=False):
+        name, implementation = type(site.module).__name__, stock_implementation(model, site.module)
+        if implementation == "eager" and not eager_agrees(site.module, site.spec):
+            return f"the attention function of {name} is not softmax(q k^T) v as we know it"
+        if implementation == "sdpa" and site.spec.softcap is not None:
+            return f"{name} has a softcap that sdpa leaves out; model.set_attn_implementation('eager') keeps it"
+    return None
+
+
+def cache_refusal(model: PreTrainedModel) -> str | None:
+    """Return why generate cannot use a paged cache, as one clause; None if it can."""
+    name = type(model).__name__
+    if not model.can_generate():
+        return f"{name} does not generate text"
+    refusal = model_attention_refusal(model)
+    if refusal is not None:
+        return refusal
+    if getattr(layers_config(model.config), "kv_lora_rank", None):
+        return f"{name} caches compressed keys and makes K from them on the way to its attention"
+    if not getattr(layers_config(model.config), "is_causal", True):
+        return f"{name} is configured for bidirectional attention"
+    for module in model.modules():
+        unpaged = code_of(module).unpaged
+        if unpaged is not None:
+            return unpaged
+    try:
+        layer_windows(model.config)
+    except UnsupportedError as error:
+        return str(error).removesuffix(f"; {NOT_PAGED}")
+    return _bidirectional_refusal(model)
+
+
+# Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
+# before. A method that uses this name is therefore allowed.
+LONG_ROPE = "original_max_position_embeddings"
+
+
+def loop_refusal(model: PreTrainedModel) -> str | None:
+    """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
+    name = type(model).__name__
+    parameters = inspect.signature(type(model).forward).parameters
+    if "position_ids" not in parameters:
+        return f"{name} takes no position_ids"
+    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if set(needed) - {"self", "input_ids"}:
+        return f"{name} needs more than token ids"
+    if positions_depend_on_length(model.config):
+        return "its rotary scaling depends on the length of the batch"
+    if getattr(model, "_is_stateful", False):
+        return f"{name} keeps a recurrent state that cannot go back"
+    for method in OWN_METHODS:
+        own = getattr(type(model), method)
+        if own is not getattr(GenerationMixin, method) and LONG_ROPE not in own.__code__.co_names:
+            return f"{name} has a {method} of its own"
+    return None
+
+
+def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
+    """Return why pages of the requested dtype cannot hold the model's heads, as one clause; None if they can."""
+    quantized = None if cache is None else QUANTIZED.get(cache.dtype)
+    if quantized is None:
+        return None
+    specs = [site.spec for site in attention_sites(model, quantized_kv=True)]
+    refusals = (dim_refusal(dim, quantized) for spec in specs for dim in (spec.head_dim, spec.value_dim))
+    return next(filter(None, refusals), None)
+
+
+def _has_window(config: Any) -> bool:
+    try:
+        return bool(getattr(config, "sliding_window", None))
+    except RuntimeError:  # its layers have configs of their own
+        return True
+
+
+def _masks_windows(model: PreTrainedModel) -> bool:
+    """Return whether some part makes masks for a window. Which layers get them is checked in each pass."""
+    parts: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return any(name in (source_of(part) or "") for part in parts for name in WINDOW_MASKS)
+
+
+def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
+    """Return a clause if the modules that keep K and V are not causal, and their attention function follows
+    `is_causal`.
+
+    One module that is causal is enough: others may attend to an encoder's output, which a decoder alone never gets.
+    """
+    sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
+    if sites and not any(getattr(site.module, "is_causal", True) for site in sites):
+        return f"{sites[0].name!r} is not causal"
+    return None
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """An attention module of the decoder, its name, and what its attention needs of a backend."""
+
+    name: str
+    module: nn.Module
+    spec: AttentionSpec
+
+
+def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
+    """List the decoder's self-attention modules, with what each needs of a backend."""
+    config = layers_config(model.config)
+    try:
+        windows = layer_windows(config)
+    except UnsupportedError:
+        windows = []
+    if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own
+        return []
+    sites, split = [], split_of(model)
+    for name, module in modules_outside(model):
+        index = getattr(module, "layer_idx", None)
+        if not (isinstance(index, int) and "attention" in type(module).__name__.lower() and hasattr(module, "config")):
+            continue
+        window = windows[index] if 0 <= index < len(windows) else None
+        spec = _spec(model, module, window, quantized_kv=quantized_kv)
+        sites.append(AttentionSite(name, module, spec if split is None else _on_rank(spec, name, split)))
+    return sites
+
+
+def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> AttentionSpec:
+    """Return the spec with the heads that one rank has."""
+    divisor = split.heads_divisor(name)
+    if spec.num_kv_heads % divisor:
+        raise UnsupportedError(
+            f"the {spec.num_kv_heads} K/V heads of {name!r} do not divide by tp_size={divisor}; load the model with "
+            "a tp_size that divides them"
+        )
+    return replace(spec, num_heads=spec.num_heads // divisor, num_kv_heads=spec.num_kv_heads // divisor)
+
+
+def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:
+    config = layers_config(model.config)
+    num_heads, size = config.num_attention_heads, getattr(module, "head_dim", None) or head_dim(config)
+    groups = getattr(module, "num_key_value_groups", None)  # layers may differ
+    return AttentionSpec(
+        dtype=model.dtype,
+        device_type=model_device(model).type,
+        head_dim=size,
+        value_dim=getattr(module, "v_head_dim", None) or size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads // groups if groups else num_kv_heads(config),
+        window=window,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        sinks=getattr(module, "sinks", None) is not None,
+        quantized_kv=quantized_kv,
+        dropout=False,
+    )
