@@ -72,9 +72,9 @@ class TensorParallel:
             return f"its {weight.shape[SHARDED_DIM[role]]} numbers do not divide by tp_size={self.ranks.size}"
         return None
 
-    def part(self, name: str, packed: Any, bias: Tensor | None, choice: BackendChoice) -> QuantLinear:
+    def part(self, name: str, packed: Any, bias: Any, choice: BackendChoice) -> QuantLinear:
         """Make the layer of the linear layer `name` of whose weight this rank has packed its part."""
-        layer = CLASSES[self.role(name) or ""].from_packed(packed, bias, choice=choice)
+        layer = CLASSES[self.role(name) or ""].from_packed(packed, part_bias(bias), choice=choice)
         layer.part = RankPart(self.ranks.rank, self.ranks.size)
         if isinstance(layer, JoinedLinear):
             layer.ranks = self.ranks

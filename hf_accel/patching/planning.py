@@ -6,7 +6,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .sites import LinearSite
-from .survey import other_quantizer, sites_for, split_of
+from .survey import input_embedding, other_quantizer, sites_for, split_of
 from .twin import twin
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
@@ -259,10 +259,7 @@ def _plan_site(site: LinearSite, config: WeightConfig, where: _Where, asked: Wei
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
     """Count the weight bytes that a decode step reads: all but the input embedding, unless it is the head too."""
-    try:
-        embedding: Any = model.get_input_embeddings()
-    except NotImplementedError:  # a model of several inputs, or of images alone
-        embedding = None
+    embedding = input_embedding(model)
     table = None if embedding is None else embedding._parameters.get("weight")
     head = model.get_output_embeddings()
     # A quantized head would make a float weight if it was asked for one.

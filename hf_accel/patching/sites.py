@@ -29,7 +29,7 @@ from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import with_outputs_first
 from ..linear.nf4 import BitsAndBytes, choose_nf4, is_nf4, nf4_layer, nf4_refusal
 from ..linear.replacement import empty_linear
-from ..parallel.tensor import TensorParallel, part_bias
+from ..parallel.tensor import TensorParallel
 from ..tensors import is_sharded, local_tensor
 from .check import MOVED, NOTE, read_offloaded
 
@@ -53,6 +53,7 @@ class LinearSite:
     embeddings: tuple[str, ...] = ()
     remark: str | None = None
 
+    is_within: ClassVar[bool] = False  # whether the layer is a part of the module that takes the place
     is_read_whole: ClassVar[bool] = True  # by a decode step
     of_experts: ClassVar[bool] = False
     takes_order: ClassVar[bool] = True  # whether a checkpoint may hold its inputs in an order of their own
@@ -75,7 +76,7 @@ class LinearSite:
     @property
     def replaced(self) -> str:
         """The name of the module whose place is taken."""
-        return self.name
+        return self.name.rpartition(".")[0] if self.is_within else self.name
 
     @property
     def together(self) -> tuple[str, ...]:
@@ -128,8 +129,8 @@ class LinearSite:
         return self.tensor.detach()
 
     def read_bias(self) -> nn.Parameter | None:
-        """Return the bias that the layer gets: the very same Parameter, unless the model is split over ranks."""
-        return part_bias(self.bias)
+        """Return the bias that the layer gets: the very same Parameter, if it is in memory."""
+        return self.bias
 
     # -- the plan ---------------------------------------------------------------------------------------
 
@@ -233,20 +234,11 @@ class OffloadedSite(LinearSite):
 class ExpertsSite(LinearSite):
     """A parameter of fused experts. module: the experts, which are replaced with all of their weights."""
 
+    kind: ClassVar[str] = "weights of experts"
+    counted_as: ClassVar[str] = "experts"
+    is_within: ClassVar[bool] = True
     of_experts: ClassVar[bool] = True
     takes_order: ClassVar[bool] = False
-
-    @property
-    def kind(self) -> str:
-        return "weights of experts"
-
-    @property
-    def counted_as(self) -> str:
-        return "experts"
-
-    @property
-    def replaced(self) -> str:
-        return self.name.rpartition(".")[0]
 
     @property
     def together(self) -> tuple[str, ...]:
@@ -295,21 +287,12 @@ class ExpertsSite(LinearSite):
 class EmbeddingSite(LinearSite):
     """An embedding that shares its weight with nobody. name: of the table in it that will hold the weight."""
 
+    kind: ClassVar[str] = "embedding"
+    counted_as: ClassVar[str] = "embeddings"
+    is_within: ClassVar[bool] = True
     is_read_whole: ClassVar[bool] = False
     takes_order: ClassVar[bool] = False
     reason: ClassVar[str | None] = "rows are looked up"
-
-    @property
-    def kind(self) -> str:
-        return "embedding"
-
-    @property
-    def counted_as(self) -> str:
-        return "embeddings"
-
-    @property
-    def replaced(self) -> str:
-        return self.name.rpartition(".")[0]
 
     def config_in(self, config: WeightConfig) -> WeightConfig | None:
         return config.for_embedding

@@ -195,7 +195,7 @@ def _site_named(model: PreTrainedModel, name: str) -> LinearSite | None:
     module, parent = _submodule(model, name), _submodule(model, around)
     if module is not None and type(module) in (nn.Linear, Conv1D):
         return LinearSite(name, module)
-    if last == TABLE and isinstance(parent, nn.Embedding) and parent is _embedding_of(model):
+    if last == TABLE and isinstance(parent, nn.Embedding) and parent is input_embedding(model):
         return EmbeddingSite(name, parent)
     return None
 
@@ -219,7 +219,7 @@ def with_embedding(
     """
     if config.embedding is None:
         return sites, None
-    embedding = _embedding_of(model)
+    embedding = input_embedding(model)
     name = next((name for name, module in model.named_modules() if module is embedding), "")
     weight = embedding._parameters.get("weight") if isinstance(embedding, nn.Embedding) else None
     if not name or weight is None:
@@ -237,7 +237,8 @@ def with_embedding(
     return [shared if site is head else site for site in sites], refusal
 
 
-def _embedding_of(model: PreTrainedModel) -> Any:
+def input_embedding(model: PreTrainedModel) -> Any:
+    """Return the module that turns tokens into vectors; None if the model has none."""
     try:
         return model.get_input_embeddings()
     except NotImplementedError:  # a model of several inputs, or of images alone

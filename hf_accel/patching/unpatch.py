@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import WeightConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..fused.composed_activation import NativeActivation
-from ..linear import QuantLinear, QuantModule, quantize
+from ..linear import QuantizedWeight, QuantLinear, QuantModule, quantize
 from ..linear.embedding import QuantEmbedding
 from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, Write
@@ -136,10 +136,16 @@ def give_rows(model: PreTrainedModel, write: Write, writes: Sequence[Write]) -> 
     if weight.shape == head.weight.shape and any(m._parameters.get("weight") is weight for m in owners):
         head._parameters["weight"] = weight
         return
-    rows = min(len(weight), len(head.weight))
-    rounded = ours.quantized.dequantize(ours.compute_dtype, outputs=slice(rows)).to(head.weight)
-    same = (head.weight[:rows] == rounded).all(1)
-    head.weight[:rows][same] = weight[:rows][same].to(head.weight)
+    _give_numbers(head.weight, weight, ours.quantized, ours.compute_dtype)
+
+
+def _give_numbers(made: Tensor, original: Tensor, quantized: QuantizedWeight, dtype: torch.dtype) -> None:
+    """Write the original's numbers into each row of `made` that is still the quantized one's, which was read in
+    `dtype`.
+    """
+    rows = min(len(original), len(made))
+    same = (made[:rows] == quantized.dequantize(dtype, outputs=slice(rows)).to(made)).all(1)
+    made[:rows][same] = original[:rows][same].to(made)
 
 
 def resized_table(journal: Journal) -> Write | None:
@@ -165,11 +171,8 @@ def give_tokens(journal: Journal, write: Write, config: WeightConfig | None) -> 
     )
     own = None if config is None or head is not None else config.for_embedding
     stored = head.quantized if own is None else quantize(weight, own)
-    rows = min(len(weight), resized.num_embeddings)
     made = resized.weight.detach().to(weight.dtype, copy=True)
-    rounded = stored.dequantize(resized.weight.dtype, outputs=slice(rows)).to(made)
-    same = (made[:rows] == rounded).all(1)
-    made[:rows][same] = weight[:rows][same].to(made)
+    _give_numbers(made, weight, stored, resized.weight.dtype)
     weight.data = made
     original.num_embeddings, original.padding_idx = resized.num_embeddings, resized.padding_idx
 
