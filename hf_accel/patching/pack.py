@@ -30,14 +30,14 @@ TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for t
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight in the form that `choice.backend` reads. parts: each of its matrices.
+    """A weight in the form that `choice.backend` reads.
 
     source: where the original can be read again, None if it is kept. bias: replaces the Linear's own.
     """
 
     name: str
     choice: BackendChoice
-    parts: list[Any]
+    weight: Any
     source: Source | None
     bias: Tensor | None = None
 
@@ -64,7 +64,7 @@ def replace_linears(
         linear = by_name[packed.name]
         site = linear.site
         layers = unplaced.setdefault(site.replaced, {})
-        layers[site.key] = site.layer(packed.parts, packed.choice, bias=packed.bias, split=todo.split)
+        layers[site.key] = site.layer(packed.weight, packed.choice, bias=packed.bias, split=todo.split)
         if len(layers) == len(site.together):
             for name, layer in site.replacements(todo.model, unplaced.pop(site.replaced)):
                 _put_in(layer, name, todo.model, journal)
@@ -123,7 +123,7 @@ def pack_quantized(
     """
     choice, source = linear.choice, _source(linear, on_disk)
     assert choice is not None
-    return Packed(linear.site.name, choice, [choice.backend.pack(weight)], source, bias)
+    return Packed(linear.site.name, choice, choice.backend.pack(weight), source, bias)
 
 
 def _source(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Source | None:
@@ -139,8 +139,7 @@ def pack_weight(linear: LinearPlan, tensor: Tensor, choice: BackendChoice, *, so
     """Quantize the float parameter of a site. Raises UnsupportedError for NaN and infinity, with the layer's name."""
     name, config = linear.site.name, linear.config
     try:
-        parts = [choice.backend.quantize(weight, config) for weight in linear.site.matrices(tensor)]
-        return Packed(name, choice, parts, source)
+        return Packed(name, choice, linear.site.pack(tensor, config, choice), source)
     except UnsupportedError as error:
         raise UnsupportedError(f"{name!r} cannot be quantized: {error}") from error
 

@@ -6,7 +6,7 @@ them, and know no kinds. A new kind is a class here, a finder in survey.py, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -171,15 +171,17 @@ class LinearSite:
 
     # -- what takes its place ---------------------------------------------------------------------------
 
+    def pack(self, tensor: Tensor, config: WeightConfig, choice: BackendChoice) -> Any:
+        """Quantize the parameter's numbers in the form that `layer` takes, for the backend of `choice`."""
+        return choice.backend.quantize(self.matrices(tensor)[0], config)
+
     def layer(
-        self, packed: Sequence[Any], choice: BackendChoice, *, bias: Tensor | None = None,
-        split: TensorParallel | None = None,
-    ) -> nn.Module:  # fmt: skip
-        """Make the layer that holds the weight. packed: each matrix, as `choice.backend` has packed it.
+        self, weight: Any, choice: BackendChoice, *, bias: Tensor | None = None, split: TensorParallel | None = None
+    ) -> nn.Module:
+        """Make the layer that holds the packed weight.
 
         bias: takes the place of the module's own. split: how the model is split over ranks.
         """
-        (weight,) = packed
         bias = self.read_bias() if bias is None else bias
         if isinstance(choice.backend, BitsAndBytes):
             return nf4_layer(weight, bias, choice.spec, source_class=type(self.module))
@@ -273,8 +275,11 @@ class ExpertsSite(LinearSite):
     def remarks(self, config: WeightConfig) -> list[str]:
         return ["rounded to nearest: calibration does not reach experts"] if config.needs_data else []
 
-    def layer(self, packed: Sequence[Any], choice: BackendChoice, **others: Any) -> nn.Module:
-        return ExpertWeights.from_packed(packed, choice=choice)
+    def pack(self, tensor: Tensor, config: WeightConfig, choice: BackendChoice) -> Any:
+        return [choice.backend.quantize(weight, config) for weight in self.matrices(tensor)]
+
+    def layer(self, weight: Any, choice: BackendChoice, **others: Any) -> nn.Module:
+        return ExpertWeights.from_packed(weight, choice=choice)
 
     def empty(self, spec: LinearSpec, *, ordered: bool, bias: bool, blocks: bool) -> QuantModule:
         return ExpertWeights.empty(spec, self.count, blocks=blocks)
@@ -300,8 +305,7 @@ class EmbeddingSite(LinearSite):
     def choose(self, spec: LinearSpec, config: WeightConfig, *, row_invariant: bool) -> BackendChoice:
         return choose(spec, ROW_BACKEND, finds_rows=True)
 
-    def layer(self, packed: Sequence[Any], choice: BackendChoice, **others: Any) -> nn.Module:
-        (weight,) = packed
+    def layer(self, weight: Any, choice: BackendChoice, **others: Any) -> nn.Module:
         return QuantTable.from_packed(weight, choice=choice)
 
     def empty(self, spec: LinearSpec, *, ordered: bool, bias: bool, blocks: bool) -> QuantModule:
