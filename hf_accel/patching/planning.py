@@ -300,7 +300,8 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
         embedding: Any = model.get_input_embeddings()
     except NotImplementedError:  # a model of several inputs, or of images alone
         embedding = None
-    table = None if embedding is None else embedding._parameters.get("weight")
+    # Perceiver's is a parameter, and no module.
+    table = embedding._parameters.get("weight") if isinstance(embedding, nn.Module) else None
     head = model.get_output_embeddings()
     # A quantized head would make a float weight if it was asked for one.
     is_head = head is not None and any(parameter is table for parameter in head.parameters())
