@@ -240,9 +240,10 @@ def with_embedding(
 def input_embedding(model: PreTrainedModel) -> Any:
     """Return the module that turns tokens into vectors; None if the model has none."""
     try:
-        return model.get_input_embeddings()
+        found: Any = model.get_input_embeddings()
     except NotImplementedError:  # a model of several inputs, or of images alone
         return None
+    return found if isinstance(found, nn.Module) else None  # Perceiver's is a parameter
 
 
 def _head_refusal(model: PreTrainedModel, head: LinearSite, config: WeightConfig) -> str | None:

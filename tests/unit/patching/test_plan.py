@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, PerceiverConfig, PerceiverModel
 
 import hf_accel
 from hf_accel.attention import AttentionBackend, AttentionSpec, choose_backend
@@ -44,6 +44,17 @@ def test_plan_changes_nothing(family: str, keywords: dict[str, Any]) -> None:
     before = snapshot(model)
     hf_accel.plan(model, **keywords)
     assert snapshot(model) == before
+
+
+def test_a_parameter_in_the_place_of_an_input_embedding_stays() -> None:
+    sizes = {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 2}
+    model = PerceiverModel(PerceiverConfig(d_model=16, num_blocks=1, **sizes, num_self_attention_heads=2)).eval()
+    assert isinstance(model.get_input_embeddings(), nn.Parameter)
+    x = torch.randn(2, 5, 16)
+    expected = model(inputs=x).last_hidden_state
+    hf_accel.patch(model, weights=None)
+    assert torch.allclose(model(inputs=x).last_hidden_state, expected, atol=1e-5)
+    assert torch.equal(hf_accel.unpatch(model)(inputs=x).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
