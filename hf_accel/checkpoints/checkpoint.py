@@ -24,8 +24,8 @@ from ..linear.embedding import QuantEmbedding, is_table
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.formats import state
 from ..patching.originals import broken_ties
-from ..patching.sites import LinearSite
 from ..patching.survey import sites_named
+from ..patching.weight_sites import LinearSite
 from .contents import AGAIN, check_floats, missing, own_names, passed_over, renamer, shared_names, with_shared
 from .readers.awq import Awq
 from .readers.block_fp8 import BlockFp8

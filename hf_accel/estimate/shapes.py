@@ -34,9 +34,9 @@ from ..linear.hf import METHOD
 from ..linear.layer_settings import spec_of
 from ..models import layers_config, without_adapters
 from ..patching.originals import check_inside, indexed
-from ..patching.sites import empty_original, quantized_layers
 from ..patching.survey import sites_named
 from ..patching.twin import twin
+from ..patching.weight_sites import empty_original, quantized_layers
 from ..undo.state import find_state
 
 # Numbers of what transformers makes one after the other: a wrong one would keep it busy for days.

@@ -23,8 +23,8 @@ from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
 from ..models import head_dim, num_kv_heads
-from ..patching.sites import LinearSite
 from ..patching.survey import linear_sites, sites_for, sites_named
+from ..patching.weight_sites import LinearSite
 from .roofline import Work
 from .shapes import decoder_config
 

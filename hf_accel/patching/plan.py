@@ -21,7 +21,7 @@ from ..parallel.tensor import TensorParallel
 from .attention_survey import AttentionSite
 from .originals import Stored
 from .printed import Line, Printed, Row, row_of, table
-from .sites import LinearSite
+from .weight_sites import LinearSite
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,9 @@ from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
-from .sites import LinearSite
 from .survey import input_embedding, other_quantizer, sites_for, split_of
 from .twin import twin
+from .weight_sites import LinearSite
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
 NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"

@@ -22,7 +22,7 @@ from ..recognition.code import source_of
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .check import check_skip, hook_refusal, is_offloaded, named
-from .sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
+from .weight_sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
 
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
 

@@ -19,7 +19,7 @@ from ..undo.journal import Journal, Write
 from ..undo.state import PART_OF, PatchState, find_state
 from .check import is_offloaded, transformers_model
 from .nf4_model import check_nf4
-from .sites import takes_a_place
+from .weight_sites import takes_a_place
 
 Model = TypeVar("Model")
 # Settings that patch(), and save_pretrained() of a patched model, write into its copy of a config.

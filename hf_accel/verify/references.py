@@ -14,8 +14,8 @@ from ..models import layers_config
 from ..patching.attention_survey import attention_sites
 from ..patching.check import check_model
 from ..patching.patch import is_patched, patch
-from ..patching.sites import quantized_layers
 from ..patching.twin import twin
+from ..patching.weight_sites import quantized_layers
 from ..undo.state import state_of
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}

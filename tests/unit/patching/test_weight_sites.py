@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 import hf_accel
 from hf_accel.estimate import estimate
 from hf_accel.linear import QuantModule, Replacement
-from hf_accel.patching.sites import empty_original, quantized_layers
 from hf_accel.patching.survey import sites_for, sites_named
+from hf_accel.patching.weight_sites import empty_original, quantized_layers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
