@@ -16,6 +16,7 @@ from ..attention.cpu import CpuBackend
 from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
+from ..fused.hf.convolutions import convolution_sites
 from ..fused.hf.encoder_sites import encoder_sites
 from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
@@ -98,13 +99,16 @@ def make_plan(
     after = before + sum(p.bytes_held for p in linears)
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
+    fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
+    if not stock_cache:  # the pages of a convolution are read by no other forward, whatever fuse= says
+        fused = replace(fused, sites=(*fused.sites, *convolution_sites(inner)))
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
         config=config,
         linears=linears,
         attention=attention,
-        fused=_plan_fused(inner, config, linears, () if stock_loop or context else attention),
+        fused=fused,
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,

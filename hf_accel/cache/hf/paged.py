@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -24,6 +25,7 @@ from .layers import (
     LayerOverPages,
     as_attended,
     check_windows,
+    inputs_at,
     layer_windows,
     page_groups,
 )
@@ -63,6 +65,18 @@ class PagedLayer(LayerOverPages):
         handle = self.store(step, keys, values)
         self.pass_done(step)
         return self.columns() if step.gathers else (handle.attach(keys), values)
+
+    def keep_inputs(self, x: Tensor) -> Tensor:
+        """See LayerOverPages.keep_inputs. Padding counts as a token of zeros, as it does in transformers."""
+        step = self.cache.step_for(self, x.unsqueeze(1))
+        storage = self._store_inputs(step, x)
+        self.pass_done(step)
+        window = self.group.window or 1
+        slots = self.cache.column_slots(self.group_index, storage.pages.k.device)[
+            :, -(step.num_columns + window - 1) :
+        ]
+        missing = step.num_columns + window - 1 - slots.shape[1]
+        return inputs_at(storage, F.pad(slots, (missing, 0), value=-1)).unfold(1, window, 1)
 
     def prepared_step(self) -> Step | None:
         step = super().prepared_step()
