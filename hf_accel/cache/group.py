@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -295,24 +295,6 @@ class GroupStep:
     written: Tensor | None
     ragged: Ragged
     own: Any = None
-    _before: dict[int, Tensor] = field(default_factory=dict)
-
-    def slots_before(self, count: int, block_size: int) -> Tensor:
-        """Return the slots of the last `count` tokens up to each of the N tokens, [N, count] int64.
-
-        -1 stands before a sequence's first token. All layers of a pass share the result.
-        """
-        if count not in self._before:
-            cu_q, lengths, table = self.ragged.cu_q.long(), self.ragged.kv_len.long(), self.ragged.block_table
-            assert table is not None
-            counts = cu_q[1:] - cu_q[:-1]
-            row = torch.arange(len(counts), device=cu_q.device).repeat_interleave(counts)
-            place = torch.arange(len(row), device=cu_q.device) - cu_q[row] + (lengths - counts)[row]
-            places = place[:, None] - torch.arange(count - 1, -1, -1, device=cu_q.device)
-            blocks = table.long()[row[:, None], places.clamp(min=0) // block_size]
-            slots = blocks * block_size + places % block_size
-            self._before[count] = slots.masked_fill_(places < 0, -1)
-        return self._before[count]
 
 
 @dataclass

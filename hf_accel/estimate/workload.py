@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..cache.hf import kind_of, layer_names
+from ..cache.hf import layer_kind, layer_names
 from ..cache.quantized import QUANTIZED, head_bytes
 from ..config import WeightConfig
 from ..errors import UnsupportedError
@@ -349,7 +349,7 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     for layer, shape, name in zip(cache.layers, config.per_layer_config, names, strict=False):
         if type(layer).__name__ == "DummyLayer":
             continue
-        kind = kind_of(layer, name, config)
+        kind = layer_kind(layer, name, config)
         if kind is None:
             raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
         tokens = context if kind.window is None else min(context, kind.window)

@@ -73,7 +73,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str, tokens: int)
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)
-    layers = numbers.choices(["conv", "full_attention"], [3, 2], k=3) + ["full_attention", "conv"]
+    layers = [*numbers.choices(["conv", "full_attention"], [3, 2], k=3), "full_attention", "conv"]
     model = model_of(layers=layers, tokens=numbers.choice([2, 3, 4]))
     prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
     lengths = [numbers.randint(1, 30) for _ in prompts]

@@ -34,7 +34,7 @@ FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a 
 
 
 class LayerKind(NamedTuple):
-    """What a decoder layer keeps of its tokens: keys and values, or the inputs of a short convolution.
+    """The state that a decoder layer keeps of its tokens: keys and values, or the inputs of a short convolution.
 
     window: the number of last tokens that it keeps; None for all.
     """
@@ -65,7 +65,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     except (AttributeError, RuntimeError) as error:
         raise UnsupportedError(f"transformers makes no cache from a {type(decoder).__name__}; {NOT_PAGED}") from error
     for layer, name in zip(layers, layer_names(decoder, len(layers)), strict=False):
-        kind = kind_of(layer, name, decoder)
+        kind = layer_kind(layer, name, decoder)
         if kind is None:
             raise UnsupportedError(f"a paged cache cannot hold a {type(layer).__name__}; {NOT_PAGED}")
         kinds.append(kind)
@@ -81,7 +81,7 @@ def layer_names(decoder: Any, count: int) -> list[str | None]:
     return list(getattr(decoder, "layer_types", None) or [None] * count)
 
 
-def kind_of(layer: Any, name: str | None, decoder: Any) -> LayerKind | None:
+def layer_kind(layer: Any, name: str | None, decoder: Any) -> LayerKind | None:
     """Return what a layer of transformers' DynamicCache keeps; None if pages cannot hold it.
 
     name: what the decoder's config calls the layer.
@@ -160,7 +160,7 @@ class CacheOverPages(Cache):
             f"read them, or {NOT_PAGED}"
         )
 
-    update_conv_state = has_previous_state = get_conv_state
+    update_conv_state = has_previous_state = get_conv_state  # type: ignore[assignment]
 
     def check_read(self) -> None:
         """Raise UnsupportedError if the attention of the last layer did not read its pages."""
@@ -204,12 +204,16 @@ class LayerOverPages(CacheLayerMixin):
 
         Returns [B, Q, C, window]: the last are the token's own, and zeros stand before the first token.
         """
-        raise NotImplementedError
-
-    def _store_inputs(self, step: Step, x: Tensor) -> KVStorage:
+        step: Step = self.cache.step_for(self, x[:, None])
         # One half takes the place of the keys and the other that of the values, so that the kernels write them.
-        halves = x.unsqueeze(1).chunk(2, dim=-1)
-        return self.store(step, *halves).storage
+        storage = self.store(step, *x[:, None].chunk(2, dim=-1)).storage
+        slots = self.slots_seen(step)
+        self.pass_done(step)
+        return torch.cat(read_with_zeros(storage, slots), dim=-1).squeeze(-2).transpose(-1, -2)
+
+    def slots_seen(self, step: Step) -> Tensor:
+        """Return the slots of the tokens in the window of each one, [B, Q, window] int64; -1 where there is none."""
+        raise NotImplementedError
 
     def prepared_step(self) -> Step | None:
         """The Step of the pass that has reached this layer; None if only `update` can make it.
@@ -283,11 +287,11 @@ class PagedKV:
             )
 
 
-def inputs_at(storage: KVStorage, slots: Tensor) -> Tensor:
-    """Return the inputs of a convolution at `slots` [..., L] int64, as [..., L, C]; zeros where a slot is negative."""
-    first, second = storage.read(slots.clamp(min=0))
-    inputs = torch.cat([first, second], dim=-1).squeeze(-2)
-    return inputs.masked_fill_((slots < 0).unsqueeze(-1), 0)
+def read_with_zeros(storage: KVStorage, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K [..., H, Dk] and V [..., H, Dv] of `slots` [...] int64, with zeros where a slot is negative."""
+    hidden = (slots < 0)[..., None, None]
+    keys, values = storage.read(slots.clamp(min=0))
+    return keys.masked_fill_(hidden, 0), values.masked_fill_(hidden, 0)
 
 
 def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,12 +325,9 @@ class RaggedLayer(LayerOverPages):
         keys, values = as_attended(key_states, value_states)
         return self.store(self.cache.step, keys, values).attach(keys), values
 
-    def keep_inputs(self, x: Tensor) -> Tensor:
-        step: Step = self.cache.step
-        storage = self._store_inputs(step, x)
-        group_step = step.groups[self.group_index]
-        slots = group_step.slots_before(self.group.window or 1, storage.block_size)
-        return inputs_at(storage, slots)[None].transpose(2, 3)
+    def slots_seen(self, step: Step) -> Tensor:
+        slots: Tensor = self.cache.slots_before(self.group_index)
+        return slots[None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -341,4 +342,19 @@ class RaggedCache(CacheOverPages):
     step: Step
 
     def __init__(self, groups: list[PageGroup], group_of_layer: list[int]) -> None:
+        self._groups = groups
+        self._slots_before: tuple[Step | None, dict[int, Tensor]] = (None, {})
         super().__init__(layers=[RaggedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)])
+
+    def step_for(self, layer: RaggedLayer, keys: Tensor) -> Step:
+        return self.step
+
+    def slots_before(self, group_index: int) -> Tensor:
+        """Return the slots in the window of each token, [N, window], which the layers of a group share."""
+        if self._slots_before[0] is not self.step:
+            self._slots_before = (self.step, {})
+        known, group = self._slots_before[1], self._groups[group_index]
+        if group_index not in known:
+            ragged = self.step.groups[group_index].ragged
+            known[group_index] = ragged.slots_before(group.window or 1, group.pool.block_size)
+        return known[group_index]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -16,7 +15,7 @@ from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
 from ..group import PageGroup, SharedContext, Step
-from ..padded import PaddedBatch
+from ..padded import PaddedBatch, last_columns
 from ..pages import CachedSequence, Pages
 from .layers import (
     FIRST_TOKENS,
@@ -25,9 +24,9 @@ from .layers import (
     LayerOverPages,
     as_attended,
     check_windows,
-    inputs_at,
     layer_windows,
     page_groups,
+    read_with_zeros,
 )
 
 
@@ -66,17 +65,10 @@ class PagedLayer(LayerOverPages):
         self.pass_done(step)
         return self.columns() if step.gathers else (handle.attach(keys), values)
 
-    def keep_inputs(self, x: Tensor) -> Tensor:
-        """See LayerOverPages.keep_inputs. Padding counts as a token of zeros, as it does in transformers."""
-        step = self.cache.step_for(self, x.unsqueeze(1))
-        storage = self._store_inputs(step, x)
-        self.pass_done(step)
-        window = self.group.window or 1
-        slots = self.cache.column_slots(self.group_index, storage.pages.k.device)[
-            :, -(step.num_columns + window - 1) :
-        ]
-        missing = step.num_columns + window - 1 - slots.shape[1]
-        return inputs_at(storage, F.pad(slots, (missing, 0), value=-1)).unfold(1, window, 1)
+    def slots_seen(self, step: Step) -> Tensor:
+        # Padding is a token of zeros to a convolution, as it is in transformers.
+        slots = self.cache.column_slots(self.group_index, step.groups[self.group_index].slots.device)
+        return last_columns(slots, step.num_columns, self.group.window or 1)
 
     def prepared_step(self) -> Step | None:
         step = super().prepared_step()
@@ -99,9 +91,8 @@ class PagedLayer(LayerOverPages):
             )
         storage = self.group.storages[self.layer_idx]
         slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
-        keys, values = storage.read(slots.clamp(min=0))  # [B, T, Hkv, D]
-        hidden = (slots < 0)[:, :, None, None]
-        return keys.masked_fill_(hidden, 0).transpose(1, 2), values.masked_fill_(hidden, 0).transpose(1, 2)
+        keys, values = read_with_zeros(storage, slots)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.num_columns + query_length, 0
@@ -287,12 +278,6 @@ class PagedCache(CacheOverPages):
         padded = self.padded
         padded.sequences, padded.token_mask, padded.num_columns = sequences, token_mask, num_columns
         self._set_columns()
-
-    def fills_blocks(self, num_new: int) -> bool:
-        """Return whether a pass over so many more columns begins the sequences, or may fill a block of one of them."""
-        size = self.settings.block_size
-        counts = [sequence.num_tokens % size for sequence in self.padded.sequences]
-        return not counts or max(counts) + num_new >= size
 
     @property
     def has_prefixes(self) -> bool:

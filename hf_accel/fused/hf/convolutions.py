@@ -22,7 +22,9 @@ from .sites import FusedSite
 CONVOLUTION = "convolution"  # the kind in the plan
 PARTS = ("in_proj", "conv", "out_proj")
 # What a model gives all its layers, and a convolution does not read.
-UNREAD = frozenset({"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"})
+OTHER_ARGUMENTS = frozenset(
+    {"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"}
+)
 
 
 class PagedConvolution(Mixin):
@@ -64,7 +66,7 @@ def convolve(inputs: Tensor, conv: nn.Conv1d) -> Tensor:
 
 
 def _keyword_refusal(given: dict[str, Any]) -> str | None:
-    unknown = [name for name, value in given.items() if value is not None and name not in UNREAD]
+    unknown = [name for name, value in given.items() if value is not None and name not in OTHER_ARGUMENTS]
     return f"it is given {unknown[0]}=" if unknown else None
 
 
@@ -91,7 +93,7 @@ def convolution_sites(model: nn.Module) -> Iterator[FusedSite]:
 
 
 def is_known_convolution(module: nn.Module) -> bool:
-    """Return whether a module has the parts of a gated short convolution, and computes on random input what ours does."""
+    """Return whether a module has the parts of a gated short convolution, and gives what ours does on random input."""
     if set(module._modules) != set(PARTS) or not isinstance(getattr(module, "layer_idx", None), int):
         return False
     return convolution_refusal(module) is None and _agrees(module)
@@ -99,7 +101,8 @@ def is_known_convolution(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _agrees(module: nn.Module) -> bool:
-    numbers, width, length = RandomNumbers(), 8, module.conv.kernel_size[0]  # type: ignore[union-attr,index]
+    known: Any = module.conv
+    numbers, width, length = RandomNumbers(), 8, int(known.kernel_size[0])
     conv = nn.utils.skip_init(
         nn.Conv1d,
         width,
@@ -107,7 +110,7 @@ def _agrees(module: nn.Module) -> bool:
         length,
         groups=width,
         padding=length - 1,
-        bias=module.conv.bias is not None,  # type: ignore[union-attr]
+        bias=known.bias is not None,
     )
     parts = {"conv": conv, "in_proj": _linear(width, 3 * width), "out_proj": _linear(width, width)}
     for part in parts.values():
