@@ -38,6 +38,7 @@ WRITERS = {
     "recognition.trial": {"dict"},
     "patching.calibration": {"hook", "submodule"},
     "estimate.shapes": {"dict", "submodule"},
+    "fused.hf.convolutions": {"class"},
     "fused.hf.sites": {"class", "dict"},
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},

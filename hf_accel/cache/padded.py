@@ -10,6 +10,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError
@@ -167,6 +168,11 @@ class PaddedBatch:
             out[number, where] = torch.tensor(slots, dtype=torch.int64, device="cpu")
         return out.to(device)
 
+    def fills_blocks(self, num_new: int) -> bool:
+        """Return whether a pass over so many more columns begins the sequences, or may fill a block of one of them."""
+        counts = [sequence.num_tokens % self.pages.block_size for sequence in self.sequences]
+        return not counts or max(counts) + num_new >= self.pages.block_size
+
     # -- changes between passes ------------------------------------------------------------------------
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None) -> int:
@@ -234,3 +240,12 @@ def _ids_per_sequence(token_ids: Tensor, token_mask: Tensor | None) -> list[list
     if token_mask is None:
         return token_ids.tolist()
     return [ids[keep].tolist() for ids, keep in zip(token_ids, token_mask.to(token_ids.device), strict=True)]
+
+
+def last_columns(slots: Tensor, count: int, window: int) -> Tensor:
+    """Return the slots [B, T] of the `window` columns up to each of the last `count` ones: [B, count, window].
+
+    -1 stands before the first column.
+    """
+    last = slots[:, -(count + window - 1) :]
+    return F.pad(last, (count + window - 1 - last.shape[1], 0), value=-1).unfold(1, window, 1)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..cache.hf import layer_kind, layer_names
 from ..cache.quantized import QUANTIZED, head_bytes
 from ..config import WeightConfig
 from ..errors import UnsupportedError
@@ -310,6 +310,14 @@ class AttentionLayer:
         return 4 * self.heads * self.head_dim * pairs
 
 
+class ConvolutionLayer(AttentionLayer):
+    """One layer with a short convolution, whose inputs stay in pages as they are."""
+
+    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
+        """Return the bytes of the inputs that one sequence keeps, in `dtype` whatever the pages of others have."""
+        return super().kv_bytes(dtype=dtype, quantized=None)
+
+
 def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     """Return the layers that have a cache of their own, as transformers' cache counts them.
 
@@ -317,13 +325,15 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     """
     layers, cache = [], cast(Any, DynamicCache(config=config))
     # Layers that reuse others' come last. The cache of older transformers ends before them.
-    for layer, shape in zip(cache.layers, config.per_layer_config, strict=False):
+    names = layer_names(config, len(cache.layers))
+    for layer, shape, name in zip(cache.layers, config.per_layer_config, names, strict=False):
         if type(layer).__name__ == "DummyLayer":
             continue
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        kind = layer_kind(layer, name, config)
+        if kind is None:
             raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
-        tokens = min(context, layer.sliding_window) if layer.is_sliding else context
-        layers.append(_layer(shape, tokens=tokens))
+        tokens = context if kind.window is None else min(context, kind.window)
+        layers.append(_convolution(shape, tokens=tokens) if kind.convolves else _layer(shape, tokens=tokens))
     return layers
 
 
@@ -333,6 +343,11 @@ def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     window = getattr(config, "local_attention", None) or context  # ModernBERT's, of both sides together
     seen = {True: min(context, window), False: context}
     return [_layer(config, tokens=seen["sliding" in kind], caches=False) for kind in kinds]
+
+
+def _convolution(config: Any, *, tokens: int) -> AttentionLayer:
+    """Return the layer whose one head has half of the inputs of a short convolution as keys, and half as values."""
+    return ConvolutionLayer(heads=1, kv_heads=1, head_dim=config.hidden_size // 2, tokens=tokens)
 
 
 def _layer(config: Any, *, tokens: int, caches: bool = True) -> AttentionLayer:

@@ -55,6 +55,20 @@ class Ragged(NamedTuple):
         """[B + 1] int32: where each sequence's keys begin if they are packed."""
         return F.pad(self.kv_len.cumsum(0, dtype=self.cu_q.dtype), (1, 0))
 
+    def slots_before(self, count: int, block_size: int) -> Tensor:
+        """Return the slots of the last `count` tokens up to each of the N tokens, in order, [N, count] int64.
+
+        -1 stands before a sequence's first token.
+        """
+        cu_q, lengths, table = self.cu_q.long(), self.kv_len.long(), self.block_table
+        assert table is not None
+        counts = cu_q[1:] - cu_q[:-1]
+        row = torch.arange(len(counts), device=cu_q.device).repeat_interleave(counts)
+        place = torch.arange(len(row), device=cu_q.device) - cu_q[row] + (lengths - counts)[row]
+        places = place[:, None] - torch.arange(count - 1, -1, -1, device=cu_q.device)
+        blocks = table.long()[row[:, None], places.clamp(min=0) // block_size]
+        return (blocks * block_size + places % block_size).masked_fill_(places < 0, -1)
+
 
 class AttentionOptions(NamedTuple):
     """The options of attention over q, k and v, besides the mask of a call.

@@ -12,10 +12,11 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.stock import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
-from ..cache.hf import NOT_PAGED, layer_windows
+from ..cache.hf import NOT_PAGED, layer_kinds, layer_windows
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
+from ..fused.hf.convolutions import is_known_convolution
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
@@ -84,12 +85,14 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
         unpaged = code_of(module).unpaged
-        if unpaged is not None:
+        if unpaged is not None and not is_known_convolution(module):
             return unpaged
     try:
-        layer_windows(model.config)
+        kinds = layer_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
+    if any(kind.convolves for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
+        return f"{name} has convolutions, whose pages are read on a CPU alone"
     return _bidirectional_refusal(model)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
@@ -123,6 +124,7 @@ FUSED_KINDS = {
     "gate": ("gated MLPs", "activation and product in one call"),
     ACTIVATION: ("activations", "one native call"),
     "conv1d": ("float Conv1Ds", "torch, in float32"),
+    CONVOLUTION: ("short convolutions", "inputs in pages"),
 }
 
 KNOWN_BY = {

@@ -10,8 +10,9 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
+from ..config import WeightConfig
 from ..errors import UnsupportedError
-from ..linear.nf4 import has_changed, is_nf4
+from ..linear.nf4 import has_changed, is_nf4, require_bitsandbytes
 from ..undo.journal import Journal
 from .plan import Plan
 
@@ -60,4 +61,17 @@ def check_nf4(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"cannot unpatch: {len(changed)} NF4 layers, {changed[0]!r} first, have been given other weights since "
             "patch(), as merging a LoRA adapter does, and the originals know nothing of it; load the model again"
+        )
+
+
+def check_takes_nf4(model: PreTrainedModel, config: WeightConfig | None) -> None:
+    """Raise UnsupportedError if NF4 is asked for and bitsandbytes is not there, or PEFT would not see its layers."""
+    if config is None or not config.is_nf4:
+        return
+    require_bitsandbytes()
+    adapted = next((name for name, module in model.named_modules() if "base_layer" in module._modules), None)
+    if adapted is not None:
+        raise UnsupportedError(
+            f"weights='nf4' was asked for, but {adapted!r} has an adapter, and PEFT makes others for bitsandbytes' "
+            "layers; patch the model first and put adapters on it then"
         )

@@ -16,6 +16,7 @@ from ..attention.cpu import CpuBackend
 from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
+from ..fused.hf.convolutions import convolution_sites
 from ..fused.hf.encoder_sites import encoder_sites
 from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
@@ -28,7 +29,6 @@ from ..linear import ExpertWeights, QuantLinear, QuantModule, Workers
 from ..linear.backends.cpu import Cpu
 from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
-from ..linear.nf4 import require_bitsandbytes
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
 from ..recognition.unchanged import has_own_forward
@@ -46,6 +46,7 @@ from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
+from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import input_embedding, other_quantizer, sites_for, split_of
@@ -53,6 +54,7 @@ from .twin import twin
 from .weight_sites import LinearSite
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
+WHOLE = "the pages of its convolutions are not shared out"
 NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
 
 
@@ -82,23 +84,27 @@ def make_plan(
     _check_other_quantizer(inner, config)
     check_calibration(config.weights)
     check_in_memory(inner, config.weights)
-    _check_nf4(inner, config.weights)
+    check_takes_nf4(inner, config.weights)
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
     shared = config.context_parallel is not None
-    context = context_parallel(inner, config, stock_attention or stock_loop) if shared else None
+    alone = stock_attention or stock_loop or (WHOLE if any(convolution_sites(inner)) else None)
+    context = context_parallel(inner, config, alone) if shared else None
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     after = before + sum(p.bytes_held for p in linears)
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
+    fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
+    if not stock_cache:  # the pages of a convolution are read by no other forward, whatever fuse= says
+        fused = replace(fused, sites=(*fused.sites, *convolution_sites(inner)))
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
         config=config,
         linears=linears,
         attention=attention,
-        fused=_plan_fused(inner, config, linears, () if stock_loop or context else attention),
+        fused=fused,
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,
@@ -129,19 +135,6 @@ def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
         raise UnsupportedError(
             f"weights= was asked for, but the model is quantized by {other} already; leave weights= out, or load the "
             "float model"
-        )
-
-
-def _check_nf4(model: PreTrainedModel, config: WeightConfig | None) -> None:
-    """Raise UnsupportedError if NF4 is asked for and bitsandbytes is not there, or PEFT would not see its layers."""
-    if config is None or not config.is_nf4:
-        return
-    require_bitsandbytes()
-    adapted = next((name for name, module in model.named_modules() if "base_layer" in module._modules), None)
-    if adapted is not None:
-        raise UnsupportedError(
-            f"weights='nf4' was asked for, but {adapted!r} has an adapter, and PEFT makes others for bitsandbytes' "
-            "layers; patch the model first and put adapters on it then"
         )
 
 

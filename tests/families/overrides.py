@@ -102,6 +102,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "JanusVisionConfig": {"projection_dim": 64},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Kosmos2_5Config": {"latent_query_num": 8},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Llama4VisionConfig": {"intermediate_size": 256},
     "LlavaNextConfig": TILES,

@@ -1,6 +1,17 @@
 """Paged KV caches as transformers' Cache: PagedCache for padded batches, RaggedCache for ragged passes."""
 
-from .layers import NOT_PAGED, PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, layer_windows, page_groups
+from .layers import (
+    NOT_PAGED,
+    PAGED_HANDLE,
+    CacheOverPages,
+    PagedKV,
+    RaggedCache,
+    layer_kind,
+    layer_kinds,
+    layer_names,
+    layer_windows,
+    page_groups,
+)
 from .paged import PagedCache
 from .room import fixed_settings, share_settings
 
@@ -12,6 +23,9 @@ __all__ = [
     "PagedKV",
     "RaggedCache",
     "fixed_settings",
+    "layer_kind",
+    "layer_kinds",
+    "layer_names",
     "layer_windows",
     "page_groups",
     "share_settings",

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from ...config import CacheConfig
 from ...errors import NotRaggedError, UnsupportedError
@@ -22,37 +29,71 @@ from ..quantized import QUANTIZED
 
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
+CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many tokens its convolutions see
 FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
 
 
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the sliding window of each decoder layer, None for full attention, as in transformers' DynamicCache.
+class LayerKind(NamedTuple):
+    """The state that a decoder layer keeps of its tokens: keys and values, or the inputs of a short convolution.
 
-    Raises UnsupportedError for a layer that caches anything but the keys and values of all tokens or of the last
-    ones.
+    window: the number of last tokens that it keeps; None for all.
+    """
+
+    window: int | None
+    convolves: bool = False
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Return the window of each decoder layer, None for full attention. Raises what `layer_kinds` raises."""
+    return [kind.window for kind in layer_kinds(config)]
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
+    """Return what each decoder layer keeps, as in transformers' DynamicCache.
+
+    Raises UnsupportedError for a layer that caches anything but the keys and values, or the inputs of a convolution,
+    of all tokens or of the last ones.
     """
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"config is a {type(config).__name__}; a PagedCache is made from model.config")
     decoder = config.get_text_config(decoder=True)
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
         raise UnsupportedError(f"a paged cache cannot hold chunked attention layers; {NOT_PAGED}")
-    windows: list[int | None] = []
+    kinds: list[LayerKind] = []
     try:
         layers = DynamicCache(config=decoder).layers
     except (AttributeError, RuntimeError) as error:
         raise UnsupportedError(f"transformers makes no cache from a {type(decoder).__name__}; {NOT_PAGED}") from error
-    for layer in layers:
-        if type(layer) is DynamicLayer:
-            windows.append(None)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            windows.append(layer.sliding_window)
-        else:
+    for layer, name in zip(layers, layer_names(decoder, len(layers)), strict=False):
+        kind = layer_kind(layer, name, decoder)
+        if kind is None:
             raise UnsupportedError(f"a paged cache cannot hold a {type(layer).__name__}; {NOT_PAGED}")
-    if not windows:
+        kinds.append(kind)
+    if not kinds:
         raise UnsupportedError(
             f"{type(config).__name__} describes no decoder layers, and a paged cache needs some; {NOT_PAGED}"
         )
-    return windows
+    return kinds
+
+
+def layer_names(decoder: Any, count: int) -> list[str | None]:
+    """Return what a decoder's config calls each of `count` layers; None where it has one kind alone."""
+    return list(getattr(decoder, "layer_types", None) or [None] * count)
+
+
+def layer_kind(layer: Any, name: str | None, decoder: Any) -> LayerKind | None:
+    """Return what a layer of transformers' DynamicCache keeps; None if pages cannot hold it.
+
+    name: what the decoder's config calls the layer.
+    """
+    if type(layer) is DynamicLayer:
+        return LayerKind(None)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return LayerKind(layer.sliding_window)
+    window = getattr(decoder, CONVOLVED_TOKENS, None)
+    if name == "conv" and type(layer) is LinearAttentionLayer and isinstance(window, int):
+        return LayerKind(window, convolves=True)
+    return None
 
 
 def page_groups(
@@ -62,27 +103,27 @@ def page_groups(
     capacity: int = FIRST_TOKENS,
     context: SharedContext | None = None,
 ) -> tuple[list[PageGroup], list[int]]:
-    """Make a PageGroup for each sliding window, and return them with the index of each layer's group.
+    """Make a PageGroup for each kind of layer, and return them with the index of each layer's group.
 
     capacity: the tokens that a growing cache has room for at first. context: the ranks that share out the blocks.
     """
-    windows = layer_windows(config)
+    kinds = layer_kinds(config)
     tokens = capacity if settings.max_tokens is None else settings.max_tokens
-    distinct_windows = list(dict.fromkeys(windows))
+    distinct_kinds = list(dict.fromkeys(kinds))
     groups = [
         PageGroup(
-            window=window,
+            window=kind.window,
             num_blocks=max(1, -(-tokens // settings.block_size)),
             block_size=settings.block_size,
             growable=settings.max_tokens is None,
             prefix_sharing=settings.prefix_sharing,
-            quantized=QUANTIZED.get(settings.dtype),
+            quantized=None if kind.convolves else QUANTIZED.get(settings.dtype),
         )
-        for window in distinct_windows
+        for kind in distinct_kinds
     ]
     for group in groups:
         group.context = context
-    return groups, [distinct_windows.index(window) for window in windows]
+    return groups, [distinct_kinds.index(kind) for kind in kinds]
 
 
 def check_windows(own: list[int | None], config: PreTrainedConfig) -> None:
@@ -111,6 +152,15 @@ class CacheOverPages(Cache):
 
     unread: LayerOverPages | None = None
     known_pass: Any = None
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Raise UnsupportedError: transformers' convolutions read no pages."""
+        raise UnsupportedError(
+            f"the convolution of layer {layer_idx} reads no pages; call hf_accel.patch(model) first, which makes it "
+            f"read them, or {NOT_PAGED}"
+        )
+
+    update_conv_state = has_previous_state = get_conv_state  # type: ignore[assignment]
 
     def check_read(self) -> None:
         """Raise UnsupportedError if the attention of the last layer did not read its pages."""
@@ -148,6 +198,22 @@ class LayerOverPages(CacheLayerMixin):
             new_keys, new_values = new_keys[group_step.written], new_values[group_step.written]
         storage.write(new_keys, new_values, group_step.slots)
         return PagedKV(self, storage, step, group_step, step.contiguous[self.group_index], values)
+
+    def keep_inputs(self, x: Tensor) -> Tensor:
+        """Store the inputs [B, Q, C] of a short convolution; return those that each token's result needs.
+
+        Returns [B, Q, C, window]: the last are the token's own, and zeros stand before the first token.
+        """
+        step: Step = self.cache.step_for(self, x[:, None])
+        # One half takes the place of the keys and the other that of the values, so that the kernels write them.
+        storage = self.store(step, *x[:, None].chunk(2, dim=-1)).storage
+        slots = self.slots_seen(step)
+        self.pass_done(step)
+        return torch.cat(read_with_zeros(storage, slots), dim=-1).squeeze(-2).transpose(-1, -2)
+
+    def slots_seen(self, step: Step) -> Tensor:
+        """Return the slots of the tokens in the window of each one, [B, Q, window] int64; -1 where there is none."""
+        raise NotImplementedError
 
     def prepared_step(self) -> Step | None:
         """The Step of the pass that has reached this layer; None if only `update` can make it.
@@ -221,6 +287,13 @@ class PagedKV:
             )
 
 
+def read_with_zeros(storage: KVStorage, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K [..., H, Dk] and V [..., H, Dv] of `slots` [...] int64, with zeros where a slot is negative."""
+    hidden = (slots < 0)[..., None, None]
+    keys, values = storage.read(slots.clamp(min=0))
+    return keys.masked_fill_(hidden, 0), values.masked_fill_(hidden, 0)
+
+
 def as_attended(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V in the dtype of attention. Under autocast, K has a wider dtype than V after its rotation."""
     dtype = product_dtype(keys)
@@ -252,6 +325,10 @@ class RaggedLayer(LayerOverPages):
         keys, values = as_attended(key_states, value_states)
         return self.store(self.cache.step, keys, values).attach(keys), values
 
+    def slots_seen(self, step: Step) -> Tensor:
+        slots: Tensor = self.cache.slots_before(self.group_index)
+        return slots[None]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
 
@@ -265,4 +342,19 @@ class RaggedCache(CacheOverPages):
     step: Step
 
     def __init__(self, groups: list[PageGroup], group_of_layer: list[int]) -> None:
+        self._groups = groups
+        self._slots_before: tuple[Step | None, dict[int, Tensor]] = (None, {})
         super().__init__(layers=[RaggedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)])
+
+    def step_for(self, layer: RaggedLayer, keys: Tensor) -> Step:
+        return self.step
+
+    def slots_before(self, group_index: int) -> Tensor:
+        """Return the slots in the window of each token, [N, window], which the layers of a group share."""
+        if self._slots_before[0] is not self.step:
+            self._slots_before = (self.step, {})
+        known, group = self._slots_before[1], self._groups[group_index]
+        if group_index not in known:
+            ragged = self.step.groups[group_index].ragged
+            known[group_index] = ragged.slots_before(group.window or 1, group.pool.block_size)
+        return known[group_index]

@@ -15,7 +15,7 @@ from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
 from ..group import PageGroup, SharedContext, Step
-from ..padded import PaddedBatch
+from ..padded import PaddedBatch, last_columns
 from ..pages import CachedSequence, Pages
 from .layers import (
     FIRST_TOKENS,
@@ -26,6 +26,7 @@ from .layers import (
     check_windows,
     layer_windows,
     page_groups,
+    read_with_zeros,
 )
 
 
@@ -64,6 +65,11 @@ class PagedLayer(LayerOverPages):
         self.pass_done(step)
         return self.columns() if step.gathers else (handle.attach(keys), values)
 
+    def slots_seen(self, step: Step) -> Tensor:
+        # Padding is a token of zeros to a convolution, as it is in transformers.
+        slots = self.cache.column_slots(self.group_index, step.groups[self.group_index].slots.device)
+        return last_columns(slots, step.num_columns, self.group.window or 1)
+
     def prepared_step(self) -> Step | None:
         step = super().prepared_step()
         if step is None or step.gathers or self.num_columns + step.num_columns != self.cache.padded.num_columns:
@@ -85,9 +91,8 @@ class PagedLayer(LayerOverPages):
             )
         storage = self.group.storages[self.layer_idx]
         slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
-        keys, values = storage.read(slots.clamp(min=0))  # [B, T, Hkv, D]
-        hidden = (slots < 0)[:, :, None, None]
-        return keys.masked_fill_(hidden, 0).transpose(1, 2), values.masked_fill_(hidden, 0).transpose(1, 2)
+        keys, values = read_with_zeros(storage, slots)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.num_columns + query_length, 0
@@ -273,12 +278,6 @@ class PagedCache(CacheOverPages):
         padded = self.padded
         padded.sequences, padded.token_mask, padded.num_columns = sequences, token_mask, num_columns
         self._set_columns()
-
-    def fills_blocks(self, num_new: int) -> bool:
-        """Return whether a pass over so many more columns begins the sequences, or may fill a block of one of them."""
-        size = self.settings.block_size
-        counts = [sequence.num_tokens % size for sequence in self.padded.sequences]
-        return not counts or max(counts) + num_new >= size
 
     @property
     def has_prefixes(self) -> bool:

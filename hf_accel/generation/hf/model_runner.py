@@ -68,7 +68,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         device=source.device,
         mask=mask,
         token_ids=ids if shareable else None,
-        salt=weights_salt(model) if shareable and cache.fills_blocks(source.shape[1]) else None,
+        salt=weights_salt(model) if shareable and cache.padded.fills_blocks(source.shape[1]) else None,
     )
 
 

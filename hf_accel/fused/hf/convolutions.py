@@ -1,0 +1,145 @@
+"""Short convolutions over pages: each token's result needs its own input and those of a few tokens before it.
+
+So their inputs stay in pages with a window, as keys and values do: tokens of many sequences can stand in one row, and
+drafts, copies and preemption need nothing of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...cache.hf import CacheOverPages
+from ...errors import NotRaggedError
+from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.unchanged import is_unobserved
+from ...undo.journal import Mixin, mixed_class
+from .sites import FusedSite
+
+CONVOLUTION = "convolution"  # the kind in the plan
+PARTS = ("in_proj", "conv", "out_proj")
+# What a model gives all its layers, and a convolution does not read.
+OTHER_ARGUMENTS = frozenset(
+    {"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"}
+)
+
+
+class PagedConvolution(Mixin):
+    """A mixin for a gated short convolution: out_proj(c * conv(b * x)), where b, c and x are in_proj of the input."""
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """[B, Q, H] -> [B, Q, H]. Raises NotRaggedError if the module was changed, or is given what is not known."""
+        if not isinstance(past_key_values, CacheOverPages):
+            stock: Tensor = super().forward(  # type: ignore[misc]
+                hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
+            )
+            return stock
+        own: Any = self
+        refusal = convolution_refusal(own) or _keyword_refusal(kwargs)
+        if refusal is not None:
+            raise NotRaggedError(
+                f"{type(self).__name__} {own.layer_idx} cannot read pages: {refusal}; patch this model with cache=None"
+            )
+        if attention_mask is not None:  # [B, Q], as transformers makes it for these layers
+            hidden_states = hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)
+        before, after, x = own.in_proj(hidden_states).chunk(3, dim=-1)
+        inputs = past_key_values.layers[own.layer_idx].keep_inputs(before * x)
+        result: Tensor = own.out_proj(after * convolve(inputs, own.conv))
+        return result
+
+
+def convolve(inputs: Tensor, conv: nn.Conv1d) -> Tensor:
+    """Multiply the inputs [B, Q, C, L] of each token by the weights of its channels, and add them up: [B, Q, C].
+
+    Sums are in float32 and in the order of the tokens, whatever else the pass computes, and are rounded once.
+    """
+    weight = conv.weight.squeeze(1).float()
+    total = inputs[..., 0].float() * weight[:, 0]
+    for place in range(1, weight.shape[1]):
+        total += inputs[..., place].float() * weight[:, place]
+    return (total if conv.bias is None else total + conv.bias.float()).to(inputs.dtype)
+
+
+def _keyword_refusal(given: dict[str, Any]) -> str | None:
+    unknown = [name for name, value in given.items() if value is not None and name not in OTHER_ARGUMENTS]
+    return f"it is given {unknown[0]}=" if unknown else None
+
+
+def convolution_refusal(module: nn.Module) -> str | None:
+    """Return why the convolution in a module cannot be computed by ours, as one clause; None if it can."""
+    conv: Any = module._modules.get("conv")
+    if type(conv) is not nn.Conv1d or not is_unobserved(conv):
+        return "its convolution is not torch's own, or has hooks"
+    channels = conv.in_channels
+    depthwise = conv.groups == channels == conv.out_channels and conv.stride == conv.dilation == (1,)
+    if not depthwise or conv.padding != (conv.kernel_size[0] - 1,) or conv.padding_mode != "zeros":
+        return "its convolution is not a causal one of each channel"
+    # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
+    if getattr(module.in_proj, "bias", None) is not None:
+        return "its in_proj has a bias"
+    return None
+
+
+def convolution_sites(model: nn.Module) -> Iterator[FusedSite]:
+    """Find the short convolutions of a model, which get a forward over pages."""
+    for name, module in model.named_modules():
+        if is_known_convolution(module):
+            yield FusedSite(name, module, CONVOLUTION, PagedConvolution, None)
+
+
+def is_known_convolution(module: nn.Module) -> bool:
+    """Return whether a module has the parts of a gated short convolution, and gives what ours does on random input."""
+    if set(module._modules) != set(PARTS) or not isinstance(getattr(module, "layer_idx", None), int):
+        return False
+    return convolution_refusal(module) is None and _agrees(module)
+
+
+@torch.no_grad()
+def _agrees(module: nn.Module) -> bool:
+    known: Any = module.conv
+    numbers, width, length = RandomNumbers(), 8, int(known.kernel_size[0])
+    conv = nn.utils.skip_init(
+        nn.Conv1d,
+        width,
+        width,
+        length,
+        groups=width,
+        padding=length - 1,
+        bias=known.bias is not None,
+    )
+    parts = {"conv": conv, "in_proj": _linear(width, 3 * width), "out_proj": _linear(width, width)}
+    for part in parts.values():
+        for parameter in part.parameters():
+            parameter.copy_(numbers(*parameter.shape))
+    theirs, ours = (unwatched_twin(module, _modules=parts) for _ in range(2))
+    ours.__class__ = mixed_class(PagedConvolution, type(module))
+    x = numbers(2, 7, width)
+    return agree(
+        lambda: type(module).forward(theirs, x),
+        lambda: ours(x, past_key_values=_OneCall(length)),
+        Tolerance(roundings=32, absolute=1e-5),
+    )
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    made: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+    return made
+
+
+class _OneCall(CacheOverPages):
+    """A cache for a trial: each of its layers is given whole sequences in one call."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.layers: Any = self
+
+    def __getitem__(self, layer_idx: int) -> _OneCall:
+        return self
+
+    def keep_inputs(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, 0, self.length - 1, 0)).unfold(1, self.length, 1)

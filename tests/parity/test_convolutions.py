@@ -1,0 +1,239 @@
+"""Models with short convolutions (LFM2) run as others do: their inputs stay in pages, beside keys and values."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM
+
+import hf_accel
+from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+from hf_accel.cache.hf import layer_windows
+from hf_accel.fused.hf.convolutions import PagedConvolution, is_known_convolution
+
+from .families import VOCABULARY
+from .snapshot import snapshot
+from .speculating import OracleDrafter, requests
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LAYERS = ["conv", "full_attention", "conv", "conv", "full_attention"]
+PROMPTS = requests(5, longest=40, seed=6, shared=9)
+NEW_TOKENS = 20
+WAIT = 60
+
+
+def model_of(kind: str = "lfm2", layers: Sequence[str] = LAYERS, tokens: int = 3, **other: Any) -> Any:
+    torch.manual_seed(3)
+    sizes = SIZES | {"num_hidden_layers": len(layers), "layer_types": list(layers), "conv_L_cache": tokens} | other
+    if kind == "lfm2":
+        return Lfm2ForCausalLM(Lfm2Config(**sizes)).eval()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1}
+    return Lfm2MoeForCausalLM(Lfm2MoeConfig(**sizes, **experts)).eval()
+
+
+def alone(model: Any, prompt: list[int], count: int = NEW_TOKENS, **settings: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False} | settings
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **settings)
+    return out[0, len(prompt) :].tolist()
+
+
+def padded(side: str) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, PROMPTS))
+    rows = [[0] * (longest - len(p)) + p if side == "left" else p + [0] * (longest - len(p)) for p in PROMPTS]
+    ids = torch.tensor(rows)
+    return ids, (ids != 0).long()
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("tokens", [2, 3, 5])
+def test_requests_together_give_the_tokens_of_each_alone(kind: str, tokens: int) -> None:
+    model = model_of(kind, tokens=tokens)
+    expected = [alone(model, prompt) for prompt in PROMPTS]
+    hf_accel.patch(model, weights=None)
+    assert [alone(model, prompt) for prompt in PROMPTS] == expected
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    found = model.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert [output.generated_tokens for output in found.values()] == expected
+    ids, mask = padded("left")
+    rows = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert rows[:, ids.shape[1] :].tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programmes_of_requests(seed: int) -> None:
+    """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
+    numbers = random.Random(seed)
+    layers = [*numbers.choices(["conv", "full_attention"], [3, 2], k=3), "full_attention", "conv"]
+    model = model_of(layers=layers, tokens=numbers.choice([2, 3, 4]))
+    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
+    lengths = [numbers.randint(1, 30) for _ in prompts]
+    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
+    cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([160, 400]))
+    hf_accel.patch(model, weights=None, cache=cache)
+    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
+    with Engine(model, speculative=SpeculativeConfig(drafter=drafter) if seed % 2 else None) as engine:
+        jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+        stopped = engine.submit(prompts[0], max_new_tokens=40)
+        stopped.cancel()
+        assert [job.result(WAIT).tokens for job in jobs] == expected
+
+
+@pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
+def test_beams_and_their_copies(settings: dict[str, Any]) -> None:
+    model = model_of()
+    ids, mask = padded("left")
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings)
+    hf_accel.patch(model, weights=None)
+    assert torch.equal(
+        model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings), expected
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right", "gaps"])
+@pytest.mark.parametrize("cuts", [[40], [1, 39], [7, 1, 1, 31], [2] * 20])
+def test_passes_over_a_paged_cache(side: str, cuts: list[int]) -> None:
+    """Padding on the right, or between tokens, is a token of zeros to a convolution, as in transformers.
+
+    There a pass of one column takes padding for a token, so that no such column is padding here.
+    """
+    model, numbers = model_of(), random.Random(len(cuts))
+    ids = torch.randint(1, VOCABULARY, (3, 40))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate((0, 5, 11)):
+        places = {"left": range(count), "right": range(40 - count, 40), "gaps": numbers.sample(range(9, 40), count)}
+        mask[row, list(places[side])] = 0
+    passes = []
+    for patched in (False, True):
+        if patched:
+            hf_accel.patch(model, weights=None)
+        cache = PagedCache(model.config) if patched else None
+        start, logits = 0, []
+        for count in cuts:
+            part = slice(start, start + count)
+            output = model(ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache, use_cache=True)
+            cache, start = output.past_key_values, part.stop
+            logits.append(output.logits)
+        passes.append(torch.cat(logits, 1))
+    real = mask.bool()
+    torch.testing.assert_close(passes[1][real], passes[0][real], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_goes_back_and_forks() -> None:
+    model = hf_accel.patch(model_of(tokens=4), weights=None)
+    ids = torch.randint(1, VOCABULARY, (2, 30))
+    whole = model(ids).logits
+    cache = PagedCache(model.config)
+    model(ids[:, :20], past_key_values=cache)
+    fork = copy.deepcopy(cache)
+    model(torch.randint(1, VOCABULARY, (2, 5)), past_key_values=cache)
+    cache.crop(-5)
+    for each in (cache, fork):
+        logits = model(ids[:, 20:], past_key_values=each).logits
+        torch.testing.assert_close(logits, whole[:, 20:], rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_of_convolutions_are_never_quantized() -> None:
+    model = hf_accel.patch(model_of(), weights=None, cache={"dtype": "int8"})
+    cache = PagedCache(model.config, dtype="int8")
+    model(torch.tensor([PROMPTS[0]]), past_key_values=cache)
+    dtypes = [layer.group.storages[layer.layer_idx].pages.k.dtype for layer in cache.paged_layers]
+    assert dtypes == [torch.float32 if name == "conv" else torch.int8 for name in LAYERS]
+    found = model.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert [output.generated_tokens for output in found.values()] == [alone(model, prompt) for prompt in PROMPTS]
+
+
+def test_quantized_weights_batch_exactly() -> None:
+    model = hf_accel.patch(model_of())
+    expected = [alone(model, prompt) for prompt in PROMPTS]
+    found = model.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert [output.generated_tokens for output in found.values()] == expected
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_patch_is_undone_exactly(fuse: bool) -> None:
+    model = model_of()
+    before = snapshot(model)
+    hf_accel.patch(model, weights=None, fuse=fuse)
+    assert sum(isinstance(module, PagedConvolution) for module in model.modules()) == LAYERS.count("conv")
+    alone(model, PROMPTS[0])
+    assert snapshot(hf_accel.unpatch(model)) == before
+
+
+def test_sampling_draws_stocks_numbers() -> None:
+    model = model_of()
+    ids, mask = padded("left")
+    torch.manual_seed(5)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True)
+    hf_accel.patch(model, weights=None)
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), expected)
+
+
+def test_a_bias_in_front_of_the_convolution_stays_on_stocks_loop() -> None:
+    """Padding, zeros in transformers, would not be zeros behind the bias."""
+    model = model_of(conv_bias=True)
+    expected = [alone(model, prompt) for prompt in PROMPTS]
+    hf_accel.patch(model, weights=None)
+    assert not any(isinstance(module, PagedConvolution) for module in model.modules())
+    assert [alone(model, prompt) for prompt in PROMPTS] == expected
+
+
+class OtherConvolution(nn.Module):
+    """A module with the parts of a short convolution that computes something else with them."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.in_proj, self.conv, self.out_proj = module.in_proj, module.conv, module.out_proj
+        self.layer_idx = module.layer_idx
+
+    def forward(self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None) -> Tensor:
+        after, before, x = self.in_proj(hidden_states).chunk(3, dim=-1)  # the gates change places
+        inputs = (before * x).transpose(1, 2)
+        mixed = self.conv(inputs)[..., : inputs.shape[-1]].transpose(1, 2)
+        return self.out_proj(mixed * after)
+
+
+def test_other_code_with_the_same_parts_is_not_known() -> None:
+    module = model_of().model.layers[0].conv
+    assert is_known_convolution(module)
+    other = OtherConvolution(module)
+    assert not is_known_convolution(other)
+    module.conv.stride = (2,)
+    assert not is_known_convolution(module)
+
+
+def test_a_model_that_is_not_patched_says_how_to_read_pages() -> None:
+    model = model_of()
+    with pytest.raises(UnsupportedError, match=r"call hf_accel\.patch\(model\) first"):
+        model(torch.tensor([PROMPTS[0]]), past_key_values=PagedCache(model.config))
+
+
+def test_an_argument_that_is_not_known() -> None:
+    model = hf_accel.patch(model_of(), weights=None)
+    module, cache = model.model.layers[0].conv, PagedCache(model.config)
+    with pytest.raises(UnsupportedError, match="it is given seq_idx="):
+        module(torch.randn(1, 3, 32), past_key_values=cache, seq_idx=torch.zeros(1, 3))
+
+
+def test_ranks_do_not_share_out_inputs() -> None:
+    with pytest.raises(UnsupportedError, match="the pages of its convolutions are not shared out"):
+        hf_accel.plan(model_of(), context_parallel=object())  # type: ignore[arg-type]
+
+
+def test_estimate_counts_what_the_cache_keeps() -> None:
+    model = model_of()
+    windows = layer_windows(model.config)
+    assert windows == [3, None, 3, 3, None]
+    estimate = hf_accel.estimate(model, context=1000, weights=None)
+    keys_and_values = 2 * 2 * 2 * 8 * 1000 * 4  # layers, K and V, heads, numbers of each, tokens, bytes
+    assert estimate.kv_bytes == keys_and_values + 3 * 3 * 32 * 4
