@@ -14,7 +14,12 @@ import hf_accel
 
 torch.manual_seed(0)
 config = LlamaConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 ids = torch.tensor([[1, 2, 3, 4, 5]])
 asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}

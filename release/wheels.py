@@ -2,9 +2,9 @@
 
 python -m release.wheels [NAME...] [--out dist]    NAME: of release/targets.py; without one, all
 
-zig compiles them, a compiler for every target that `pip install ziglang` installs. Kernels for this machine run in a fresh
-virtual environment, those for ARM under qemu-aarch64, those for Windows under wine, where these are installed; those
-for macOS run nowhere but on macOS. The last column of the table says what was run.
+zig compiles them, a compiler for every target that `pip install ziglang` installs. Kernels for this machine run in a
+fresh virtual environment, those for ARM under qemu-aarch64, those for Windows under wine, where these are installed;
+those for macOS run nowhere but on macOS. The last lines say what was run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from .targets import KERNELS, TARGETS, Target, faults
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
-BUILD = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1], {'--build-option': '--plat-name ' + sys.argv[2]})"
+BUILD = """
+import sys, setuptools.build_meta as backend
+backend.build_wheel(sys.argv[1], {"--build-option": f"--plat-name {sys.argv[2]}"})
+"""
 GLIBC_FOR_ARM = Path("/usr/aarch64-linux-gnu")  # of Debian's libc6-arm64-cross
 LEVEL_OF_WINDOWS = "avx2"
 
@@ -90,7 +93,12 @@ def run_here(wheel: Path, target: Target, scratch: Path) -> str:
 
 
 def run_emulated(
-    wheel: Path, target: Target, scratch: Path, *, driver: str, commands: Callable[[Path, Path], Mapping[str, Sequence[str]]]
+    wheel: Path,
+    target: Target,
+    scratch: Path,
+    *,
+    driver: str,
+    commands: Callable[[Path, Path], Mapping[str, Sequence[str]]],
 ) -> str:
     """Run the kernels' tests with the library of a wheel. commands: of a driver and a library, by level."""
     with zipfile.ZipFile(wheel) as archive:
@@ -157,7 +165,9 @@ def main() -> None:
         wheel = make(target, asked.out)
         print(f"{wheel} is made", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(f"{wheel.name}  {wheel.stat().st_size / 1e6:.1f} MB\n    {RUNS[name](wheel, target, Path(folder))}")
+            rows.append(
+                f"{wheel.name}  {wheel.stat().st_size / 1e6:.1f} MB\n    {RUNS[name](wheel, target, Path(folder))}"
+            )
     print("\n".join(rows))
 
 

@@ -18,7 +18,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What `state` holds has types of higher rooms, which it imports for the type checker alone.
 FACTS = {"config", "errors", "hardware", "keywords", "models", "tensors", "undo"}
-FACTS_NEED = {"hardware.atomic": {"filelock"}, "hardware.device": {"psutil"}}  # what each system has in a way of its own
+FACTS_NEED = {
+    "hardware.atomic": {"filelock"},
+    "hardware.device": {"psutil"},
+}  # what each system has in a way of its own
 CORE = {  # room -> the rooms before it
     "recognition": set(),
     "kernels": set(),

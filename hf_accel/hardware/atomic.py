@@ -12,8 +12,8 @@ system call, so that a process may be killed, and the machine may lose its power
   between, the place is empty, both complete folders stand next to it, and the next write to the place, or a rename by
   hand, puts the new one there.
 
-An unfinished folder has a file next to it, which the process that writes holds locked. One that nobody holds any more was
-left by a process that was killed; the next write to the same place deletes it.
+An unfinished folder has a file next to it, which the process that writes holds locked. One that nobody holds any more
+was left by a process that was killed; the next write to the same place deletes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The model card of a checkpoint that transformers can read only after `import hf_accel`.
 
-transformers 5.17 to 5.23 has no entry point for quantization methods: it knows its own ones, and those that were registered in
-the process. Code in the checkpoint itself could register ours, but a user would have to trust it with
+transformers 5.17 to 5.23 has no entry point for quantization methods: it knows its own ones, and those that were
+registered in the process. Code in the checkpoint itself could register ours, but a user would have to trust it with
 trust_remote_code=True.
 """
 
@@ -22,7 +22,7 @@ tags:
 - hf_accel
 ---
 
-Run `import hf_accel` (`pip install hf_accel`) before `from_pretrained`: transformers alone does not know how these weights are stored.
+Run `import hf_accel` (`pip install hf_accel`) before `from_pretrained`: transformers alone cannot read these weights.
 """
 
 

@@ -220,7 +220,7 @@ def _system_flags(machine: str) -> list[str]:
 def _accepts(compiler: Sequence[str], flags: Sequence[str], scratch: Path) -> bool:
     probe = scratch / "probe.cpp"
     probe.write_text("int main() { return 0; }\n", encoding="utf-8")
-    command = [*compiler, "-Werror", *flags, str(probe), "-o", str(scratch / "probe")]
+    command = [*compiler, "-Werror", *flags, "-c", str(probe), "-o", str(scratch / "probe.o")]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

@@ -196,7 +196,7 @@ _structs: dict[str, type[Structure]] = {
 
 
 def _check_sizes(library: ctypes.CDLL) -> None:
-    """Raise UnsupportedError if the library lacks functions, or its structs have other sizes: its sources were different."""
+    """Raise UnsupportedError if functions are missing or structs have other sizes: its sources were different."""
     if all(hasattr(library, name) for name in ("hfa_size_of", *INTERFACES)):
         library.hfa_size_of.restype = ctypes.c_int64
         sizes = {name: library.hfa_size_of(name.encode()) for name in _structs}

@@ -21,7 +21,7 @@ INTERFACES = {
 
 
 def share_threads(library: ctypes.CDLL) -> bool:
-    """Let the kernels compute on torch's threads. Return False if there are none; they then compute on the caller's."""
+    """Let the kernels compute on torch's threads. Return False if none are found; then the caller computes alone."""
     for runtime in loaded_runtimes():
         for use, names in INTERFACES.items():
             functions = [getattr(runtime, name, None) for name in names]
