@@ -28,9 +28,8 @@ SCRIPT = """if True:
             raise ImportError(f"this system has no {name}")
         return own(name, globals, *rest)
     builtins.__import__ = without_posix
-    for name in ("fork", "forkpty", "register_at_fork", "sched_getaffinity", "sysconf", "uname", "getuid", "setsid", "chown"):
-        if hasattr(os, name):
-            delattr(os, name)
+    for name in ("fork", "forkpty", "register_at_fork", "sched_getaffinity", "sysconf", "uname", "getuid", "setsid"):
+        delattr(os, name)
     for name in ("SIGALRM", "SIGKILL", "SIGHUP", "SIGUSR1", "setitimer", "alarm"):
         delattr(signal, name)
     def hidden(event, arguments):

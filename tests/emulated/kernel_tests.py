@@ -22,9 +22,7 @@ DRIVER = HERE / "driver.cpp"
 # For each level, a CPU of qemu's that would stop at the instructions of a better one.
 ARM_CPUS = {"neon_i8mm": "max", "neon_dotprod": "neoverse-n1", "neon": "cortex-a53"}
 TESTS = ["tests/unit/kernels", "tests/unit/attention/test_cpu.py", "tests/unit/cache/test_write.py"]
-SLOW = (
-    "a_row_does_not or decode_of_a_batch"  # rows among others: this machine has the same bits, and is tested with them
-)
+SLOW = "a_row_does_not or decode_of_a_batch"  # rows among others, which this machine computes with the same bits
 
 
 def missing(*programs: str, level: str = "avx2") -> str | None:

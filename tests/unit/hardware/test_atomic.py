@@ -197,14 +197,14 @@ def test_a_folder_that_the_system_does_not_move_stays(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
     monkeypatch.setattr(os, "rename", refuses)
-    with pytest.raises(HfAccelError, match="could not be written: .*in use"):
+    with pytest.raises(HfAccelError, match=r"could not be written: .*in use"):
         write(place, "b")
     assert version_at(place) == "a" and list(tmp_path.iterdir()) == [place]
 
 
 @pytest.mark.parametrize("with_lock", [True, False])
 def test_what_nobody_holds_is_deleted(tmp_path: Path, with_lock: bool) -> None:
-    """With the file of its lock, or without, as earlier versions left it; also a lock alone, which came before its folder."""
+    """With the file of its lock, or without, as earlier versions left it; also a lock that has no folder yet."""
     left = tmp_path / f".checkpoint.0123abcd{atomic.UNFINISHED}"
     left.mkdir()
     (left / "model.bin").write_text("half")

@@ -162,7 +162,8 @@ def test_a_library_that_is_in_use_is_named(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("system", "name"),
     [
-        ("Linux", "libhf_accel_cpu.so"), ("Darwin", "libhf_accel_cpu.so"), ("aarch64-unknown-macos", "libhf_accel_cpu.so"),
+        ("Linux", "libhf_accel_cpu.so"), ("Darwin", "libhf_accel_cpu.so"),
+        ("aarch64-unknown-macos", "libhf_accel_cpu.so"),
         ("Windows", "hf_accel_cpu.dll"), ("x86_64-unknown-windows-gnu", "hf_accel_cpu.dll"),
     ],
 )  # fmt: skip
