@@ -41,7 +41,7 @@ class WritesModelCard(Mixin):
 def write_model_card(folder: Path) -> None:
     """Write README.md into the folder of a checkpoint of ours that has none. A user's own is never written to."""
     config, card = folder / "config.json", folder / "README.md"
-    if card.exists() or not config.is_file():  # a card that is there; a file in the place of the folder
+    if card.exists() or not config.is_file():  # there is a card, or nothing was saved
         return
     described = json.loads(config.read_text(encoding="utf-8")).get("quantization_config") or {}
     if described.get("quant_method") == METHOD:

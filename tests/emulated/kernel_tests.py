@@ -26,7 +26,7 @@ SLOW = "a_row_does_not or decode_of_a_batch"  # rows among others, which this ma
 
 
 def missing(*programs: str, level: str = "avx2") -> str | None:
-    """Why nothing can be compared here: a program that is not installed, or a level that this machine does not have."""
+    """Why nothing can be compared here: a program is not installed, or this machine does not have the level."""
     absent = next((program for program in programs if shutil.which(program) is None), None)
     if absent is not None:
         return f"needs {absent}"
