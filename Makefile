@@ -6,6 +6,7 @@
 # make mutants   one wrong line after the other, each of which the tests must find (ONLY=attention: some of them)
 # make soak      ten minutes of many clients of the server: answers, blocks, threads and memory
 # make wheel     dist/*.whl, which needs no compiler to install, for every Python 3 of this platform
+# make wheels    dist/*.whl for Linux on x86-64 and ARM, macOS on ARM and Windows, by one compiler; runs what can be run here
 # make docs      a site of README.md and docs/, in build/site
 # make bench     the measurements behind benchmarks/results
 # make gpu       what needs an NVIDIA GPU, by PYTHON as it is, in at most ten minutes: tests and measurements
@@ -17,7 +18,7 @@ PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 8 --dist workste
 KERNELS = hf_accel/kernels/cpu
 SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-all lint types check sanitize families mutants soak wheel docs bench gpu clean
+.PHONY: demo test test-all lint types check sanitize families mutants soak wheel wheels docs bench gpu clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/quickstart.py
@@ -56,13 +57,17 @@ mutants: $(VENV)/.ready
 soak: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(RUN) -m tests.serving.soak
 
-# libgomp stays out: torch brings it, and a second one beside it would have threads of its own. macOS needs no repair.
+# By the compiler of this machine, for it. macOS needs no repair.
 wheel: $(VENV)/.ready
 	rm -rf build/wheel
 	$(RUN) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	if [ "$$(uname)" != Linux ]; then mkdir -p dist && cp build/wheel/*.whl dist; else \
-		PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair --exclude libgomp.so.1 --only-plat \
+		PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair --only-plat \
 		--wheel-dir dist build/wheel/*.whl; fi
+
+wheels: $(VENV)/.ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check "ziglang>=0.14"
+	$(RUN) -m release.wheels $(TARGETS)
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet

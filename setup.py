@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Command, Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -31,11 +32,12 @@ class BuildKernels(Command):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
     def run(self) -> None:
+        kernels = build_module()
         folder = (ROOT if self.editable_mode else Path(self.build_lib or "build/lib")) / KERNELS
         if not self.editable_mode:  # what an earlier build left is not of these sources
-            for left in ("libhf_accel_cpu.so", "not_built.txt"):
+            for left in (*kernels.LIBRARIES.values(), kernels.REASON):
                 (folder / left).unlink(missing_ok=True)
-        compile_kernels(folder)
+        kernels.build_or_note(folder)
 
     def get_source_files(self) -> list[str]:
         """Those of a source distribution: package-data lists them already."""
@@ -48,13 +50,13 @@ class BuildKernels(Command):
         return {}
 
 
-def compile_kernels(folder: Path) -> None:
+def build_module() -> ModuleType:
     """build.py by its path: hf_accel needs torch, which an isolated build does not have."""
     spec = importlib.util.spec_from_file_location("build_kernels", ROOT / KERNELS / "build.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.build_or_note(folder)
+    return module
 
 
 class PlatformWheel(bdist_wheel):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .verify.quantization_report import quantization_report
     from .verify.verify import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AccelConfig",
     "CacheConfig",

@@ -12,25 +12,30 @@ system call, so that a process may be killed, and the machine may lose its power
   between, the place is empty, both complete folders stand next to it, and the next write to the place, or a rename by
   hand, puts the new one there.
 
-An unfinished folder is locked by the process that writes it. One that nobody holds any more was left by a process that
-was killed; the next write to the same place deletes it. (Windows has no such lock; there it stays.)
+An unfinished folder has a file next to it, which the process that writes holds locked. One that nobody holds any more
+was left by a process that was killed; the next write to the same place deletes it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock
 
 from ..errors import HfAccelError, HfAccelWarning, UnsupportedError
 
 UNFINISHED, NEW, OLD = ".hf_accel-unfinished", ".hf_accel-new", ".hf_accel-old"
+LOCK = ".lock"  # behind the name of an unfinished folder
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks answers
 # The system calls that exchange folders, with what they take for the working directory (AT_FDCWD).
 SYSTEM_CALLS = {"linux": ("renameat2", -100), "darwin": ("renameatx_np", -2)}
 EXCHANGE = 2  # RENAME_EXCHANGE on Linux, RENAME_SWAP on macOS
@@ -104,60 +109,57 @@ def _errors_of_the_disk(path: Path, errors: tuple[type[Exception], ...]) -> Iter
 def _unfinished(place: Path) -> Iterator[Path]:
     """Make a locked folder next to `place`, which is deleted at the end with all that it holds."""
     prefix = f".{place.name}."
-    for path in place.parent.iterdir():
+    left = {path.with_name(path.name.removesuffix(LOCK)) for path in place.parent.iterdir()}
+    for path in left:
         if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
             _delete_abandoned(path)
     folder = place.with_name(f"{prefix}{secrets.token_hex(4)}{UNFINISHED}")
-    folder.mkdir()
-    lock = _lock(folder)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-        if folder.exists():
-            warnings.warn(f"{folder} could not be deleted; it is of no use", HfAccelWarning, stacklevel=2)
+    with _lock_of(folder):  # there is no moment at which others find the folder without it
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if folder.exists():
+                warnings.warn(f"{folder} could not be deleted; it is of no use", HfAccelWarning, stacklevel=2)
 
 
 @contextmanager
-def locked(file: Path) -> Iterator[None]:
+def locked(file: Path, *, timeout: float = -1) -> Iterator[None]:
     """Let one process at a time into the block; others on this machine wait. A lock dies with its process.
 
-    file: what is locked, made if it is not there, and left.
+    file: made for the lock if it is not there. timeout: seconds after which it raises Timeout; -1 waits for ever.
     """
-    lock = _lock(file, os.O_RDWR | os.O_CREAT, waits=True)
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=timeout)
+    except NotImplementedError:  # how some versions of filelock say so
+        pass
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
     try:
         yield
     finally:
-        if lock is not None:
-            os.close(lock)
+        lock.release()
 
 
-def _lock(path: Path, flags: int = os.O_RDONLY, *, waits: bool = False) -> int | None:
-    """Return a file descriptor that locks a folder or file until it is closed; None where the system has no locks, or,
-    unless it `waits`, where another process holds it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    try:
-        descriptor = os.open(path, flags)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+@contextmanager
+def _lock_of(folder: Path, *, timeout: float = -1) -> Iterator[None]:
+    """Hold the lock of an unfinished folder, and leave no file of it."""
+    file = folder.with_name(folder.name + LOCK)
+    with locked(file, timeout=timeout):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # on Windows the lock deletes its file itself
+                file.unlink()
 
 
 def _delete_abandoned(folder: Path) -> None:
-    lock = _lock(folder)
-    if lock is not None:
+    """Delete an unfinished folder, unless the process that writes it still runs."""
+    with suppress(OSError), _lock_of(folder, timeout=0):  # Timeout is an OSError
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
 
 
 def _to_disk(path: Path) -> None:
@@ -180,7 +182,11 @@ def _put(new: Path, place: Path) -> None:
         return
     complete, old = _aside(place, NEW), _aside(place, OLD)
     os.rename(new, complete)
-    os.rename(place, old)
+    try:
+        os.rename(place, old)
+    except OSError:  # Windows moves no folder of which a file is open, as that of a model which is in use
+        shutil.rmtree(complete)
+        raise
     os.rename(complete, place)
     shutil.rmtree(old, ignore_errors=True)
 

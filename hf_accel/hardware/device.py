@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -174,14 +175,15 @@ def cache_bytes(level: int, root: Path = ROOT) -> int | None:
 # -- memory ------------------------------------------------------------------------------------------
 
 
-def host_memory(root: Path = ROOT) -> tuple[int | None, int | None]:
+def host_memory(root: Path = ROOT) -> tuple[int, int]:
     """Return total and free bytes, within the container's limit.
 
     Free memory includes what the page cache would give back.
     """
     fields = dict(line.split(":") for line in (content_of(root / "proc/meminfo") or "").splitlines() if ":" in line)
-    if "MemTotal" not in fields:
-        return _installed_memory(), None
+    if "MemTotal" not in fields:  # macOS, Windows
+        memory = psutil.virtual_memory()
+        return int(memory.total), int(memory.available)
     total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     for limit, used in memory_limits(root):
         total, free = min(total, limit), min(free, max(0, limit - used))
@@ -200,13 +202,6 @@ def pool_memory(device: torch.device) -> int | None:
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch would give it back
 
     return gpu_memory(device)[1] + unused
-
-
-def _installed_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # Windows has no sysconf
-        return None
 
 
 # -- pages: large ones, and those that are given back ------------------------------------------------------

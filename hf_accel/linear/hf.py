@@ -41,8 +41,7 @@ from .formats.blocks import VERSION, VERSION_SETTING
 from .layer import QuantModule
 from .layer_settings import SCALE_DTYPES
 from .layer_state import blanks, file_state
-
-METHOD = "hf_accel"
+from .model_card import METHOD as METHOD  # which others take from here
 
 
 class AccelConfig(QuantizationConfigMixin):

@@ -34,6 +34,7 @@ from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer, stored_tables
+from ..linear.model_card import WritesModelCard
 from ..models import layers_config, model_of, unwrapped
 from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, mixed_class
@@ -297,6 +298,8 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
             journal.attribute(part, PART_OF, type(model).__name__)
     if isinstance(model, GenerationMixin) and model.can_generate():  # others have a generate() of their own
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
+    elif isinstance(getattr(model, "hf_quantizer", None), AccelQuantizer):
+        journal.attribute(model, "__class__", mixed_class(WritesModelCard, type(model)))
     if not todo.stock_cache:
         # The journal writes the entries itself. The handle is only asked for an id that no other hook has.
         hook_id = RemovableHandle(model._forward_pre_hooks).id

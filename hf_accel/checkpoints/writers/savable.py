@@ -137,5 +137,5 @@ def _link(source: str, target: str) -> None:
     """Give a file a second name, or copy it where the file system has no such names."""
     try:
         os.link(source, target, follow_symlinks=False)
-    except OSError:
+    except (OSError, NotImplementedError):  # Windows has no os.link that leaves links as they are
         shutil.copy2(source, target, follow_symlinks=False)

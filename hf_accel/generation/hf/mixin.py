@@ -17,9 +17,9 @@ from ...cache.hf import PagedCache
 from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
+from ...linear.model_card import WritesModelCard
 from ...models import positions_depend_on_length
 from ...tensors import made_on_host
-from ...undo.journal import Mixin
 from ...undo.state import state_of
 from .batch import generate_batch, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
@@ -42,7 +42,7 @@ NOT_GIVEN = Default("not given")
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
-class AcceleratedGeneration(Mixin):
+class AcceleratedGeneration(WritesModelCard):
     """Is mixed into a patched model's class, before the original class."""
 
     @made_on_host()

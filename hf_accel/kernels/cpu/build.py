@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "src"
-LIBRARY = "libhf_accel_cpu.so"
+LIBRARIES = {"windows": "hf_accel_cpu.dll", "": "libhf_accel_cpu.so"}  # by a word in the name of a system, or else
 SHARED = "what all instruction sets share"  # the first round of compiling
 REASON = "not_built.txt"  # a file that says why there is no library; the plan shows its text
 
 COMMON = [
-    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
+    "-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
     # Two of these switch off false warnings about gcc 12's own intrinsics; the last one is for clang, which knows one.
     "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option",
 ]  # fmt: skip
@@ -51,6 +52,9 @@ LEVELS: dict[str, list[str]] = {
     "avx2_tiles": [*AVX2, "-DHFA_TILES"],
 }
 
+# The names that zig has for processors of ARM.
+ZIG_NAMES = {"-march=armv8-a": "-mcpu=generic", "-march=armv8.2-a": "-mcpu=generic+v8_2a"}
+
 # Other levels are not built with sanitizers: they have the same code and would take minutes to compile.
 SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2", "avx2_tiles", "neon_dotprod", "neon")
 
@@ -59,31 +63,49 @@ class BuildError(Exception):
     """An error that says why there is no library, as a clause that a plan can print."""
 
 
-def build(target: Path = HERE / LIBRARY, *, sanitize: bool = False, only: Sequence[str] = tuple(LEVELS)) -> list[str]:
+def library_name(system: str) -> str:
+    """Return the file name of the library on a system, by its name in platform.system() or in a compiler's target."""
+    return next(name for word, name in LIBRARIES.items() if word in system.lower())
+
+
+LIBRARY = library_name(platform.system())
+
+
+def build(target: Path = HERE, *, sanitize: bool = False, only: Sequence[str] = tuple(LEVELS)) -> list[str]:
     """Compile every level of the compiler's processor that it supports, link them to `target`, and return the levels.
 
-    only: the levels to compile of these. Raises BuildError if there is no compiler or it fails. An older library then
-    stays as it was.
+    target: a file, or a folder in which the library gets its own name. only: the levels to compile of these.
+    Raises BuildError if there is no compiler or it fails. An older library then stays as it was.
     """
     compiler = find_compiler()
-    common = [*COMMON, *(SANITIZE if sanitize else [])]
+    machine = _target(compiler)
+    if "mingw32" in machine:
+        raise BuildError("g++ for Windows misaligns vectors on the stack (gcc bug 54412); take clang++, or ziglang")
+    common = [*COMMON, *(SANITIZE if sanitize else []), *_system_flags(machine)]
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        machine = _target(compiler)
-        common += [*_openmp(compiler, scratch), *(MACOS if "darwin" in machine else [])]
         known = [level for level in levels_for(machine.split("-")[0]) if level in only]
         wanted = [level for level in known if not sanitize or level in SANITIZED_LEVELS] or ["portable"]
-        levels = [level for level in wanted if _accepts(compiler, LEVELS[level], scratch)]
-        (scratch / "levels.inc").write_text("".join(f"HFA_LEVEL({level})\n" for level in levels))
-        jobs = _jobs(levels, scratch)
-        _compile(jobs, [compiler, *common])
-        linked = scratch / LIBRARY
-        _run([compiler, *common, "-shared", *(str(job.made) for job in jobs), "-o", str(linked)])
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copyfile(linked, temporary)
-        os.replace(temporary, target)  # a process that has loaded the old library can go on using it
+        levels = [level for level in wanted if _accepts(compiler, level_flags(level, compiler), scratch)]
+        (scratch / "levels.inc").write_text("".join(f"HFA_LEVEL({level})\n" for level in levels), encoding="utf-8")
+        jobs = _jobs({level: level_flags(level, compiler) for level in levels}, scratch)
+        _compile(jobs, [*compiler, *common])
+        linked = scratch / library_name(machine)
+        _run([*compiler, *common, "-shared", *(str(job.made) for job in jobs), "-o", str(linked)])
+        _put(linked, target / linked.name if target.is_dir() else target)
     return levels
+
+
+def _put(linked: Path, target: Path) -> None:
+    """Put the library in its place in one step: a process that has loaded the old one can go on using it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(linked, temporary)
+    try:
+        os.replace(temporary, target)
+    except PermissionError as error:  # Windows keeps what is loaded
+        temporary.unlink()
+        raise BuildError(f"{target} is in use; end the processes that have loaded it, and build again") from error
 
 
 class Compilation(NamedTuple):
@@ -95,8 +117,19 @@ class Compilation(NamedTuple):
     flags: list[str]
 
 
-def _jobs(levels: Sequence[str], scratch: Path) -> list[Compilation]:
-    """All files, level by level. scratch: the folder of object files, and of levels.inc."""
+def level_flags(level: str, compiler: Sequence[str]) -> list[str]:
+    """Return the flags of a level in the words of a compiler."""
+    names = ZIG_NAMES if any(Path(part).stem in ("zig", "ziglang") for part in compiler) else {}
+
+    def translated(flag: str) -> str:
+        start, plus, features = flag.partition("+")
+        return names.get(start, start) + plus + features
+
+    return [translated(flag) for flag in LEVELS[level]]
+
+
+def _jobs(levels: Mapping[str, Sequence[str]], scratch: Path) -> list[Compilation]:
+    """All files, level by level. levels: with their flags. scratch: the folder of object files, and of levels.inc."""
     shared = [
         Compilation(SHARED, source, scratch / f"{source.stem}.o", [f"-I{scratch}"])
         for source in sorted(SOURCE.glob("*.cpp"))
@@ -106,9 +139,9 @@ def _jobs(levels: Sequence[str], scratch: Path) -> list[Compilation]:
             level,
             source,
             scratch / f"{source.stem}.{level}.o",
-            [*LEVELS[level], f"-DHFA_NAMESPACE=hfa_{level}", f"-DHFA_TABLE=hfa_table_{level}"],
+            [*flags, f"-DHFA_NAMESPACE=hfa_{level}", f"-DHFA_TABLE=hfa_table_{level}"],
         )
-        for level in levels
+        for level, flags in levels.items()
         for source in sorted((SOURCE / "kernels").glob("*.cpp"))
     ]
 
@@ -137,28 +170,33 @@ def build_or_note(folder: Path = HERE) -> None:
 
     If it cannot be built, an older library is deleted, because its interface may differ from these sources.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     reason = folder / REASON
     try:
-        build(folder / LIBRARY)
+        build(folder)
         reason.unlink(missing_ok=True)
     except BuildError as error:
         _say(f"not built ({error})")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / LIBRARY).unlink(missing_ok=True)
+        for name in LIBRARIES.values():
+            (folder / name).unlink(missing_ok=True)
         reason.write_text(str(error), encoding="utf-8")
 
 
-def find_compiler() -> str:
-    """Return the compiler in the environment variable CXX, or the first usual one that is installed.
+def find_compiler() -> list[str]:
+    """Return the command of the compiler: the environment variable CXX, or the first usual one that is installed.
 
-    A cross compiler, such as CXX=aarch64-linux-gnu-g++, makes the library of its target. Raises BuildError if there
-    is none.
+    A cross compiler, such as CXX="python -m ziglang c++ -target aarch64-linux-gnu", makes the library of its target.
+    Raises BuildError if there is none.
     """
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    found = next(filter(None, map(shutil.which, names)), None)
+    if given := os.environ.get("CXX"):
+        command = [given] if shutil.which(given) else shlex.split(given, posix=os.name != "nt")
+        if not shutil.which(command[0]):
+            raise BuildError(f"no compiler {command[0]!r}")
+        return command
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if found is None:
-        raise BuildError("no compiler" if len(names) > 1 else f"no compiler {names[0]!r}")
-    return found
+        raise BuildError("no compiler")
+    return [found]
 
 
 def levels_for(processor: str) -> list[str]:
@@ -167,22 +205,22 @@ def levels_for(processor: str) -> list[str]:
     return [level for level in LEVELS if level == "portable" or (arm if level.startswith("neon") else x86)]
 
 
-def _target(compiler: str) -> str:
+def _target(compiler: Sequence[str]) -> str:
     """Return the target of a compiler, such as x86_64-linux-gnu or arm64-apple-darwin23.5.0."""
-    result = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True, check=False)
+    result = subprocess.run([*compiler, "-dumpmachine"], capture_output=True, text=True, check=False)
     return result.stdout.strip() or f"{platform.machine()}-{platform.system()}".lower()
 
 
-def _openmp(compiler: str, scratch: Path) -> list[str]:
-    """Return the flag for OpenMP, if the compiler supports it. Apple's does not; the kernels then use one thread."""
-    code = "#include <omp.h>\nint main() { return omp_in_parallel(); }\n"
-    return ["-fopenmp"] if _accepts(compiler, ["-fopenmp"], scratch, code) else []
+def _system_flags(machine: str) -> list[str]:
+    if "windows" in machine:
+        return []
+    return ["-fPIC", *(MACOS if "darwin" in machine else [])]
 
 
-def _accepts(compiler: str, flags: list[str], scratch: Path, code: str = "int main() { return 0; }\n") -> bool:
+def _accepts(compiler: Sequence[str], flags: Sequence[str], scratch: Path) -> bool:
     probe = scratch / "probe.cpp"
-    probe.write_text(code)
-    command = [compiler, "-Werror", *flags, str(probe), "-o", str(scratch / "probe")]
+    probe.write_text("int main() { return 0; }\n", encoding="utf-8")
+    command = [*compiler, "-Werror", *flags, "-c", str(probe), "-o", str(scratch / "probe.o")]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
@@ -197,7 +235,7 @@ def _run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        built = build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / LIBRARY, sanitize="--sanitize" in sys.argv)
+        built = build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE, sanitize="--sanitize" in sys.argv)
     except BuildError as error:
         sys.exit(f"cpu kernels: not built ({error})")
     print(f"cpu kernels: built for {', '.join(built)}")

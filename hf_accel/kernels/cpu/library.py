@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
-import torch  # before the library is loaded, because the kernels share torch's OpenMP runtime
+import torch  # before the library is loaded, because the kernels share the threads of torch
 from torch import Tensor
 
 from ...errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ...hardware.device import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
 from ...tensors import PLAIN, default_is_host, is_recorded
 from .build import HERE, LIBRARY, REASON
+from .openmp import INTERFACES, share_threads
 
 C_TYPES = {"pointers": c_void_p, "sizes": c_int64, "floats": c_float, "ints": c_int32}
 CODES = {c_void_p: "Q", c_int64: "q", c_float: "f", c_int32: "i"}  # the format characters of Python's struct module
@@ -149,14 +150,17 @@ def refusal() -> str | None:
 def warn_of_refusal() -> None:
     """Warn that models will run slower than they could, and say what to do; nothing where the kernels can run."""
     reason = refusal()
-    if reason is None:
+    if reason is not None:
+        way_out = "" if BUILD in reason else f"; once a C++ compiler (g++ or clang) works here, run {BUILD}"
+        text = f"{reason}: the model runs on torch's own kernels, which are slower{way_out}"
+    elif not _shares_threads and torch.get_num_threads() > 1:
+        text = (
+            "cpu kernels: they compute on one thread, because this torch has loaded no OpenMP runtime whose threads "
+            "they could share; a torch from PyPI has one"
+        )
+    else:
         return
-    way_out = "" if BUILD in reason else f"; once a C++ compiler (g++ or clang) works here, run {BUILD}"
-    warnings.warn(
-        f"{reason}: the model runs on torch's own kernels, which are slower{way_out}",
-        HfAccelWarning,
-        stacklevel=STACK_LEVEL,
-    )
+    warnings.warn(text, HfAccelWarning, stacklevel=STACK_LEVEL)
 
 
 @functools.cache
@@ -177,8 +181,9 @@ def _library() -> ctypes.CDLL:
             )
         level = next(lower for lower in _below(level) if not library.hfa_select(lower.encode()))
     _selected.append(level)
-    global _cores
-    _cores = usable_cores()
+    global _cores, _shares_threads
+    _shares_threads = share_threads(library)
+    _cores = usable_cores() if _shares_threads else 1
     return library
 
 
@@ -191,8 +196,8 @@ _structs: dict[str, type[Structure]] = {
 
 
 def _check_sizes(library: ctypes.CDLL) -> None:
-    """Raise UnsupportedError if the structs of the library have other sizes, so that its sources were different."""
-    if hasattr(library, "hfa_size_of"):
+    """Raise UnsupportedError if functions are missing or structs have other sizes: its sources were different."""
+    if all(hasattr(library, name) for name in ("hfa_size_of", *INTERFACES)):
         library.hfa_size_of.restype = ctypes.c_int64
         sizes = {name: library.hfa_size_of(name.encode()) for name in _structs}
         if sizes == {name: ctypes.sizeof(struct) for name, struct in _structs.items()}:
@@ -235,7 +240,9 @@ def using_isa(level: str) -> Iterator[None]:
         _selected.append(previous)
 
 
-_cores = 1  # cores within affinity and the container's quota; it is set when the library is loaded
+# These are set when the library is loaded.
+_cores = 1  # cores within affinity and the container's quota; one, where the kernels have no threads
+_shares_threads = True
 
 
 def threads() -> int:

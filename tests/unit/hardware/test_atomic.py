@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -181,6 +182,48 @@ def test_a_process_that_is_killed_while_it_writes_a_file(tmp_path: Path, kills: 
     with replaced_file(file) as unfinished:
         unfinished.write_text("c")
     assert file.read_text() == "c" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_that_the_system_does_not_move_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, where a file of it is open. Nothing is left of the new one."""
+    place = tmp_path / "checkpoint"
+    write(place, "a")
+    rename = os.rename
+
+    def refuses(old: Path, new: Path) -> None:
+        if Path(old) == place:
+            raise PermissionError(13, "in use", str(old))
+        rename(old, new)
+
+    monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(os, "rename", refuses)
+    with pytest.raises(HfAccelError, match=r"could not be written: .*in use"):
+        write(place, "b")
+    assert version_at(place) == "a" and list(tmp_path.iterdir()) == [place]
+
+
+@pytest.mark.parametrize("with_lock", [True, False])
+def test_what_nobody_holds_is_deleted(tmp_path: Path, with_lock: bool) -> None:
+    """With the file of its lock, or without, as earlier versions left it; also a lock that has no folder yet."""
+    left = tmp_path / f".checkpoint.0123abcd{atomic.UNFINISHED}"
+    left.mkdir()
+    (left / "model.bin").write_text("half")
+    if with_lock:
+        (tmp_path / f"{left.name}{atomic.LOCK}").touch()
+        (tmp_path / f".checkpoint.4567cdef{atomic.UNFINISHED}{atomic.LOCK}").touch()
+    (tmp_path / f".other.0123abcd{atomic.UNFINISHED}").mkdir()
+    write(tmp_path / "checkpoint", "a")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", f".other.0123abcd{atomic.UNFINISHED}"}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "no locks"), NotImplementedError()])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuses(lock: object, timeout: float) -> None:
+        raise error
+
+    monkeypatch.setattr(atomic.FileLock, "acquire", refuses)
+    write(tmp_path / "checkpoint", "a")
+    assert version_at(tmp_path / "checkpoint") == "a" and len(list(tmp_path.iterdir())) == 1
 
 
 @needs_fork

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hf_accel.hardware.device import gpu_memory, host_memory
@@ -24,10 +26,9 @@ def test_the_containers_limit_is_respected(make_root, limit, used, expected):
     assert host_memory(root) == expected
 
 
-def test_without_proc_free_memory_is_unknown(make_root):
-    total, free = host_memory(make_root({}))
-    assert free is None
-    assert total is None or total > 2**20
+def test_without_proc_psutil_is_asked(make_root, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=9, available=4))
+    assert host_memory(make_root({})) == (9, 4)
 
 
 def test_gpu_memory_is_total_then_free(monkeypatch):

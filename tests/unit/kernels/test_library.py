@@ -101,7 +101,7 @@ def test_installation_without_a_compiler(
 
 
 def test_the_build_says_what_it_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = build._jobs(["avx2", "portable"], tmp_path)
+    jobs = build._jobs({level: build.LEVELS[level] for level in ("avx2", "portable")}, tmp_path)
     build._compile(jobs, ["true"])  # in the place of a compiler
     lines = [line.partition(", after")[0] for line in capsys.readouterr().err.splitlines()]
     assert re.fullmatch(
@@ -109,6 +109,66 @@ def test_the_build_says_what_it_compiles(tmp_path: Path, capsys: pytest.CaptureF
     )
     rounds = ["what all instruction sets share", "avx2", "portable"]
     assert lines[1:] == [f"cpu kernels: {number} of 3: {name}" for number, name in enumerate(rounds, 1)]
+
+
+def test_zig_has_names_of_its_own() -> None:
+    for compiler in (["/usr/bin/g++"], [sys.executable, "-m", "ziglang", "c++"]):
+        flags = {level: build.level_flags(level, compiler) for level in build.LEVELS}
+        if "ziglang" not in compiler:
+            assert flags == build.LEVELS
+    assert "-mcpu=generic+v8_2a+dotprod+i8mm" in flags["neon_i8mm"] and "-mcpu=generic" in flags["neon"]
+    assert flags["avx2"] == build.LEVELS["avx2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("sh", ["sh"]), ("sh -c 'a b'", ["sh", "-c", "a b"]), ("nothing-here -x", "no compiler 'nothing-here'")],
+)
+def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch, given: str, found: list[str] | str) -> None:
+    monkeypatch.setenv("CXX", given)
+    if isinstance(found, list):
+        assert build.find_compiler() == found
+        return
+    with pytest.raises(build.BuildError, match=found):
+        build.find_compiler()
+
+
+def test_gnu_compilers_for_windows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their AVX code stops at vectors that it itself has misaligned."""
+    compiler = tmp_path / "cross-g++"
+    compiler.write_text("#!/bin/sh\necho x86_64-w64-mingw32\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(build.BuildError, match="misaligns vectors"):
+        build.build(tmp_path / "library")
+
+
+def test_a_library_that_is_in_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows. The old one stays, and nothing else."""
+    linked, target = tmp_path / "new", tmp_path / "folder" / "library"
+    linked.write_text("new")
+    target.parent.mkdir()
+    target.write_text("old")
+
+    def refuses(new: Path, old: Path) -> None:
+        raise PermissionError(13, "in use", str(old))
+
+    monkeypatch.setattr(os, "replace", refuses)
+    with pytest.raises(build.BuildError, match="library is in use; end the processes that have loaded it"):
+        build._put(linked, target)
+    assert target.read_text() == "old" and list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("system", "name"),
+    [
+        ("Linux", "libhf_accel_cpu.so"), ("Darwin", "libhf_accel_cpu.so"),
+        ("aarch64-unknown-macos", "libhf_accel_cpu.so"),
+        ("Windows", "hf_accel_cpu.dll"), ("x86_64-unknown-windows-gnu", "hf_accel_cpu.dll"),
+    ],
+)  # fmt: skip
+def test_the_library_has_the_name_that_its_system_expects(system: str, name: str) -> None:
+    assert build.library_name(system) == name
 
 
 def test_every_level_is_of_one_kind_of_processor() -> None:
@@ -123,9 +183,9 @@ def test_a_compiler_says_which_processor_it_is_for(tmp_path: Path) -> None:
     compiler = tmp_path / "cross-g++"
     compiler.write_text("#!/bin/sh\necho aarch64-linux-gnu\n")
     compiler.chmod(0o755)
-    assert build._target(str(compiler)) == "aarch64-linux-gnu"
+    assert build._target([str(compiler)]) == "aarch64-linux-gnu"
     compiler.write_text("#!/bin/sh\nexit 1\n")
-    assert build._target(str(compiler)).startswith(platform.machine().lower())
+    assert build._target([str(compiler)]).startswith(platform.machine().lower())
 
 
 @built

@@ -21,11 +21,11 @@ namespace {
 const Kernels* active = nullptr;
 thread_local char message[256];
 
-struct AtFork {
 #if !defined(_WIN32)
+struct AtFork {
   AtFork() { pthread_atfork(nullptr, nullptr, [] { hfa_forked = true; }); }
-#endif
 } at_fork;
+#endif
 
 // Runs f and returns 0. If f throws, stores the message and returns 1.
 template <class Function>
@@ -43,7 +43,13 @@ int guarded(const Function& f) {
 
 extern "C" {
 
-#define HFA_API __attribute__((visibility("default")))
+// The levels that were compiled. Who looks into the file finds them after this name, whatever it was compiled for.
+#define HFA_LEVEL(name) #name " "
+extern HFA_API const char hfa_levels[];
+const char hfa_levels[] = "hfa_levels: "
+#include "levels.inc"
+    ;
+#undef HFA_LEVEL
 
 // Selects the kernels of a level of hardware.ISA_LEVELS. Returns 0; or 1, and hfa_error says why: the level was not
 // compiled, or the system refuses what it needs.

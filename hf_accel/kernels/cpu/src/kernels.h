@@ -4,6 +4,13 @@
 
 #include "types.h"
 
+// What the library exports.
+#if defined(_WIN32)
+#define HFA_API __declspec(dllexport)
+#else
+#define HFA_API __attribute__((visibility("default")))
+#endif
+
 // The name and the struct of every kernel. The C interface (api.cpp) and the table of each instruction set are made
 // from this list.
 #define HFA_KERNELS(KERNEL)               \

@@ -1,4 +1,4 @@
-"""A plugin for pytest, under which the kernels run on an emulated CPU. test_neon.py says how it is used.
+"""A plugin for pytest, under which the kernels run on an emulated CPU or system. kernel_tests.py runs pytest with it.
 
 The tests then pass their tensors to kernels of another architecture: each call goes to driver.cpp with all memory that
 its pointers reach, and what comes back is written to that memory. The kernels of this machine compute each call too,
@@ -27,7 +27,7 @@ from hf_accel.kernels.cpu import library
 from hf_accel.kernels.cpu.library import Linear, Matrix
 
 SETTINGS = "HF_ACCEL_EMULATED"  # for each level, best first, the command that runs the driver for it: a dict in JSON
-NATIVE = "avx2"  # the level of this machine that has the same lanes, and so the same bits
+LIKE_NEON = "avx2"  # the level of this machine that has NEON's lanes, and so the same bits
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -126,14 +126,15 @@ class Emulated:
         self.native, self.commands = native, commands
         self.memory, self.calls, self.error = Memory(), 0, b""
         self.drivers: dict[str, subprocess.Popen[bytes]] = {}
-        self.level = next(iter(commands))
         self.memory.watch()
-        assert native.hfa_select(NATIVE.encode()) == 0
+        self.hfa_select(next(iter(commands)).encode())
 
     def hfa_select(self, level: bytes) -> int:
         if level.decode() not in self.commands:
             return 1
         self.level = level.decode()
+        self.same = LIKE_NEON if is_arm(self.level) else self.level
+        assert self.native.hfa_select(self.same.encode()) == 0
         return 0
 
     def hfa_error(self) -> bytes:
@@ -204,8 +205,12 @@ class Emulated:
             if not differ.any():
                 return
             pairs = torch.stack((ours[differ], others[differ]), 1)[:4].tolist()
-            raise AssertionError(f"{name}: {int(differ.sum())} of {len(differ)} differ from {NATIVE}: {pairs}")
-        raise AssertionError(f"{name}: bytes of {region.dtype} differ from {NATIVE}")
+            raise AssertionError(f"{name}: {int(differ.sum())} of {len(differ)} differ from {self.same}: {pairs}")
+        raise AssertionError(f"{name}: bytes of {region.dtype} differ from {self.same}")
+
+
+def is_arm(level: str) -> bool:
+    return level.startswith("neon")
 
 
 def install(commands: dict[str, list[str]]) -> Emulated:
@@ -213,7 +218,8 @@ def install(commands: dict[str, list[str]]) -> Emulated:
     emulated = Emulated(library._library(), commands)
     features = dict.fromkeys(device.ISA_LEVELS[emulated.level], True)
     torch.cpu.get_capabilities = lambda: features  # type: ignore[assignment]
-    platform.machine = lambda: "aarch64"
+    if is_arm(emulated.level):
+        platform.machine = lambda: "aarch64"
     device.instruction_sets.cache_clear()
     library._library = lambda: emulated  # type: ignore[assignment, return-value]
     library._selected.append(emulated.level)
@@ -237,7 +243,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(f"{EMULATED.calls} calls have the bits of {NATIVE}")
+    terminalreporter.write_line(f"{EMULATED.calls} calls have the bits of this machine's")
 
 
 def pytest_sessionfinish() -> None:

@@ -1,11 +1,18 @@
-// Runs kernels of a library for emulator.py: driver LIBRARY LEVEL. Calls come from standard input, and answers go to
-// standard output, both as numbers of eight bytes and plain bytes.
+// Runs kernels of a library for emulator.py: driver LIBRARY LEVEL [RUNTIME]. RUNTIME is a library of OpenMP, whose threads
+// the kernels then use. Calls come from standard input, and answers go to standard output, both as numbers of eight
+// bytes and plain bytes.
 //
 //   call    the name of the kernel with zeros up to 32 bytes; the number of blocks and of pointers
 //           each block of memory: its size, its bytes; block 0 is the struct of the kernel
 //           each pointer: the block and the place in it that holds the pointer, the block and the place that it points to
 //   answer  0 and the bytes of all blocks; or the length of an error's text, and the text
+#if defined(_WIN32)
+#include <fcntl.h>
+#include <io.h>
+#include <windows.h>
+#else
 #include <dlfcn.h>
+#endif
 
 #include <cstdint>
 #include <cstdio>
@@ -33,11 +40,37 @@ int64_t read_number() {
 
 void write_number(int64_t number) { std::fwrite(&number, sizeof number, 1, stdout); }
 
+#if defined(_WIN32)
+void* open(const char* path) { return reinterpret_cast<void*>(LoadLibraryA(path)); }
+void* symbol(void* library, const char* name) {
+  return reinterpret_cast<void*>(GetProcAddress(reinterpret_cast<HMODULE>(library), name));
+}
+#else
+void* open(const char* path) { return dlopen(path, RTLD_NOW); }
+void* symbol(void* library, const char* name) { return dlsym(library, name); }
+#endif
+
+void* open_or_fail(const char* path) {
+  void* const library = open(path);
+  if (!library) fail((std::string("cannot load ") + path).c_str());
+  return library;
+}
+
 template <class Function>
 Function find(void* library, const std::string& name) {
-  void* const found = dlsym(library, name.c_str());
+  void* const found = symbol(library, name.c_str());
   if (!found) fail(("the library has no " + name).c_str());
   return reinterpret_cast<Function>(found);
+}
+
+// As openmp.py does.
+void use_threads(void* library, void* runtime) {
+  void* const in_parallel = find<void*>(runtime, "omp_in_parallel");
+  if (void* const parallel = symbol(runtime, "GOMP_parallel"))
+    return find<void (*)(void*, void*)>(library, "hfa_use_gomp")(parallel, in_parallel);
+  find<void (*)(void*, void*, void*, void*)>(library, "hfa_use_kmpc")(
+      find<void*>(runtime, "__kmpc_fork_call"), find<void*>(runtime, "__kmpc_push_num_threads"),
+      find<void*>(runtime, "__kmpc_global_thread_num"), in_parallel);
 }
 
 // A block has its exact size, so that an allocator which checks bounds would notice what is beyond them.
@@ -74,9 +107,13 @@ void answer_call(void* library, const char* kernel) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 3) fail("usage: driver LIBRARY LEVEL");
-  void* const library = dlopen(arguments[1], RTLD_NOW);
-  if (!library) fail(dlerror());
+  if (count < 3 || count > 4) fail("usage: driver LIBRARY LEVEL [RUNTIME]");
+#if defined(_WIN32)
+  _setmode(_fileno(stdin), _O_BINARY);
+  _setmode(_fileno(stdout), _O_BINARY);
+#endif
+  void* const library = open_or_fail(arguments[1]);
+  if (count == 4) use_threads(library, open_or_fail(arguments[3]));
   if (find<int (*)(const char*)>(library, "hfa_select")(arguments[2])) fail("the level was not compiled");
   char kernel[32];
   while (std::fread(kernel, 1, sizeof kernel, stdin) == sizeof kernel) answer_call(library, kernel);
