@@ -1,4 +1,4 @@
-"""Linear layers with packed INT8 or INT4 weights and INT8 activations."""
+"""Linear layers with packed weights of 8, 4, 3 or 2 bits and INT8 activations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .. import ACTIVATION_GROUP
 from .library import DTYPES, ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, fields, kernel, threads
 
 BLOCK = 64  # outputs of a packed block
-FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits
+FORMATS = {8: 3, 4: 5, 3: 8, 2: 9}  # the Dtype of types.h for each number of bits
 INT8_GROUPS = 6  # that of 8 bits whose scales belong to groups of inputs
 FP4 = 7  # that of 4 bits that are floats (E2M1)
 # The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors should be
 # faster; `python -m benchmarks.run tiles` measures it. The results have the same bits.
-TILE_ROWS = {8: 16, 4: 16}
+TILE_ROWS = {8: 16, 4: 16, 3: 16, 2: 16}
 
 
 class PackCall(Structure):
@@ -47,11 +47,11 @@ class PackedWeight:
     """A weight [out_features, in_features] that is packed in blocks of 64 outputs. The last block is padded.
 
     packed: uint8; src/kernels.h describes its layout. scales: for 8 bits with a scale for each output, [blocks * 64]
-    float32; otherwise [blocks, groups, 64] of the stored dtype. For 4 bits only: zeros, the zero points [blocks,
-    groups, 64] uint8 from 0 to 15, or None if all are 8; the weight is (level - zero) * scale. Or minima, with scales
-    of groups only, [blocks, groups, 64] of the scales' dtype; the weight is then level * scale - minimum, with levels
-    from 0 to 15, or from -128 to 127 for 8 bits. divisor: of all scales, for floats of 4 bits (E2M1); None for
-    integers.
+    float32; otherwise [blocks, groups, 64] of the stored dtype. For fewer bits only: zeros, the zero points [blocks,
+    groups, 64] uint8, each a level, or None if all are 2^(bits - 1); the weight is (level - zero) * scale. Or minima,
+    with scales of groups only, [blocks, groups, 64] of the scales' dtype; the weight is then level * scale - minimum,
+    with levels from 0 to 2^bits - 1, or from -128 to 127 for 8 bits. divisor: of all scales, for floats of 4 bits
+    (E2M1); None for integers.
     """
 
     bits: int
@@ -83,8 +83,9 @@ def pack(
 ) -> PackedWeight:  # fmt: skip
     """Pack a quantized weight.
 
-    stored: [out, in] int8; for 4 bits, [out, in / 2] uint8. scales: [out, groups]. minima: [out, groups], of the
-    scales' dtype. zeros: for 4 bits only, [out, groups] uint8, the levels from 0 to 15 that stand for the weight 0.
+    stored: [out, in] int8; for fewer bits, [out, in * bits / 8] uint8, the first input in the lowest bits. scales:
+    [out, groups]. minima: [out, groups], of the scales' dtype. zeros: for fewer bits only, [out, groups] uint8, the
+    levels that stand for the weight 0. With 4, 3 and 2 bits inputs come by 8, 32 and 16.
     divisor: for floats of 4 bits only, what all scales are divided by.
     """
     stored = stored.contiguous()
@@ -98,8 +99,8 @@ def pack(
 def unpack(weight: PackedWeight) -> Tensor:
     """Return the `stored` levels that `pack` was given."""
     outputs, inputs = weight.out_features, weight.in_features
-    columns, dtype = (inputs, torch.int8) if weight.bits == 8 else (inputs // 2, torch.uint8)
-    stored = torch.empty(outputs, columns, dtype=dtype, device="cpu")
+    dtype = torch.int8 if weight.bits == 8 else torch.uint8
+    stored = torch.empty(outputs, inputs * weight.bits // 8, dtype=dtype, device="cpu")
     _unpack(FORMATS[weight.bits], threads(), outputs, inputs, stored.data_ptr(), weight.packed.data_ptr())
     return stored
 
@@ -149,8 +150,8 @@ def quantize(
     """Round a weight [out, in] to nearest and pack it. Returns it with its scales [out, groups].
 
     Returns None if the weight holds NaN or infinity. The levels, scales and zero points have the same bits as those of
-    linear.methods.rtn. group_size: for 8 bits, all inputs where scales belong to outputs. symmetric is used for 4 bits
-    only.
+    linear.methods.rtn. group_size: for 8 bits, all inputs where scales belong to outputs. symmetric is used for fewer
+    bits only.
     """
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
