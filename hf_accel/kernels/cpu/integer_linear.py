@@ -28,6 +28,10 @@ class PackCall(Structure):
     _fields_ = fields(ints="format threads", sizes="out_features in_features", pointers="stored packed")
 
 
+class RowsCall(Structure):
+    _fields_ = fields(pointers="linear outputs", sizes="rows", pointers_="out known", ints="out_dtype threads")
+
+
 class QuantizeCall(Structure):
     _fields_ = fields(
         ints="format dtype threads", sizes="out_features in_features group", pointers="weight",
@@ -39,6 +43,7 @@ _integer_linear = kernel("integer_linear", LinearCall)
 _integer_experts = kernel("integer_experts", ExpertsCall)
 _pack = kernel("pack", PackCall)
 _unpack = kernel("unpack", PackCall)
+_rows = kernel("rows", RowsCall)
 _quantize_weight = kernel("quantize_weight", QuantizeCall)
 
 
@@ -103,45 +108,6 @@ def unpack(weight: PackedWeight) -> Tensor:
     stored = torch.empty(outputs, inputs * weight.bits // 8, dtype=dtype, device="cpu")
     _unpack(FORMATS[weight.bits], threads(), outputs, inputs, stored.data_ptr(), weight.packed.data_ptr())
     return stored
-
-
-def stored_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
-    """Return levels [n, in] of some outputs: int8, or, of 4 bits, uint8 from 0 to 15.
-
-    An output is a word of 4 inputs, or of 8 with 4 bits, every 64 words of its block. Raises IndexError for outputs
-    that the weight has not.
-    """
-    weight.packed[:1].expand(weight.out_features).index_select(0, outputs)  # which knows where the padding begins
-    words = weight.packed.view(torch.int32).view(-1, -(-weight.in_features * weight.bits // 32), BLOCK)
-    found = words[outputs // BLOCK, :, outputs % BLOCK]
-    if weight.bits == 8:
-        return (found ^ -0x7F7F7F80).view(torch.int8)[:, : weight.in_features]  # 0x80 in each byte
-    halves = torch.stack((found & 0x0F0F0F0F, found >> 4 & 0x0F0F0F0F), dim=-1)
-    return halves.flatten(1).view(torch.uint8)
-
-
-def few_stored_rows(weight: PackedWeight, outputs: Sequence[int]) -> Tensor:
-    """Return `stored_rows` of a few outputs by as many native calls, each of which costs less than torch's operators.
-
-    Raises IndexError for outputs that the weight has not.
-    """
-    row = weight.in_features * weight.bits // 8
-    stored = torch.empty(len(outputs), row, dtype=torch.int8 if weight.bits == 8 else torch.uint8, device="cpu")
-    block = len(weight.packed) // -(-weight.out_features // BLOCK)
-    for number, output in enumerate(outputs):
-        if not 0 <= output < weight.out_features:
-            raise IndexError(f"output {output} of {weight.out_features}")
-        first = weight.packed.data_ptr() + output // BLOCK * block + output % BLOCK * 4
-        # An output's words are as far apart as in any block, so that this one is the first of a block of its own.
-        _unpack(FORMATS[weight.bits], 1, 1, weight.in_features, stored.data_ptr() + number * row, first)
-    return stored if weight.bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
-
-
-def factors_of(values: Tensor, outputs: Tensor | Sequence[int]) -> Tensor:
-    """Return scales, zeros or minima [n, groups] of some outputs, where they belong to groups."""
-    if isinstance(outputs, Tensor):
-        return values[outputs // BLOCK, :, outputs % BLOCK]
-    return torch.stack([values[output // BLOCK, :, output % BLOCK] for output in outputs])
 
 
 def quantize(
@@ -257,6 +223,22 @@ class IntegerLinear:
         )  # fmt: skip
         return out
 
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Look outputs of the one weight up: integers [n] -> [n, in], dequantized in float32 and rounded to a dtype of
+        FLOATS.
+
+        Raises IndexError for outputs that the weight has not.
+        """
+        outputs, known = outputs.to(torch.int64).contiguous(), ctypes.c_uint8()
+        out = torch.empty(len(outputs), self.in_features, dtype=dtype, device="cpu")
+        _rows(
+            self._address, outputs.data_ptr(), len(outputs), out.data_ptr(), ctypes.addressof(known), DTYPES[dtype],
+            threads(),
+        )  # fmt: skip
+        if not known:
+            raise IndexError(f"outputs {int(outputs.min())} to {int(outputs.max())} of {self.out_features}")
+        return out
+
     def address(self) -> int:
         """The address of the C struct, which names the memory that the biases have now."""
         for matrix, bias in self._biases:
@@ -305,6 +287,24 @@ def recorded_linear(
     """IntegerLinear of one weight as a torch operator, which compiled and exported graphs can record."""
     weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros, minima, divisor)
     return IntegerLinear([weight], [bias])(x.contiguous())
+
+
+@torch.library.custom_op("hf_accel::integer_rows", mutates_args=())
+def recorded_rows(
+    outputs: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, dtype: torch.dtype,
+    bits: int, out_features: int, in_features: int, group_size: int,
+) -> Tensor:  # fmt: skip
+    """`IntegerLinear.rows` of one weight as a torch operator."""
+    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros, minima)
+    return IntegerLinear([weight], [None]).rows(outputs, dtype)
+
+
+@recorded_rows.register_fake
+def _(
+    outputs: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, dtype: torch.dtype,
+    bits: int, out_features: int, in_features: int, group_size: int,
+) -> Tensor:  # fmt: skip
+    return scales.new_empty(outputs.shape[0], in_features, dtype=dtype)
 
 
 @recorded_linear.register_fake

@@ -16,13 +16,11 @@ from ...kernels.cpu.integer_linear import (
     IntegerExperts,
     IntegerLinear,
     PackedWeight,
-    factors_of,
-    few_stored_rows,
     pack,
     quantize,
     recorded_linear,
+    recorded_rows,
     stored_by_group,
-    stored_rows,
     stored_scales,
     unpack,
 )
@@ -38,15 +36,12 @@ from ..formats import (
     check_group_size,
     kind_of,
     pack_zero_points,
-    scaled,
-    with_minimum,
 )
 from ..formats.blocks import ALIGNMENT, BLOCK, UNIT_INPUTS, Blocks, tensors_of
 from ..methods.rtn import refuse_not_finite
 from .backend import Backend, GroupedExperts, LinearSpec
 
 GROUP_MULTIPLE = 8  # inputs, at any number of bits
-FEW = 4  # rows that are found one by one, as those of a decode step
 MAP_WEIGHTS = "HF_ACCEL_MAP_WEIGHTS"  # a variable of the environment
 
 
@@ -181,24 +176,16 @@ class Cpu(Backend):
         return CpuWeight(weight, replace(layout, scale_dtype=blocks.weight_scale.dtype, ordered=False))
 
     def rows(self, packed: CpuWeight, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        weight, scale_dtype = packed.weight, packed.layout.scale_dtype
-        assert scale_dtype is not None
-        if weight.divisor is not None or weight.bits not in (8, 4):
+        w = packed.weight
+        if w.divisor is not None:
             return super().rows(packed, indices, dtype)
-        wanted: Tensor | list[int] = indices
-        if 0 < len(indices) <= FEW and not is_recorded():
-            wanted = indices.tolist()
-            levels = few_stored_rows(weight, wanted)
-        else:
-            levels = stored_rows(weight, indices)
-        if weight.scales.ndim == 1:
-            return scaled(levels, weight.scales.index_select(0, indices).to(scale_dtype).unsqueeze(1), dtype)
-        grouped = levels.view(len(levels), weight.in_features // weight.group_size, weight.group_size)
-        if weight.bits == 4 and weight.minima is None:
-            zeros = 8 if weight.zeros is None else factors_of(weight.zeros, wanted).unsqueeze(-1)
-            grouped = grouped.view(torch.int8) - zeros
-        minima = None if weight.minima is None else factors_of(weight.minima, wanted).unsqueeze(-1)
-        return with_minimum(grouped, factors_of(weight.scales, wanted).unsqueeze(-1), minima, dtype).flatten(1)
+        if is_recorded():
+            found: Tensor = recorded_rows(
+                indices, w.packed, w.scales, w.zeros, w.minima, dtype, w.bits, w.out_features, w.in_features,
+                w.group_size,
+            )  # fmt: skip
+            return found
+        return (packed.linear or packed.call(None)).rows(indices, dtype)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
         if is_recorded():

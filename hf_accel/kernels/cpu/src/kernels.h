@@ -12,6 +12,7 @@
   KERNEL(float_linear, LinearCall)        \
   KERNEL(pack, PackCall)                  \
   KERNEL(unpack, PackCall)                \
+  KERNEL(rows, RowsCall)                  \
   KERNEL(quantize_weight, QuantizeCall)   \
   KERNEL(norm, NormCall)                  \
   KERNEL(rope, RopeCall)                  \
@@ -109,6 +110,16 @@ struct PackCall {
   int64_t out_features, in_features;
   void* stored;  // INT8: int8 [out, in]; fewer bits: [out, in * bits / 8] bytes, the first input in the lowest bits
   void* packed;
+};
+
+// Looks outputs of one packed integer weight up: out[n] is output outputs[n], dequantized in float32 and rounded once.
+struct RowsCall {
+  const Linear* linear;
+  const int64_t* outputs;  // [rows]
+  int64_t rows;
+  void* out;       // [rows, in_features]
+  uint8_t* known;  // output: 0 if the weight has not all of these outputs; others are looked up
+  int32_t out_dtype, threads;
 };
 
 // Quantizes by rounding to nearest. The largest magnitude of a group becomes 127, or the lowest level. With zeros (not
