@@ -23,7 +23,10 @@ from ..harness.bench import Bench
 from ..harness.tables import Row, Table
 
 SHAPES = ((4096, 2880), (2880, 2880))  # [out, in]
-FORMATS = {"int8": Layout(), "int4": Layout(bits=4, group_size=32), "mxfp4": MXFP4, "nvfp4": NVFP4}
+FORMATS = {
+    "int8": Layout(), **{f"int{bits}": Layout(bits=bits, group_size=32) for bits in (4, 3, 2)},
+    "mxfp4": MXFP4, "nvfp4": NVFP4,
+}  # fmt: skip
 COLD_BYTES = 2**28  # of the weights of one format that are used in turn
 ROUNDS = 21
 NOTE = "The seconds of INT8 over those of the format: processor time of one thread, the median of the rounds."

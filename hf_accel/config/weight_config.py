@@ -147,7 +147,7 @@ def _meant(value: object) -> str | None:
 class WeightConfig:
     """The format in which Linear weights are stored and multiplied. WeightConfig(4) is WeightConfig(bits=4).
 
-    bits: 8, 4, 3 or 2. No kernel multiplies by 3 or 2 bits: plain torch does, slowly, to see what they lose.
+    bits: 8, 4, 3 or 2. On a GPU no kernel multiplies by 3 or 2 bits: plain torch does, slowly, to see what they lose.
     format: "int", or "fp8" with bits=8: float8_e4m3fn, one scale per output channel, or "nf4" with bits=4:
         bitsandbytes' own layers instead of ours, see `weights="nf4"`.
     group_size: inputs that share a scale: 32, 64 or 128. None, the default for 8 bits and for no others, gives each

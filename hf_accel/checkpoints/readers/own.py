@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import LinearSpec, QuantModule
 from ...linear.formats import KINDS, state, zeros
-from ...linear.formats.blocks import VERSION, VERSION_SETTING, Blocks, tensors_of
+from ...linear.formats.blocks import UNIT_INPUTS, VERSION, VERSION_SETTING, Blocks, tensors_of
 from ...linear.hf import METHOD
 from ...linear.layer_settings import spec_of
 from ...linear.layer_state import empty_blocks
@@ -48,7 +48,7 @@ class Own(Reader):
     def holds_blocks(self, name: str) -> bool:
         """Return whether a module is in blocks. Raises UnsupportedError for blocks that are not known."""
         version = self.listed[name].get(VERSION_SETTING)
-        if version is not None and (version != VERSION or self.listed[name].get("bits") not in (4, 8)):
+        if version is not None and (version != VERSION or self.listed[name].get("bits") not in (*UNIT_INPUTS,)):
             raise UnsupportedError(
                 f"{VERSION_SETTING}={version!r} is not known here, where blocks are of version {VERSION}"
             )

@@ -1,4 +1,4 @@
-"""Linear layers with packed INT8 or INT4 weights and INT8 activations."""
+"""Linear layers with packed weights of 8, 4, 3 or 2 bits and INT8 activations."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from .. import ACTIVATION_GROUP
 from .library import DTYPES, ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, fields, kernel, threads
 
 BLOCK = 64  # outputs of a packed block
-FORMATS = {8: 3, 4: 5}  # the Dtype of types.h for each number of bits
+FORMATS = {8: 3, 4: 5, 3: 8, 2: 9}  # the Dtype of types.h for each number of bits
 INT8_GROUPS = 6  # that of 8 bits whose scales belong to groups of inputs
 FP4 = 7  # that of 4 bits that are floats (E2M1)
 # The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors should be
 # faster; `python -m benchmarks.run tiles` measures it. The results have the same bits.
-TILE_ROWS = {8: 16, 4: 16}
+TILE_ROWS = {8: 16, 4: 16, 3: 16, 2: 16}
 
 
 class PackCall(Structure):
     _fields_ = fields(ints="format threads", sizes="out_features in_features", pointers="stored packed")
+
+
+class RowsCall(Structure):
+    _fields_ = fields(pointers="linear outputs", sizes="rows", pointers_="out known", ints="out_dtype threads")
 
 
 class QuantizeCall(Structure):
@@ -39,6 +43,7 @@ _integer_linear = kernel("integer_linear", LinearCall)
 _integer_experts = kernel("integer_experts", ExpertsCall)
 _pack = kernel("pack", PackCall)
 _unpack = kernel("unpack", PackCall)
+_rows = kernel("rows", RowsCall)
 _quantize_weight = kernel("quantize_weight", QuantizeCall)
 
 
@@ -47,11 +52,11 @@ class PackedWeight:
     """A weight [out_features, in_features] that is packed in blocks of 64 outputs. The last block is padded.
 
     packed: uint8; src/kernels.h describes its layout. scales: for 8 bits with a scale for each output, [blocks * 64]
-    float32; otherwise [blocks, groups, 64] of the stored dtype. For 4 bits only: zeros, the zero points [blocks,
-    groups, 64] uint8 from 0 to 15, or None if all are 8; the weight is (level - zero) * scale. Or minima, with scales
-    of groups only, [blocks, groups, 64] of the scales' dtype; the weight is then level * scale - minimum, with levels
-    from 0 to 15, or from -128 to 127 for 8 bits. divisor: of all scales, for floats of 4 bits (E2M1); None for
-    integers.
+    float32; otherwise [blocks, groups, 64] of the stored dtype. For fewer bits only: zeros, the zero points [blocks,
+    groups, 64] uint8, each a level, or None if all are 2^(bits - 1); the weight is (level - zero) * scale. Or minima,
+    with scales of groups only, [blocks, groups, 64] of the scales' dtype; the weight is then level * scale - minimum,
+    with levels from 0 to 2^bits - 1, or from -128 to 127 for 8 bits. divisor: of all scales, for floats of 4 bits
+    (E2M1); None for integers.
     """
 
     bits: int
@@ -83,8 +88,9 @@ def pack(
 ) -> PackedWeight:  # fmt: skip
     """Pack a quantized weight.
 
-    stored: [out, in] int8; for 4 bits, [out, in / 2] uint8. scales: [out, groups]. minima: [out, groups], of the
-    scales' dtype. zeros: for 4 bits only, [out, groups] uint8, the levels from 0 to 15 that stand for the weight 0.
+    stored: [out, in] int8; for fewer bits, [out, in * bits / 8] uint8, the first input in the lowest bits. scales:
+    [out, groups]. minima: [out, groups], of the scales' dtype. zeros: for fewer bits only, [out, groups] uint8, the
+    levels that stand for the weight 0. With 4, 3 and 2 bits inputs come by 8, 32 and 16.
     divisor: for floats of 4 bits only, what all scales are divided by.
     """
     stored = stored.contiguous()
@@ -98,49 +104,10 @@ def pack(
 def unpack(weight: PackedWeight) -> Tensor:
     """Return the `stored` levels that `pack` was given."""
     outputs, inputs = weight.out_features, weight.in_features
-    columns, dtype = (inputs, torch.int8) if weight.bits == 8 else (inputs // 2, torch.uint8)
-    stored = torch.empty(outputs, columns, dtype=dtype, device="cpu")
+    dtype = torch.int8 if weight.bits == 8 else torch.uint8
+    stored = torch.empty(outputs, inputs * weight.bits // 8, dtype=dtype, device="cpu")
     _unpack(FORMATS[weight.bits], threads(), outputs, inputs, stored.data_ptr(), weight.packed.data_ptr())
     return stored
-
-
-def stored_rows(weight: PackedWeight, outputs: Tensor) -> Tensor:
-    """Return levels [n, in] of some outputs: int8, or, of 4 bits, uint8 from 0 to 15.
-
-    An output is a word of 4 inputs, or of 8 with 4 bits, every 64 words of its block. Raises IndexError for outputs
-    that the weight has not.
-    """
-    weight.packed[:1].expand(weight.out_features).index_select(0, outputs)  # which knows where the padding begins
-    words = weight.packed.view(torch.int32).view(-1, -(-weight.in_features * weight.bits // 32), BLOCK)
-    found = words[outputs // BLOCK, :, outputs % BLOCK]
-    if weight.bits == 8:
-        return (found ^ -0x7F7F7F80).view(torch.int8)[:, : weight.in_features]  # 0x80 in each byte
-    halves = torch.stack((found & 0x0F0F0F0F, found >> 4 & 0x0F0F0F0F), dim=-1)
-    return halves.flatten(1).view(torch.uint8)
-
-
-def few_stored_rows(weight: PackedWeight, outputs: Sequence[int]) -> Tensor:
-    """Return `stored_rows` of a few outputs by as many native calls, each of which costs less than torch's operators.
-
-    Raises IndexError for outputs that the weight has not.
-    """
-    row = weight.in_features * weight.bits // 8
-    stored = torch.empty(len(outputs), row, dtype=torch.int8 if weight.bits == 8 else torch.uint8, device="cpu")
-    block = len(weight.packed) // -(-weight.out_features // BLOCK)
-    for number, output in enumerate(outputs):
-        if not 0 <= output < weight.out_features:
-            raise IndexError(f"output {output} of {weight.out_features}")
-        first = weight.packed.data_ptr() + output // BLOCK * block + output % BLOCK * 4
-        # An output's words are as far apart as in any block, so that this one is the first of a block of its own.
-        _unpack(FORMATS[weight.bits], 1, 1, weight.in_features, stored.data_ptr() + number * row, first)
-    return stored if weight.bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
-
-
-def factors_of(values: Tensor, outputs: Tensor | Sequence[int]) -> Tensor:
-    """Return scales, zeros or minima [n, groups] of some outputs, where they belong to groups."""
-    if isinstance(outputs, Tensor):
-        return values[outputs // BLOCK, :, outputs % BLOCK]
-    return torch.stack([values[output // BLOCK, :, output % BLOCK] for output in outputs])
 
 
 def quantize(
@@ -149,8 +116,8 @@ def quantize(
     """Round a weight [out, in] to nearest and pack it. Returns it with its scales [out, groups].
 
     Returns None if the weight holds NaN or infinity. The levels, scales and zero points have the same bits as those of
-    linear.methods.rtn. group_size: for 8 bits, all inputs where scales belong to outputs. symmetric is used for 4 bits
-    only.
+    linear.methods.rtn. group_size: for 8 bits, all inputs where scales belong to outputs. symmetric is used for fewer
+    bits only.
     """
     out_features, in_features = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -256,6 +223,22 @@ class IntegerLinear:
         )  # fmt: skip
         return out
 
+    def rows(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Look outputs of the one weight up: integers [n] -> [n, in], dequantized in float32 and rounded to a dtype of
+        FLOATS.
+
+        Raises IndexError for outputs that the weight has not.
+        """
+        outputs, known = outputs.to(torch.int64).contiguous(), ctypes.c_uint8()
+        out = torch.empty(len(outputs), self.in_features, dtype=dtype, device="cpu")
+        _rows(
+            self._address, outputs.data_ptr(), len(outputs), out.data_ptr(), ctypes.addressof(known), DTYPES[dtype],
+            threads(),
+        )  # fmt: skip
+        if not known:
+            raise IndexError(f"outputs {int(outputs.min())} to {int(outputs.max())} of {self.out_features}")
+        return out
+
     def address(self) -> int:
         """The address of the C struct, which names the memory that the biases have now."""
         for matrix, bias in self._biases:
@@ -304,6 +287,24 @@ def recorded_linear(
     """IntegerLinear of one weight as a torch operator, which compiled and exported graphs can record."""
     weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros, minima, divisor)
     return IntegerLinear([weight], [bias])(x.contiguous())
+
+
+@torch.library.custom_op("hf_accel::integer_rows", mutates_args=())
+def recorded_rows(
+    outputs: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, dtype: torch.dtype,
+    bits: int, out_features: int, in_features: int, group_size: int,
+) -> Tensor:  # fmt: skip
+    """`IntegerLinear.rows` of one weight as a torch operator."""
+    weight = PackedWeight(bits, out_features, in_features, group_size, packed, scales, zeros, minima)
+    return IntegerLinear([weight], [None]).rows(outputs, dtype)
+
+
+@recorded_rows.register_fake
+def _(
+    outputs: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, dtype: torch.dtype,
+    bits: int, out_features: int, in_features: int, group_size: int,
+) -> Tensor:  # fmt: skip
+    return scales.new_empty(outputs.shape[0], in_features, dtype=dtype)
 
 
 @recorded_linear.register_fake

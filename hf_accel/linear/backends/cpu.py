@@ -1,4 +1,4 @@
-"""INT8 and INT4 weights times INT8 activations through the native CPU kernels."""
+"""Integer weights of 8, 4, 3 and 2 bits, and floats of 4, times INT8 activations through the native CPU kernels."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from ...kernels.cpu.integer_linear import (
     IntegerExperts,
     IntegerLinear,
     PackedWeight,
-    factors_of,
-    few_stored_rows,
     pack,
     quantize,
     recorded_linear,
+    recorded_rows,
     stored_by_group,
-    stored_rows,
     stored_scales,
     unpack,
 )
@@ -31,7 +29,6 @@ from ...keywords import one_of
 from ...tensors import is_recorded
 from ..formats import (
     Float4Weight,
-    Int4Weight,
     Int8Weight,
     Layout,
     LowBitWeight,
@@ -39,15 +36,12 @@ from ..formats import (
     check_group_size,
     kind_of,
     pack_zero_points,
-    scaled,
-    with_minimum,
 )
-from ..formats.blocks import ALIGNMENT, BLOCK, LABELS, Blocks, tensors_of
+from ..formats.blocks import ALIGNMENT, BLOCK, UNIT_INPUTS, Blocks, tensors_of
 from ..methods.rtn import refuse_not_finite
 from .backend import Backend, GroupedExperts, LinearSpec
 
-GROUP_MULTIPLE = 8  # inputs
-FEW = 4  # rows that are found one by one, as those of a decode step
+GROUP_MULTIPLE = 8  # inputs, at any number of bits
 MAP_WEIGHTS = "HF_ACCEL_MAP_WEIGHTS"  # a variable of the environment
 
 
@@ -106,7 +100,7 @@ class Cpu(Backend):
     """
 
     name = "cpu"
-    layouts = ("int8", "int4", "mxfp4", "nvfp4")
+    layouts = ("int8", "int4", "int3", "int2", "mxfp4", "nvfp4")
     device_types = ("cpu",)
     dtypes = FLOATS
     activations = "int8"
@@ -116,9 +110,9 @@ class Cpu(Backend):
 
     def refuses(self, spec: LinearSpec) -> str | None:
         reason = super().refuses(spec) or kernels.refusal()
-        group_size = spec.layout.group_size
-        if reason is None and group_size is not None and group_size % GROUP_MULTIPLE:
-            return f"it takes groups of a multiple of {GROUP_MULTIPLE} inputs, not {group_size}"
+        group_size, multiple = spec.layout.group_size, max(GROUP_MULTIPLE, UNIT_INPUTS[spec.layout.bits])
+        if reason is None and group_size is not None and group_size % multiple:
+            return f"it takes groups of a multiple of {multiple} inputs, not {group_size}"
         return reason
 
     def pack(self, weight: QuantizedWeight) -> CpuWeight:
@@ -130,9 +124,9 @@ class Cpu(Backend):
         if isinstance(weight, Int8Weight):
             return CpuWeight(pack(8, weight.weight, scale, minima=weight.weight_minimum), weight.layout)
         assert isinstance(weight, LowBitWeight)
-        zero_point = weight.zero_points()
-        zeros = None if zero_point is None else (zero_point + 8).view(torch.uint8)
-        packed = pack(4, weight.weight_packed.view(torch.uint8), scale, zeros, minima=weight.weight_minimum)
+        zero_point, half = weight.zero_points(), 1 << weight.bits - 1
+        zeros = None if zero_point is None else (zero_point + half).view(torch.uint8)
+        packed = pack(weight.bits, weight.weight_packed.view(torch.uint8), scale, zeros, minima=weight.weight_minimum)
         return CpuWeight(packed, weight.layout)
 
     def quantize(self, weight: Tensor, config: WeightConfig) -> CpuWeight:
@@ -144,22 +138,24 @@ class Cpu(Backend):
         return CpuWeight(result[0], replace(layout, scale_dtype=weight.dtype))
 
     def unpack(self, packed: CpuWeight) -> QuantizedWeight:
-        kind, scale_dtype, divisor = kind_of(packed.layout), packed.layout.scale_dtype, packed.weight.divisor
+        kind, bits, divisor = kind_of(packed.layout), packed.weight.bits, packed.weight.divisor
+        scale_dtype = packed.layout.scale_dtype
         assert scale_dtype is not None
         stored, scale = unpack(packed.weight), stored_scales(packed.weight, scale_dtype)
         if issubclass(kind, Float4Weight):
             return kind.of_factors(stored, scale, torch.tensor([divisor], device="cpu"))
         minimum = stored_by_group(packed.weight, "minima")
-        if packed.weight.bits == 8:
+        if bits == 8:
             return Int8Weight(stored, scale, None, minimum)
         shape = torch.tensor([packed.weight.out_features, packed.weight.in_features], device="cpu")
         zeros = stored_by_group(packed.weight, "zeros")
-        zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - 8)
-        return Int4Weight(stored.view(torch.int32), scale, shape, zero_point, minimum)
+        zero_point = None if zeros is None else pack_zero_points(zeros.view(torch.int8) - (1 << bits - 1), bits)
+        made: QuantizedWeight = kind(stored.view(torch.int32), scale, shape, zero_point, minimum)
+        return made
 
     def blocks(self, packed: CpuWeight) -> Blocks | None:
         weight, layout = packed.weight, packed.layout
-        if layout.label not in LABELS:
+        if layout.is_float4:
             return None
         outputs, scales = -(-weight.out_features // BLOCK), weight.scales
         if scales.ndim == 1:
@@ -180,24 +176,16 @@ class Cpu(Backend):
         return CpuWeight(weight, replace(layout, scale_dtype=blocks.weight_scale.dtype, ordered=False))
 
     def rows(self, packed: CpuWeight, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        weight, scale_dtype = packed.weight, packed.layout.scale_dtype
-        assert scale_dtype is not None
-        if weight.divisor is not None:
+        w = packed.weight
+        if w.divisor is not None:
             return super().rows(packed, indices, dtype)
-        wanted: Tensor | list[int] = indices
-        if 0 < len(indices) <= FEW and not is_recorded():
-            wanted = indices.tolist()
-            levels = few_stored_rows(weight, wanted)
-        else:
-            levels = stored_rows(weight, indices)
-        if weight.scales.ndim == 1:
-            return scaled(levels, weight.scales.index_select(0, indices).to(scale_dtype).unsqueeze(1), dtype)
-        grouped = levels.view(len(levels), weight.in_features // weight.group_size, weight.group_size)
-        if weight.bits == 4 and weight.minima is None:
-            zeros = 8 if weight.zeros is None else factors_of(weight.zeros, wanted).unsqueeze(-1)
-            grouped = grouped.view(torch.int8) - zeros
-        minima = None if weight.minima is None else factors_of(weight.minima, wanted).unsqueeze(-1)
-        return with_minimum(grouped, factors_of(weight.scales, wanted).unsqueeze(-1), minima, dtype).flatten(1)
+        if is_recorded():
+            found: Tensor = recorded_rows(
+                indices, w.packed, w.scales, w.zeros, w.minima, dtype, w.bits, w.out_features, w.in_features,
+                w.group_size,
+            )  # fmt: skip
+            return found
+        return (packed.linear or packed.call(None)).rows(indices, dtype)
 
     def run(self, x: Tensor, packed: CpuWeight, bias: Tensor | None) -> Tensor:
         if is_recorded():

@@ -37,7 +37,7 @@ class Reference(Backend):
     def note(self, spec: LinearSpec) -> str | None:
         if spec.layout.label in ("int8", "int4"):
             return None
-        what = f"{spec.layout.bits} bits" if spec.layout.format == "int" else f"{spec.layout.label.upper()} here"
+        what = f"{spec.layout.bits} bits here" if spec.layout.format == "int" else f"{spec.layout.label.upper()} here"
         return f"no kernel multiplies by {what}: each call dequantizes the weight first, slower than stock"
 
     def pack(self, weight: QuantizedWeight) -> QuantizedWeight:

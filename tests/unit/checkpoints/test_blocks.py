@@ -21,7 +21,7 @@ import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.linear.backends.cpu import Cpu
-from hf_accel.linear.formats import Int4Weight, Int8Weight, QuantizedWeight, state
+from hf_accel.linear.formats import Int2Weight, Int3Weight, Int4Weight, Int8Weight, QuantizedWeight, state
 from hf_accel.linear.formats.blocks import ALIGNMENT, tensors_of
 
 from ...parity.families import DECODER, build
@@ -37,6 +37,8 @@ WEIGHTS: dict[str, Any] = {
     "int8 in groups": {"bits": 8, "group_size": 32},
     "int4": GROUPS,
     "asymmetric": {**GROUPS, "symmetric": False},
+    "int3": {**GROUPS, "bits": 3},
+    "int2": {**GROUPS, "bits": 2, "symmetric": False},
 }
 
 
@@ -103,8 +105,25 @@ def int4_minima(outputs: int, inputs: int) -> QuantizedWeight:
     return Int4Weight.from_integers(numbers(outputs, inputs, low=-8, high=7), scale).changed(weight_minimum=minimum)
 
 
-@pytest.mark.parametrize("make", [int8, int8_minima, int4, int4_zeros, int4_minima])
-@pytest.mark.parametrize("shape", [(64, 32), (150, 48), (1, 16)])
+def int3(outputs: int, inputs: int) -> QuantizedWeight:
+    zeros = numbers(outputs, inputs // 32, low=-4, high=3)
+    return Int3Weight.from_integers(numbers(outputs, inputs, low=-4, high=3), torch.rand(outputs, inputs // 32), zeros)
+
+
+def int2(outputs: int, inputs: int) -> QuantizedWeight:
+    scale, minimum = torch.rand(2, outputs, inputs // 16)
+    return Int2Weight.from_integers(numbers(outputs, inputs, low=-2, high=1), scale).changed(weight_minimum=minimum)
+
+
+OF_32 = [(int3, (64, 32)), (int3, (150, 96)), (int3, (1, 64))]
+OTHERS = [
+    (make, shape)
+    for make in (int8, int8_minima, int4, int4_zeros, int4_minima, int2)
+    for shape in ((64, 32), (150, 48), (1, 16))
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), [*OTHERS, *OF_32])
 @pytest.mark.usefixtures("shared")
 def test_plain_torch_reads_what_kernels_packed(make: Callable[..., QuantizedWeight], shape: tuple[int, int]) -> None:
     weight, backend = make(*shape), Cpu()
@@ -290,7 +309,9 @@ def put(name: str, edit: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
 WRONG: list[tuple[Callable[[Path], None], str]] = [
     (settings(blocks=2), f"{Q}': blocks=2 is not known here, where blocks are of version 1; save the model again"),
     (settings(blocks="1"), "blocks='1' is not known here"),
-    (settings(bits=3, group_size=32), "blocks=1 is not known here"),
+    (settings(bits=5, group_size=32), "blocks=1 is not known here"),
+    (settings(bits=[4], group_size=32), "blocks=1 is not known here"),
+    (settings(bits=3, group_size=32), f"'{Q}.weight_blocks' is"),
     (settings(bits=8), f"'{Q}.weight_blocks' is"),
     (settings(symmetric=False), f"has no '{Q}.weight_zeros'"),
     (settings(group_size=8), f"'{Q}.weight_scale' is"),

@@ -15,6 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [
     (8, 1, 1, 1, None, True), (8, 5, 37, 100, None, True), (8, 9, 64, 128, 128, True), (8, 3, 130, 300, None, True),
     (4, 4, 100, 192, 64, True), (4, 7, 65, 96, 32, False), (4, 2, 64, 256, 128, False),
+    (3, 4, 100, 192, 64, True), (3, 7, 65, 96, 32, False), (2, 7, 65, 96, 32, True), (2, 2, 64, 256, 128, False),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""INT8 and INT4 products: exact integers in a group, groups added in order; the same bits everywhere."""
+"""Products of 8, 4, 3 and 2 bits: exact integers in a group, groups added in order; the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ from hf_accel.linear.methods import rtn
 
 SHAPES = [(8, 1, 1, 128), (8, 37, 100, 128), (8, 64, 128, 128), (8, 130, 300, 128), (8, 200, 640, 128)]
 SHAPES += [(4, 1, 32, 32), (4, 64, 96, 32), (4, 100, 192, 64), (4, 130, 384, 128)]
-ASYMMETRIC = [(1, 32, 32), (64, 96, 32), (100, 192, 64), (130, 384, 128)]
+SHAPES += [(3, 1, 32, 32), (3, 64, 96, 32), (3, 100, 192, 64), (3, 130, 384, 128)]
+SHAPES += [(2, 1, 32, 32), (2, 64, 96, 32), (2, 100, 192, 64), (2, 130, 384, 128)]
+ASYMMETRIC = [(4, 1, 32, 32), (4, 64, 96, 32), (4, 100, 192, 64), (4, 130, 384, 128)]
+ASYMMETRIC += [(3, 1, 32, 32), (3, 70, 192, 96), (3, 130, 384, 128)]
+ASYMMETRIC += [(2, 1, 16, 16), (2, 70, 240, 48), (2, 130, 384, 128)]
+FEWER = [4, 3, 2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -49,7 +54,7 @@ def oracle(x: torch.Tensor, integers: np.ndarray, scales: np.ndarray, *, bits: i
         inverse = np.where(usable, f32(127) / np.where(usable, absmax, f32(1)), f32(0))
         levels = np.rint(part * inverse).astype(np.int64)
         share = (levels @ integers[:, start : start + group].T).astype(f32)
-        if bits == 4:
+        if bits < 8:
             share = share * scales[:, g]
         out = out + share * np.where(usable, absmax / f32(127), f32(0))
     return out * scales[:, 0] if bits == 8 else out
@@ -76,47 +81,56 @@ def test_int8_levels_at_the_ends_of_their_range(isa, level):
             np.testing.assert_array_equal(linear(x).numpy(), expected)
 
 
-def make_asymmetric(outputs: int, inputs: int, group: int, dtype: torch.dtype = torch.float32):
+def stored_of(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """Levels [out, in] in bytes, bit by bit: the first input in the lowest bits."""
+    single = np.unpackbits(levels.numpy()[..., None], axis=-1, count=bits, bitorder="little")
+    return torch.from_numpy(np.packbits(single.reshape(len(levels), -1), axis=-1, bitorder="little"))
+
+
+def make_asymmetric(bits: int, outputs: int, inputs: int, group: int, dtype: torch.dtype = torch.float32):
     """A packed weight of any levels and zero points, level - zero as int64, and its scales."""
-    levels = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
-    zeros = torch.randint(0, 16, (outputs, inputs // group), dtype=torch.uint8)
-    zeros[0, 0], zeros[-1, -1] = 0, 15
+    levels = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8)
+    zeros = torch.randint(0, 1 << bits, (outputs, inputs // group), dtype=torch.uint8)
+    zeros[0, 0], zeros[-1, -1] = 0, (1 << bits) - 1
     scales = (torch.rand(zeros.shape) * 0.01).to(dtype)
-    packed = pack(4, levels[:, ::2] | levels[:, 1::2] << 4, scales, zeros)
+    packed = pack(bits, stored_of(levels, bits), scales, zeros)
     integers = levels.long() - zeros.long().repeat_interleave(group, dim=1)
     return packed, integers.numpy(), scales.float().numpy()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "inputs", "group"), ASYMMETRIC)
-def test_zero_points_on_every_instruction_set(isa, outputs, inputs, group, dtype):
-    packed, integers, scales = make_asymmetric(outputs, inputs, group, dtype)
+@pytest.mark.parametrize(("bits", "outputs", "inputs", "group"), ASYMMETRIC)
+def test_zero_points_on_every_instruction_set(isa, bits, outputs, inputs, group, dtype):
+    packed, integers, scales = make_asymmetric(bits, outputs, inputs, group, dtype)
     linear = IntegerLinear([packed], [None])
     for rows in (1, 2, 3, 5, 6, 7, 13, 49, 100):
         x = torch.randn(rows, inputs) * torch.logspace(-3, 3, rows)[:, None]
-        np.testing.assert_array_equal(linear(x).numpy(), oracle(x, integers, scales, bits=4, group=group))
+        np.testing.assert_array_equal(linear(x).numpy(), oracle(x, integers, scales, bits=bits, group=group))
 
 
-def test_zero_points_at_the_ends_of_their_range(isa):
-    levels = torch.full((64, 64), 0xFF, dtype=torch.uint8)
+@pytest.mark.parametrize("bits", FEWER)
+def test_zero_points_at_the_ends_of_their_range(isa, bits):
+    levels, most = torch.full((64, 16 * bits), 0xFF, dtype=torch.uint8), (1 << bits) - 1
     levels[32:] = 0
     zeros = torch.zeros(64, 1, dtype=torch.uint8)
-    zeros[32:] = 15
-    packed = pack(4, levels, torch.ones(64, 1), zeros)
+    zeros[32:] = most
+    packed = pack(bits, levels, torch.ones(64, 1), zeros)
     got = IntegerLinear([packed], [None])(torch.full((1, 128), 127.0))
-    assert got.tolist() == [[127.0 * 15 * 128] * 32 + [-127.0 * 15 * 128] * 32]
+    assert got.tolist() == [[127.0 * most * 128] * 32 + [-127.0 * most * 128] * 32]
 
 
-def test_weights_with_and_without_zero_points_share_a_call(isa):
-    weights = [make_asymmetric(70, 128, 32)[0], make(4, 130, 128, 32)[0], make_asymmetric(3, 128, 32)[0]]
+@pytest.mark.parametrize("bits", FEWER)
+def test_weights_with_and_without_zero_points_share_a_call(isa, bits):
+    weights = [make_asymmetric(bits, outputs, 128, 32)[0] for outputs in (70, 3)]
+    weights.insert(1, make(bits, 130, 128, 32)[0])
     x = torch.randn(10, 128).bfloat16()
     together = IntegerLinear(weights, [None] * 3)(x)
     assert torch.equal(together, torch.cat([IntegerLinear([w], [None])(x) for w in weights], dim=1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "inputs", "group"), ASYMMETRIC)
-def test_quantize_asymmetric_as_round_to_nearest(isa, outputs, inputs, group, dtype):
+@pytest.mark.parametrize(("bits", "outputs", "inputs", "group"), [case for case in SHAPES if case[0] < 8])
+def test_quantize_asymmetric_as_round_to_nearest(isa, bits, outputs, inputs, group, dtype):
     weight = torch.randn(inputs, outputs).to(dtype).t()
     weight[0, :group] = 0  # scale 0
     if outputs > 1:
@@ -124,14 +138,14 @@ def test_quantize_asymmetric_as_round_to_nearest(isa, outputs, inputs, group, dt
         weight[2, :group] = -weight[2, :group].abs()
         weight[3, :group] *= torch.finfo(dtype).max / weight[3, :group].abs().max()  # a range that overflows
         weight[4, :group] *= torch.finfo(dtype).tiny / 8
-    expected = rtn.quantize(weight, WeightConfig(bits=4, group_size=group, symmetric=False))
-    result = quantize(4, weight, group, symmetric=False)
+    expected = rtn.quantize(weight, WeightConfig(bits=bits, group_size=group, symmetric=False))
+    result = quantize(bits, weight, group, symmetric=False)
     assert result is not None
     packed, scales = result
     assert scales.isfinite().all()
     assert torch.equal(scales, expected.weight_scale)
     assert torch.equal(stored_scales(packed, dtype), expected.weight_scale)
-    assert torch.equal(stored_by_group(packed, "zeros").to(torch.int8) - 8, expected.zero_points())
+    assert torch.equal(stored_by_group(packed, "zeros").to(torch.int8) - (1 << bits - 1), expected.zero_points())
     assert torch.equal(unpack(packed), expected.weight_packed.view(torch.uint8))
 
 
@@ -173,11 +187,12 @@ def oracle_with_minima(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs", "group"), GROUPED)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [*FEWER, 8])
 def test_minima(isa, bits, outputs, inputs, group, dtype):
-    levels = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    group = max(group, 32) if bits == 3 else group
+    levels = torch.randint(0, 1 << min(bits, 4), (outputs, inputs), dtype=torch.uint8)
     scales, minima = (torch.randn(outputs, inputs // group).to(dtype) for _ in range(2))
-    stored = levels[:, ::2] | levels[:, 1::2] << 4
+    stored = stored_of(levels, bits)
     if bits == 8:
         levels = stored = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
     packed = pack(bits, stored, scales, minima=minima)
@@ -188,7 +203,7 @@ def test_minima(isa, bits, outputs, inputs, group, dtype):
         np.testing.assert_array_equal(linear(x).numpy(), oracle_with_minima(x, levels, scales, minima))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, *FEWER])
 def test_rows_may_lie_apart_and_their_numbers_too(bits):
     packed, *_ = make(bits, 70, 256, 128)
     linear, x = IntegerLinear([packed], [None]), torch.randn(7, 256)
@@ -198,7 +213,7 @@ def test_rows_may_lie_apart_and_their_numbers_too(bits):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32), (4, 128)])
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32), (4, 128), (3, 32), (2, 128)])
 def test_a_row_does_not_depend_on_the_others(isa, bits, group, threads):
     packed, *_ = make(bits, 150, 256, group)
     linear = IntegerLinear([packed], [torch.randn(150)])
@@ -212,19 +227,19 @@ def test_a_row_does_not_depend_on_the_others(isa, bits, group, threads):
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, *FEWER])
 def test_saturating_instructions_would_be_wrong_here(isa, bits):
-    largest = 127 if bits == 8 else 7
+    largest = (1 << bits - 1) - 1
     integers = torch.full((64, 128), -largest, dtype=torch.int8)
     integers[:, ::2] = largest
-    stored = integers if bits == 8 else ((integers[:, ::2] + 8) | (integers[:, 1::2] + 8) << 4).view(torch.uint8)
+    stored = integers if bits == 8 else stored_of((integers + largest + 1).view(torch.uint8), bits)
     packed = pack(bits, stored, torch.ones(64, 1))
     x = torch.where(torch.arange(128) % 2 == 0, 127.0, -127.0)[None]
     assert IntegerLinear([packed], [None])(x).tolist() == [[127.0 * largest * 128] * 64]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, *FEWER])
 def test_what_is_not_finite_makes_its_row_nan(isa, bits, value):
     packed, *_ = make(bits, 70, 256, 64)
     linear = IntegerLinear([packed], [None])
@@ -257,7 +272,7 @@ def test_an_outlier_channel_spoils_one_group_only(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, *FEWER])
 def test_dtypes_bias_and_views(isa, bits, dtype):
     packed, *_ = make(bits, 90, 128, 64, dtype=dtype)
     bias = torch.randn(90).to(dtype)
@@ -269,7 +284,7 @@ def test_dtypes_bias_and_views(isa, bits, dtype):
     assert torch.equal(got, (plain + bias.float()).to(dtype))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, *FEWER])
 def test_weights_that_share_their_input_as_each_alone(isa, bits):
     weights = [make(bits, outputs, 128, 32)[0] for outputs in (64, 3, 130)]
     biases = [None, torch.randn(3), None]
@@ -280,7 +295,7 @@ def test_weights_that_share_their_input_as_each_alone(isa, bits):
 
 
 @pytest.mark.parametrize("epilogue", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, *FEWER])
 def test_epilogues(isa, bits, epilogue):
     gate, up = (make(bits, 70, 128, 32)[0] for _ in range(2))
     biases = [torch.randn(70), torch.randn(70)]
@@ -305,7 +320,7 @@ def test_no_rows(isa):
     ("bits", "outputs", "inputs", "group"),
     [
         *((8, *shape[1:3], None) for shape in SHAPES if shape[0] == 8),
-        *((8, *shape) for shape in ASYMMETRIC),
+        *((8, *shape[1:]) for shape in SHAPES if shape[0] == 4),
         *SHAPES[5:],
     ],
 )
@@ -326,15 +341,16 @@ def test_quantize_and_pack_in_one_as_round_to_nearest(isa, bits, outputs, inputs
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False)])
+@pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False), (3, False), (2, True)])
 def test_a_weight_that_is_not_finite_is_told(isa, bits, symmetric, value):
     weight = torch.randn(70, 64)
     weight[69, 63] = value
     assert quantize(bits, weight, 32, symmetric=symmetric) is None
 
 
-def test_zeros_have_scale_zero(isa):
-    result = quantize(4, torch.zeros(3, 64), 32)
+@pytest.mark.parametrize("bits", FEWER)
+def test_zeros_have_scale_zero(isa, bits):
+    result = quantize(bits, torch.zeros(3, 64), 32)
     assert result is not None
     assert torch.equal(result[1], torch.zeros(3, 2))
     assert torch.equal(IntegerLinear([result[0]], [None])(torch.randn(2, 64)), torch.zeros(2, 3))

@@ -64,11 +64,11 @@ def numbers_in(filled: Structure) -> list[object]:
 
 def test_numbers_of_names() -> None:
     """Those of the enums are written on both sides too."""
-    dtypes = dict(re.findall(r"(\w+) = (\d)", re.search(r"enum Dtype.*", TYPES)[0]))  # type: ignore[index]
+    dtypes = dict(re.findall(r"(\w+) = (\d)", re.search(r"enum Dtype[^}]*", TYPES)[0]))  # type: ignore[index]
     assert [int(dtypes[name]) for name in ("F32", "BF16", "F16", "INT8", "FP8", "INT4")] == list(
         library.DTYPES.values()
     )
-    assert {8: int(dtypes["INT8"]), 4: int(dtypes["INT4"])} == integer_linear.FORMATS
+    assert {bits: int(dtypes[f"INT{bits}"]) for bits in (8, 4, 3, 2)} == integer_linear.FORMATS
     assert int(dtypes["FP4"]) == integer_linear.FP4
     kinds = re.search(r"enum LayerOpKind : int32_t {(.*?)}", HEADER)[1]  # type: ignore[index]
     assert tuple(kinds.lower().replace(" ", "").split(",")) == decoder_layer.OPERATIONS

@@ -24,6 +24,7 @@ FORMATS = [
     (8, 32, True),
     (8, 128, True),
     *((4, group, symmetric) for group in (32, 64, 128) for symmetric in (True, False)),
+    *((bits, group, symmetric) for bits in (3, 2) for group, symmetric in ((32, False), (128, True))),
 ]
 
 
@@ -68,7 +69,7 @@ def test_inputs_that_do_not_fill_a_group(inputs: int) -> None:
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("rows", [5, 64, 70])
-@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 32)])
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 32), (3, 32), (2, 64)])
 def test_more_inputs_than_a_panel(bits: int, group: int | None, rows: int) -> None:
     linear = IntegerLinear([packed(bits, group, outputs=65, inputs=4480)], [None])
     assert_as_by_vectors(linear, torch.randn(rows, 4480))
@@ -83,7 +84,7 @@ def test_more_rows_than_are_summed_at_once(bits: int) -> None:
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_any_number_of_threads(bits: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_cores", threads)
     weights = [packed(bits, None if bits == 8 else 64, outputs=outputs, inputs=192) for outputs in (130, 3, 64)]
@@ -100,7 +101,7 @@ def test_any_number_of_threads(bits: int, threads: int, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("epilogue", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3])
 def test_gate_and_up(bits: int, epilogue: str) -> None:
     weights = [packed(bits, None if bits == 8 else 32, outputs=70, inputs=128) for _ in range(2)]
     linear = IntegerLinear(weights, [torch.randn(70), None], epilogue=epilogue)

@@ -19,6 +19,7 @@
   KERNEL(float_linear, LinearCall)        \
   KERNEL(pack, PackCall)                  \
   KERNEL(unpack, PackCall)                \
+  KERNEL(rows, RowsCall)                  \
   KERNEL(quantize_weight, QuantizeCall)   \
   KERNEL(norm, NormCall)                  \
   KERNEL(rope, RopeCall)                  \
@@ -38,6 +39,13 @@
 //         products need them. A byte is q + 128. Inputs are padded to a multiple of 4.
 //   INT4  A block is [inputs / 8, 64, 4] bytes. Of 8 inputs, byte i holds input i in its low half and input 4 + i in
 //         its high half. A half is q + 8, or q if the weight has zero points or minima.
+//   INT3  A block is [inputs / 32, 4, 3, 16, 4] bytes: of each 16 outputs 8 words of 4 inputs, in 3 planes. Byte i of the words, each
+//         from 0 to 7, is in byte i of the planes: words 0 and 1 in the lowest 6 bits of the first plane, words 2 and 3
+//         in those of the second, 4 and 5 in those of the third. The two upper bits of words 6 and 7 are the upper bits
+//         of the first and of the second plane; their lowest bits are bits 6 and 7 of the third. q is stored as for INT4,
+//         with 4 instead of 8.
+//   INT2  A block is [inputs / 16, 64, 4] bytes. Byte i holds inputs i, 4 + i, 8 + i and 12 + i, the first in its lowest
+//         bits. q is stored as for INT4, with 2 instead of 8.
 //   INT8_GROUPS  packed as INT8
 constexpr int64_t BLOCK = 64;
 
@@ -49,7 +57,7 @@ enum Activation : int32_t { SILU = 4, GELU = 5, GELU_TANH = 6, GELU_QUICK = 7, R
 //   INT8  weight: packed; scales: float32 [blocks * 64]; zeros and minima: null
 //   INT8_GROUPS  weight: packed; scales: [blocks, groups, 64] of scale_dtype; zeros: null; minima: as for INT4
 //   INT4  weight: packed; scales: [blocks, groups, 64] of scale_dtype; zeros: uint8 [blocks, groups, 64], or null if
-//         all zero points are 8; minima: [blocks, groups, 64] of scale_dtype, or null. With minima the weight is
+//         all zero points are 8; with INT3 4, with INT2 2; minima: [blocks, groups, 64] of scale_dtype, or null. With minima the weight is
 //         q * scale - minimum, and zeros is null.
 //   BF16, F16, F32  weight: row-major, read in place; scales, zeros and minima: null
 struct Matrix {
@@ -68,7 +76,7 @@ struct Matrix {
 // the output is act(gate) * up at the gate's column. With an Activation it is act(output) for any number of matrices.
 struct Linear {
   int32_t format;  // the Dtype of the weights
-  int32_t group;   // inputs that share an activation scale (integers) and a weight scale (INT8_GROUPS, INT4)
+  int32_t group;   // inputs that share an activation scale (integers) and a weight scale (all but INT8)
   int64_t in_features;
   int32_t count;
   int32_t epilogue;  // an Epilogue or an Activation
@@ -104,22 +112,32 @@ struct ExpertsCall {
 };
 
 struct PackCall {
-  int32_t format;  // INT8 or INT4
+  int32_t format;  // INT8, INT4, INT3 or INT2
   int32_t threads;
   int64_t out_features, in_features;
-  void* stored;  // INT8: int8 [out, in]; INT4: [out, in / 2] bytes, the first of two inputs in the low half
+  void* stored;  // INT8: int8 [out, in]; fewer bits: [out, in * bits / 8] bytes, the first input in the lowest bits
   void* packed;
 };
 
-// Quantizes by rounding to nearest. The largest magnitude of a group becomes 127 or 7. With zeros (INT4 only), the
-// range of a group, extended to include 0, is divided into 15 steps.
+// Looks outputs of one packed integer weight up: out[n] is output outputs[n], dequantized in float32 and rounded once.
+struct RowsCall {
+  const Linear* linear;
+  const int64_t* outputs;  // [rows]
+  int64_t rows;
+  void* out;       // [rows, in_features]
+  uint8_t* known;  // output: 0 if the weight has not all of these outputs; others are looked up
+  int32_t out_dtype, threads;
+};
+
+// Quantizes by rounding to nearest. The largest magnitude of a group becomes 127, or the lowest level. With zeros (not
+// INT8), the range of a group, extended to include 0, is divided into 15, 7 or 3 steps.
 struct QuantizeCall {
   int32_t format, dtype, threads;  // dtype: the dtype of the weight and of the scales
   int64_t out_features, in_features, group;  // for INT8, group is in_features
   const void* weight;                        // [out, in]
   int64_t weight_stride;
   void* scales;     // output [out, in / group]
-  uint8_t* zeros;   // output [out, in / group], from 0 to 15; or null
+  uint8_t* zeros;   // output [out, in / group], levels; or null
   void* packed;     // output
   uint8_t* finite;  // output: 0 if the weight holds NaN or infinity; the other outputs are then undefined
 };

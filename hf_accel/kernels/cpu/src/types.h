@@ -6,7 +6,8 @@
 
 // The numbers are part of the C interface: see library.py.
 // INT8_GROUPS is INT8 whose scales belong to groups of inputs. FP4 is E2M1, and is packed as INT4 is.
-enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, FP8 = 4, INT4 = 5, INT8_GROUPS = 6, FP4 = 7 };
+enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, FP8 = 4, INT4 = 5, INT8_GROUPS = 6, FP4 = 7, INT3 = 8,
+                       INT2 = 9 };
 
 struct Bf16 { uint16_t bits; };
 struct F16_ { uint16_t bits; };

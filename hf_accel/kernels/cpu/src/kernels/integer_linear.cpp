@@ -1,5 +1,5 @@
-// Linear layers with INT8 or INT4 weights and INT8 activations. The sum over a group of inputs is an exact integer. The
-// sums of groups are added in order in float32; each lane is an output, and multiplication and addition are rounded
+// Linear layers with weights of 8 bits or fewer and INT8 activations. The sum over a group of inputs is an exact integer.
+// The sums of groups are added in order in float32; each lane is an output, and multiplication and addition are rounded
 // separately. So the result of a row depends neither on other rows nor on threads or the instruction set.
 //
 // For each block of 64 outputs and chunk of rows, the outer loop is over groups of inputs. So the weights of a group,
@@ -57,17 +57,17 @@ inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8
 }
 
 template <int FORMAT, int ROWS, int WIDE, int LINES>
-inline HFA_INLINE void sum_halves(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
+inline HFA_INLINE void sum_levels(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
                                   I (&sums)[ROWS][WIDE]) {
+  constexpr int WORDS = Levels<FORMAT>::WORDS, PLANES = Levels<FORMAT>::PLANES;
   const Levels<FORMAT> levels;
-  for (int64_t k = 0; k < steps; k += 2, weight += STEP, x += 8) {
-    fetch_lines<LINES>(fetch);
+  for (int64_t k = 0; k < steps; k += WORDS, weight += PLANES * STEP, x += 4 * WORDS) {
+    unrolled<PLANES>([&](auto) HFA_INLINE { fetch_lines<LINES>(fetch); });
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      const I both = load_bytes(weight + v * LANES * 4);
-      const I low = levels(low_nibbles(both)), high = levels(high_nibbles(both));
-      unrolled<ROWS>([&](auto r) HFA_INLINE {
-        sums[r][v] = dot4_nibbles(sums[r][v], low, broadcast4(x + r * x_stride));
-        sums[r][v] = dot4_nibbles(sums[r][v], high, broadcast4(x + r * x_stride + 4));
+      levels.each(weight + lane_offset<FORMAT>(v * LANES), [&](auto word, I bytes) HFA_INLINE {
+        unrolled<ROWS>([&](auto r) HFA_INLINE {
+          sums[r][v] = dot4_nibbles(sums[r][v], bytes, broadcast4(x + r * x_stride + 4 * word));
+        });
       });
     });
   }
@@ -83,15 +83,15 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   // Weights are stored with an offset, so the sums start from -offset * sum(x).
   unrolled<ROWS>([&](auto r) HFA_INLINE {
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      if constexpr (!IN_HALVES<FORMAT>) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
+      if constexpr (IN_BYTES<FORMAT>) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
       else if (task.minima) sums[r][v] = iset1(0);
       else if (!task.zeros) sums[r][v] = iset1(-Levels<FORMAT>::MIDDLE * x_sums[r]);
       else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
     });
   });
-  const uint8_t* weight = task.weight + start * 4;
-  if constexpr (!IN_HALVES<FORMAT>) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
-  else sum_halves<FORMAT, ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
+  const uint8_t* weight = task.weight + lane_offset<FORMAT>(start);
+  if constexpr (IN_BYTES<FORMAT>) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
+  else sum_levels<FORMAT, ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
   unrolled<WIDE>([&](auto v) HFA_INLINE {
     const GroupFactors<FORMAT> factors(task, start + v * LANES);
     unrolled<ROWS>([&](auto r) HFA_INLINE {

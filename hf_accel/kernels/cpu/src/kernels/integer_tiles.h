@@ -27,7 +27,7 @@ void unpack_group(const GroupTask& task, uint8_t* tiles) {
   constexpr int WIDE = BLOCK / LANES;
   I offsets[WIDE];
   unrolled<WIDE>([&](auto v) HFA_INLINE {
-    if constexpr (!IN_HALVES<FORMAT>) offsets[v] = iset1(static_cast<int32_t>(0x80808080u));
+    if constexpr (IN_BYTES<FORMAT>) offsets[v] = iset1(static_cast<int32_t>(0x80808080u));
     else if (task.minima) offsets[v] = iset1(0);
     else if (!task.zeros) offsets[v] = iset1(Levels<FORMAT>::MIDDLE * 0x01010101);
     else offsets[v] = mul_i32(load_u8_as_i32(task.zeros + v * LANES), iset1(0x01010101));
@@ -38,19 +38,15 @@ void unpack_group(const GroupTask& task, uint8_t* tiles) {
     store_bytes(row + lane / TILE_WORDS * TILE_BYTES + lane % TILE_WORDS * 4, bytes);
   };
   const uint8_t* weight = task.weight;
-  [[maybe_unused]] const Levels<FORMAT> levels;
-  int64_t word = 0;
-  for (; word < task.steps; word += IN_HALVES<FORMAT> ? 2 : 1, weight += STEP)
+  const Levels<FORMAT> levels;
+  int64_t first = 0;
+  for (; first < task.steps; first += Levels<FORMAT>::WORDS, weight += Levels<FORMAT>::PLANES * STEP)
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      const I bytes = load_bytes(weight + v * LANES * 4);
-      if constexpr (!IN_HALVES<FORMAT>) {
-        store_word(word, v, sub_bytes(bytes, offsets[v]));
-      } else {
-        store_word(word, v, sub_bytes(levels(low_nibbles(bytes)), offsets[v]));
-        store_word(word + 1, v, sub_bytes(levels(high_nibbles(bytes)), offsets[v]));
-      }
+      levels.each(weight + lane_offset<FORMAT>(v * LANES), [&](auto word, I bytes) HFA_INLINE {
+        store_word(first + word, v, sub_bytes(bytes, offsets[v]));
+      });
     });
-  for (; word % TILE_HEIGHT; ++word) unrolled<WIDE>([&](auto v) HFA_INLINE { store_word(word, v, iset1(0)); });
+  for (; first % TILE_HEIGHT; ++first) unrolled<WIDE>([&](auto v) HFA_INLINE { store_word(first, v, iset1(0)); });
 }
 
 // Integer sums over one group that are still to be added to the float sums: at most 32 rows of 32 outputs.

@@ -171,8 +171,11 @@ inline I dot4_nibbles(I sum, I w, I a) {  // no saturation, because 2 * 15 * 128
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), _mm256_set1_epi16(1)));
 }
 #endif
-inline I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-inline I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+template <int PLACE> inline I bits_from(I x, int mask) {
+  return _mm256_and_si256(PLACE ? _mm256_srli_epi16(x, PLACE) : x, _mm256_set1_epi8(static_cast<char>(mask)));
+}
+inline I held(I x) { __asm__("" : "+x"(x)); return x; }
+inline I either(I a, I b) { return _mm256_or_si256(a, b); }
 inline I table16(const uint8_t* p) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

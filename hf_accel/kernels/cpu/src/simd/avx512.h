@@ -162,8 +162,11 @@ inline I dot4(I sum, I w, I a) {
   return sum;
 }
 inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
-inline I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+template <int PLACE> inline I bits_from(I x, int mask) {
+  return _mm512_and_si512(PLACE ? _mm512_srli_epi16(x, PLACE) : x, _mm512_set1_epi8(static_cast<char>(mask)));
+}
+inline I held(I x) { __asm__("" : "+v"(x)); return x; }
+inline I either(I a, I b) { return _mm512_or_si512(a, b); }
 inline I table16(const uint8_t* p) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

@@ -197,15 +197,17 @@ inline int32x4_t dot4_bytes(int32x4_t sum, int32x4_t w, int32x4_t a) {  // w les
 inline I dot4(I sum, I w, I a) {
   return {dot4_bytes(sum.low, w.low, a.low), dot4_bytes(sum.high, w.high, a.high)};
 }
-inline I low_nibbles(I x) {
-  const uint8x16_t mask = vdupq_n_u8(15);
-  return {vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(x.low), mask)),
-          vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(x.high), mask))};
+template <int PLACE> inline int32x4_t bits_from(int32x4_t x, uint8x16_t mask) {
+  uint8x16_t bytes = vreinterpretq_u8_s32(x);
+  if constexpr (PLACE != 0) bytes = vshrq_n_u8(bytes, PLACE);
+  return vreinterpretq_s32_u8(vandq_u8(bytes, mask));
 }
-inline I high_nibbles(I x) {
-  return {vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x.low), 4)),
-          vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x.high), 4))};
+template <int PLACE> inline I bits_from(I x, int mask) {
+  const uint8x16_t masks = vdupq_n_u8(static_cast<uint8_t>(mask));
+  return {bits_from<PLACE>(x.low, masks), bits_from<PLACE>(x.high, masks)};
 }
+inline I held(I x) { return x; }
+inline I either(I a, I b) { return {vorrq_s32(a.low, b.low), vorrq_s32(a.high, b.high)}; }
 inline I table16(const uint8_t* p) {
   const int32x4_t table = vreinterpretq_s32_u8(vld1q_u8(p));
   return {table, table};

@@ -114,8 +114,12 @@ inline I dot4(I sum, I w, I a) {
   return sum;
 }
 inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
-inline I low_nibbles(I x) { HFA_EACH x.v[i] &= 0x0f0f0f0f; return x; }
-inline I high_nibbles(I x) { HFA_EACH x.v[i] = x.v[i] >> 4 & 0x0f0f0f0f; return x; }
+template <int PLACE> inline I bits_from(I x, int mask) {
+  HFA_EACH x.v[i] = static_cast<int32_t>(static_cast<uint32_t>(x.v[i]) >> PLACE & static_cast<uint32_t>(mask) * 0x01010101u);
+  return x;
+}
+inline I held(I x) { return x; }
+inline I either(I a, I b) { HFA_EACH a.v[i] |= b.v[i]; return a; }
 struct Table16 { uint8_t v[16]; };
 inline Table16 table16(const uint8_t* p) { Table16 table; std::memcpy(table.v, p, 16); return table; }
 inline I lookup16(const Table16& table, I x) {

@@ -15,6 +15,9 @@
 //   transpose  of LANES vectors, lane j of vector i becomes lane i of vector j
 //   dot4       adds four products of unsigned bytes of w, less DOT4_OFFSET, and signed bytes of a, which are at least
 //              -127, to each lane of I, without saturation; dot4_nibbles adds those of w <= 15 itself
+//   bits_from<PLACE>(x, mask)  x >> PLACE & mask for each byte of x; the mask has 8 - PLACE bits at most
+//   held       x, which is read from memory once and at this place: gcc would read it again for each use
+//   either     the bits that one of both has
 //   lookup16   for each byte of x from 0 to 15, that byte of table16(p), which holds 16 of them
 //   store_bytes, sub_bytes  (where a level with tiles is made of it) the bytes of I
 #pragma once
