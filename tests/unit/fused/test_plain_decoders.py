@@ -19,6 +19,7 @@ import hf_accel
 from hf_accel.fused.hf.layer_calls import LayerCalls
 from hf_accel.fused.partial_rotation import leaves_rest
 from hf_accel.kernels import cpu as kernels
+from hf_accel.recognition.call_form import CallForm
 from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.trace import Trace
 from hf_accel.undo.state import FUSED
@@ -184,7 +185,7 @@ def stand_in(code: Any, **arguments: Any) -> Any:
             return code(SimpleNamespace(x=x, q=parts[0], k=parts[1], v=parts[2], cache=past_key_values, layer=self))
 
     trace = Trace(torch.float32, **arguments)
-    trace.layer(Layer(), 16, past_key_values=True, position_embeddings=True)
+    trace.layer(Layer(), 16, CallForm("x", frozenset({"past_key_values", "position_embeddings"})))
     return trace
 
 

@@ -258,34 +258,8 @@ struct WriteCall {
 
 // -- a layer, whose operations are kernels one after the other (src/layer.cpp) --------------------------------
 
-// Where an operation reads or writes: row n of a buffer has its numbers at n * stride + offset. Buffer 0 is the layer's
-// input, buffer 1 its output; the others are memory of the call. A stride of 0 stands for no place at all. `head` is the
-// stride between heads, 0 if they stand end to end.
-struct Columns {
-  int64_t buffer, offset, stride, head;
-};
-
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN };
-
-struct LayerOp {
-  int32_t kind;
-  int32_t weight_dtype;     // NORM, LAYER_NORM
-  // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
-  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; JOIN: the parts of each head; else x alone
-  Columns x, y, out, out2, z;
-  const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null
-  const void* bias;         // LAYER_NORM: or null
-  int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
-  int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
-  int64_t window, ahead;  // ATTEND, ATTEND_ROWS; ATTEND is causal
-  float eps, offset;      // NORM, LAYER_NORM: eps
-  float scale, softcap;  // ATTEND; ADD: scale is the factor of y
-  int32_t round_first;   // NORM
-  int32_t interleaved, round_each;  // ROPE
-  int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
-  int32_t bias_dtype;               // LAYER_NORM
-  int32_t activation;               // GATE: out = act(x) * y
-};
+struct LayerOp;  // in layer.cpp, with the kinds of operations
+extern const int64_t LAYER_OP_SIZE;
 
 // One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
 // pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
