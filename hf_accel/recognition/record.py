@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .call_form import BIAS, MASK
 from .operation import Kind, Operation, Span, UntraceableError
 from .scores import Scores, drops
 from .stand_ins import PLAIN_TYPES, Computed, ModuleStandIn, Opaque, StandIn, Vector
-from .trial import GatedNames
+from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
 from .unchanged import HOOKS, Read, has_own_forward
 
 
@@ -126,6 +127,10 @@ class Record:
             return args[0]
         if function is torch.matmul and len(args) == 2 and not kwargs:
             return args[0] @ args[1]
+        if isinstance(args[0], StandIn) and len(args) == 1 and not kwargs.get("inplace"):
+            name = activation_name(partial(function, **kwargs), PLAIN_ACTIVATIONS)
+            if name is not None:
+                return self.activate(name, args[0])
         if function is torch.cat and kwargs == {"dim": -1} and len(args) == 1 and len(args[0]) == 2:
             return self.join(*args[0])
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
@@ -176,6 +181,8 @@ class Record:
         if len(args) != 4 or not _as_usual(original, kwargs) or (args[2], args[3]) != self.tables:
             raise UntraceableError("it rotates in a way of its own")
         q, k = args[:2]
+        factor = getattr(q, "factor", 1.0)  # of queries that are scaled ahead of the rotation
+        q = replace(q, factor=1.0) if factor != 1 else q
         for x in (q, k):
             self._require(x, heads=True)
         if q.shape[3] != k.shape[3]:
@@ -192,9 +199,9 @@ class Record:
         }  # fmt: skip
         self.operations.append(Operation("rope", [x.span for x in rotated], outs, values=values))
         q_out, k_out = (replace(x, span=out) for x, out in zip(rotated, outs, strict=True))
-        if size == dim:
-            return q_out, k_out
-        return self.join(q_out, q[..., size:]), self.join(k_out, k[..., size:])
+        if size < dim:
+            q_out, k_out = self.join(q_out, q[..., size:]), self.join(k_out, k[..., size:])
+        return replace(q_out, factor=factor), k_out
 
     # -- attention -------------------------------------------------------------------------------------
 

@@ -222,7 +222,7 @@ class StandIn:
     def __mul__(self, other: Any) -> StandIn:
         if type(other) not in (int, float):
             return self.trace.multiply(self, other)
-        if self.factor != 1 or self.heads is not None:
+        if self.factor != 1:
             raise UntraceableError("it multiplies by more than a number")
         return replace(self, factor=float(other))
 

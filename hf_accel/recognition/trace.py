@@ -9,8 +9,8 @@ later change is noticed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from ..undo.journal import original_class
 from ..undo.state import FUSED
 from .call_form import BIAS, CACHES, MASK, TABLES, CallForm
-from .code import ROTATION, with_rotation
+from .code import ROTATION, with_functions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, folded
 from .record import Record
 from .stand_ins import (
@@ -35,7 +35,7 @@ from .stand_ins import (
     StandIn,
     Vector,
 )
-from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name, gated_names, seems_rms_norm
+from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name, gated_names, name_of_function, seems_rms_norm
 
 CPU = torch.device("cpu")
 
@@ -114,7 +114,7 @@ class Trace(Record):
         activation = activation_name(value, PLAIN_ACTIVATIONS)
         if activation is None:
             raise UntraceableError("its activation is not known")
-        return lambda x: self.activate(activation, x)
+        return partial(self.activate, activation)
 
     def child(self, module: nn.Module) -> Any:
         """Return the stand-in of a submodule."""
@@ -160,10 +160,21 @@ class Trace(Record):
         forward = kind.forward
         if not isinstance(forward, FunctionType):
             raise UntraceableError(f"the code of {kind.__name__} is not Python's")
-        if ROTATION in forward.__code__.co_names:
-            original = forward.__globals__[ROTATION]
-            forward = with_rotation(forward, lambda *given, **named: self.rotate(original, *given, **named))
+        functions = dict(self._functions(forward))
+        if functions:
+            forward = with_functions(forward, functions)
         return forward(stand_in, *args, **kwargs)
+
+    def _functions(self, forward: FunctionType) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """The functions of the code's file that are recorded where it calls them: a rotation, and activations."""
+        for name in forward.__code__.co_names:
+            function = forward.__globals__.get(name)
+            activation = None if name == ROTATION else name_of_function(function)
+            if name == ROTATION:
+                yield name, partial(self.rotate, function)
+            elif activation is not None:
+                self.note(forward.__globals__, name, function)
+                yield name, partial(self.activate, activation)
 
 
 class LinearStandIn:
