@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..kernels.cpu.attention import EVERY_KEY, bias_fields
+from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
 from ..kernels.cpu.layer import run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
 from ..recognition.stand_ins import Computed
 from ..recognition.trace import Trace
-from .encoder_rows import NOTHING, CallTensors, RowLayout, WrittenRows, layout_of, windowed_layout
+from .encoder_rows import (
+    NOTHING,
+    CallTensors,
+    Positions,
+    RowLayout,
+    WrittenRows,
+    layout_of,
+    layout_of_pairs,
+    windowed_layout,
+)
 from .layer_programme import NativeOperations
 from .operations import NATIVE, HeldRows, refuse_over_rows
 from .projections import UNLIMITED
@@ -62,6 +71,7 @@ class EncoderProgramme(NativeOperations):
         self.tables: int | None = min(dims, default=None)
         self.biased_heads: int = attends["heads"] if attends["biased"] else 0
         self.own_bias: Computed | None = attends["own_bias"]
+        self.positions = next((each for each in trace.operations if each.kind == "position_scores"), None)
         self._adds_mask: bool = attends["adds_mask"]
         if any(self.others or ()) and not attends["biased"]:
             raise UntraceableError("it returns a bias that it does not add")
@@ -76,13 +86,15 @@ class EncoderProgramme(NativeOperations):
             return None  # true is 1 where it is added
         if self.causal and mask is not None:
             return None
+        if self.positions is not None:
+            return layout_of_pairs(mask, batch, tokens)
         if self.causal or self.window is None:
             return layout_of(mask, batch, tokens)
         return windowed_layout(mask, batch, tokens, self.window)
 
     def with_padding(self, layout: RowLayout) -> RowLayout | None:
         """Return the layout in which padding is computed too; None if stock computes something else there."""
-        if self.causal or self.write is not None or self.window is not None:
+        if self.causal or self.write is not None or self.window is not None or self.positions is not None:
             return None
         return layout.with_padding()
 
@@ -93,6 +105,20 @@ class EncoderProgramme(NativeOperations):
         values = self.write.values
         return layout.to_write(values["heads"], (values["dim"], values["value_dim"]), self.dtype)
 
+    def positions_of(self, layout: RowLayout, given: Any, embeddings: Any) -> Positions | None:
+        """Return the keys and queries of positions, by what a layer is given; None for another form of that."""
+        assert self.positions is not None
+        distances, span = layout.distances(given), self.positions.values["span"]
+        if distances is None or type(embeddings) not in (Tensor, nn.Parameter) or embeddings.dtype is not self.dtype:
+            return None
+        rows = (distances + span).clamp(0, 2 * span - 1)
+        first, last = int(rows.min()), int(rows.max())
+        table = embeddings[first : last + 1]
+        if not embeddings.is_cpu or table.ndim != 2 or len(table) != last + 1 - first:
+            return None
+        keys, queries = (module(table).contiguous() for module in self.positions.modules)
+        return Positions(keys, queries, (rows - first).int())
+
     def __call__(self, x: Tensor, layout: RowLayout, tensors: CallTensors = NOTHING) -> Tensor:
         """x: [N, width], contiguous, of the dtype of the trace: the tokens of the layout -> [N, width].
 
@@ -101,8 +127,14 @@ class EncoderProgramme(NativeOperations):
         """
         if len(x) > self.max_tokens:
             return self._one_by_one(x, layout, tensors)
-        tables, bias, written = tensors
-        biases = bias_fields(None if bias is None else bias.table)
+        tables, bias, written, positions = tensors
+        table, places = None if bias is None else bias.table, (0, 0, 0)
+        if positions is not None:
+            assert self.positions is not None
+            most, size = max(len(call.starts) for call in layout.calls) - 1, layout.ragged.max_q
+            table = torch.empty(most, self.positions.values["heads"], size, size, dtype=torch.float32, device="cpu")
+            places = positions.keys.data_ptr(), positions.queries.data_ptr(), middle(positions.rows)
+        biases = bias_fields(table)
         k, v, block = (0, 0, 0) if written is None else (*map(Tensor.data_ptr, written[:2]), layout.shape[1])
         out, dtype, count = torch.empty_like(x), DTYPES[self.dtype], threads()
         table_dtype, size = 0, self.tables or 0
@@ -116,7 +148,7 @@ class EncoderProgramme(NativeOperations):
                 *self._fixed, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
                 k, v, 0, 0, 0 if written is None else written.slots[part].data_ptr(), 0,
                 starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
-                0, len(starts) - 1, block, *biases, dtype, table_dtype, dtype, 0, count,
+                0, len(starts) - 1, block, *biases, *places, dtype, table_dtype, dtype, 0, count,
             )  # fmt: skip
         return out
 

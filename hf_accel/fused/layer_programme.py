@@ -164,7 +164,7 @@ class LayerProgramme(NativeOperations, TracedLayer):
         out, dtype = torch.empty_like(x), DTYPES[self.dtype]
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), *fields.tables,
-            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step, *NO_BIAS,
+            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step, *NO_BIAS, 0, 0, 0,
             dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.cpu.attention import EVERY_KEY, attend, write_pages
+from ..kernels.cpu.attention import EVERY_KEY, attend, position_scores, write_pages
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer import KINDS, NOWHERE
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS
@@ -67,7 +67,8 @@ class HeldRows:
 
     def __init__(self, parts: NativeParts, x: Tensor, layout: RowLayout, tensors: CallTensors) -> None:
         self.parts, self.layout = parts, layout
-        self.tables, self.bias, self.written = tensors
+        self.tables, bias, self.written, self.positions = tensors
+        self.bias = None if bias is None else bias.table
         self.buffers = {INPUT: x}
 
     def columns(self, span: Span, width: int) -> Tensor:
@@ -258,8 +259,8 @@ class AttendOperation(NativeOperation):
         q, k, v = (rows.heads(span, n, values["dim"]) for span, n in zip(operation.inputs, heads, strict=True))
         options = AttentionOptions(scale, causal=not ahead, window=window, softcap=softcap)
         seen = None if ahead in (0, EVERY_KEY) else ahead
-        kv, table = KV(layout.keys_of(k), layout.keys_of(v)), None if rows.bias is None else rows.bias.table
-        return [attend(q, kv, options, layout.ragged, ahead=seen, bias=table).flatten(1)]
+        kv = KV(layout.keys_of(k), layout.keys_of(v))
+        return [attend(q, kv, options, layout.ragged, ahead=seen, bias=rows.bias).flatten(1)]
 
 
 class SumOperation(NativeOperation):
@@ -293,6 +294,26 @@ class GateOperation(NativeOperation):
         return [activate(x, operation.values["activation"], y=y)]
 
 
+class PositionScoresOperation(NativeOperation):
+    """The scores of positions, which attention adds to its own."""
+
+    def refusal(self, operation: Operation, planned: Planned) -> str | None:
+        return None if planned.linears is not None else "its positions have no native call"
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        if not parts.over_rows:
+            raise UntraceableError("its positions have no native call over pages")
+        return {name: operation.values[name] for name in ("heads", "dim", "scale")}
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        assert rows.positions is not None
+        heads, dim = operation.values["heads"], operation.values["dim"]
+        q, k = (rows.heads(span, heads, dim) for span in operation.inputs)
+        starts, scale = rows.layout.ragged.cu_q, operation.values["scale"]
+        rows.bias = position_scores(q, k, rows.positions, starts, scale=scale)
+        return []
+
+
 class JoinOperation(NativeOperation):
     """The numbers of each head of y behind those of x."""
 
@@ -313,6 +334,7 @@ NATIVE: dict[Kind, NativeOperation] = {
     "add": SumOperation(),
     "gate": GateOperation(),
     "join": JoinOperation(),
+    "position_scores": PositionScoresOperation(),
 }
 
 

@@ -18,7 +18,8 @@ MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
 CACHES = ("past_key_values", "layer_past")  # the names of a cache
 CACHE = CACHES[0]
 TENSORS = (MASK, "position_ids", TABLES, *CACHES)  # a decoder layer may be given these
-PASSED_ON = (*TENSORS, BIAS)  # tensors, and a cache, that a layer may only pass on
+POSITIONS, EMBEDDINGS = "relative_pos", "rel_embeddings"  # of attention whose scores depend on positions
+PASSED_ON = (*TENSORS, BIAS, POSITIONS, EMBEDDINGS)  # tensors, and a cache, that a layer may only pass on
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,11 @@ class CallForm:
 
 
 def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> CallForm:
-    """Return the form of a call with hidden states, and with a mask, a bias of positions, and cos and sin of `dtype`,
-    if the code takes them.
+    """Return the form of a call with hidden states, and with a mask, positions, and cos and sin of `dtype`, if the
+    code takes them.
     """
-    tensors = frozenset({MASK, TABLES, BIAS}.intersection(parameter_names(kind.forward)))
+    usual = {MASK, TABLES, BIAS, POSITIONS, EMBEDDINGS}
+    tensors = frozenset(usual.intersection(parameter_names(kind.forward)))
     return CallForm(_states(kind), tensors, table_dtype=dtype if TABLES in tensors else None)
 
 

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .call_form import BIAS, MASK
+from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS
 from .operation import Kind, Operation, Span, UntraceableError
+from .position_attention import SETTINGS, PositionAttention
 from .scores import Scores, drops
-from .stand_ins import PLAIN_TYPES, Computed, ModuleStandIn, Opaque, StandIn, Vector
+from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
 from .unchanged import HOOKS, Read, has_own_forward
 
@@ -39,6 +40,7 @@ class Record:
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque(MASK), (Opaque("cos"), Opaque("sin"))
         self.bias: Opaque = Opaque(BIAS)
+        self.positions = {name: Opaque(name) for name in (POSITIONS, EMBEDDINGS)}
         self.layer_idx: int | None = None
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
@@ -233,6 +235,35 @@ class Record:
             "biased": scores.is_biased, "adds_mask": True,
         }  # fmt: skip
         return replace(self._attend((scores.query, scores.key, value), (), values), transposed=True)
+
+    def attend_positions(
+        self, module: nn.Module, parts: PositionAttention, x: StandIn, mask: Any, output_attentions: bool = False,
+        **given: Any,
+    ) -> tuple[StandIn, None]:  # fmt: skip
+        """Record attention whose scores depend on the positions of tokens too."""
+        given = {name: value for name, value in given.items() if value is not None}
+        if given != self.positions or output_attentions is not False or mask is not self.mask:
+            raise UntraceableError("it attends in a way of its own")
+        own, held = vars(module), vars(module)["_modules"]
+        self.visit(module)
+        for name in SETTINGS:
+            self.note(own, name, own.get(name))
+        for name in {*parts}:
+            self.note(held, name, held[name])
+        heads, dim = own["num_attention_heads"], own["attention_head_size"]
+        query, key, value, position_key, position_query = (held[name] for name in parts)
+        for each in (position_key, position_query):
+            self.visit(each)
+        sizes = (BATCH, TOKENS, heads, dim)
+        q, k, v = (self.linear(each, x).view(*sizes).transpose(1, 2) for each in (query, key, value))
+        scale = (3 * dim) ** -0.5
+        values = {"heads": heads, "dim": dim, "scale": scale, "span": own["pos_ebd_size"]}
+        self.operations.append(
+            Operation("position_scores", [q.span, k.span], [], (position_key, position_query), values)
+        )
+        options = {"scaling": scale, "is_causal": False}
+        values = {"options": options, "masked": True, "biased": False, "adds_mask": False}
+        return self._attend((q, k, v), (), values).view(BATCH, TOKENS, heads * dim), None
 
     def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
         query, key, value = qkv

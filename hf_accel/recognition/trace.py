@@ -22,6 +22,7 @@ from ..undo.state import FUSED
 from .call_form import BIAS, CACHES, MASK, TABLES, CallForm
 from .code import ROTATION, with_functions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, folded
+from .position_attention import position_attention
 from .record import Record
 from .stand_ins import (
     BATCH,
@@ -79,7 +80,8 @@ class Trace(Record):
         """Return the result of a module's code on hidden states [B, T, width]."""
         self.widths[INPUT] = self.widths[OUTPUT] = width
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
-        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias} | dict.fromkeys(CACHES, CacheStandIn(self))
+        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias} | self.positions
+        tensors |= dict.fromkeys(CACHES, CacheStandIn(self))
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
         kwargs[form.states] = StandIn(self, Span(INPUT, 0, width), width)
         try:
@@ -145,6 +147,12 @@ class Trace(Record):
                 for name, value in parts.items():
                     self.note(parts, name, value)
                 return lambda x: self.activate(activation, x)
+        positions = position_attention(module)
+        if positions is not None:
+            for name in ("dropout", "pos_dropout"):
+                self.note(parts["_modules"], name, parts["_modules"][name])
+                self.child(parts["_modules"][name])
+            return partial(self.attend_positions, module, positions)
         held = parts.get(FUSED)  # the parts that it had when it was given a native forward
         names = held if isinstance(held, GatedNames) else gated_names(module)
         if names is not None:

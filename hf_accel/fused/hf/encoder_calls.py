@@ -23,7 +23,7 @@ from transformers.utils import output_capturing
 from ...attention.hf.mask import as_known
 from ...attention.hf.stock import ATTENTION_NAME, SDPA
 from ...kernels.cpu.library import native
-from ...recognition.call_form import BIAS, CACHES, MASK, TABLES, CallForm, argument, bound
+from ...recognition.call_form import BIAS, CACHES, EMBEDDINGS, MASK, POSITIONS, TABLES, CallForm, argument, bound
 from ...recognition.operation import UntraceableError
 from ...recognition.stack_trace import StackTrace
 from ...recognition.trace import Trace
@@ -143,9 +143,14 @@ class EncoderCalls(ABC):
             bias = _bias(first, layout, argument(own, BIAS, args, kwargs))
             if bias is None:
                 return None
-        written = first.to_write(layout)
+        written, positions = first.to_write(layout), None
+        if first.positions is not None:
+            said, embeddings = (argument(own, name, args, kwargs) for name in (POSITIONS, EMBEDDINGS))
+            positions = first.positions_of(layout, said, embeddings)
+            if positions is None:
+                return None
         if written is None:
-            return compute.run(x, layout, CallTensors(tables, bias))
+            return compute.run(x, layout, CallTensors(tables, bias, None, positions))
         if not is_empty(cache, first.layer_idx):
             return None
         result = compute.run(x, layout, CallTensors(tables, bias, written))

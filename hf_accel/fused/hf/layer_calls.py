@@ -24,7 +24,7 @@ from ...attention.hf.mask import window_of
 from ...cache.group import GroupStep, PageGroup, Step
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...kernels.cpu.library import native
-from ...recognition.call_form import BIAS, CACHES, TENSORS, bound, parameter_names
+from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
 from ...recognition.operation import Operation, UntraceableError
 from ...recognition.stand_ins import PLAIN_TYPES
 from ...recognition.trace import Trace
@@ -266,7 +266,7 @@ class LayerCalls(ABC, Generic[Layer]):
         trace = Trace(x.dtype, table_size=table_size, device=x.device)
         try:
             given = bound(original_class(layer), (x,), kwargs)
-            if given is None or BIAS in given[2].tensors:
+            if given is None or not given[2].tensors <= {*TENSORS}:
                 raise UntraceableError("it is given more than plain values")
             trace.layer(layer, x.shape[-1], given[2])
             module = next((each for o in trace.operations if o.kind == "attend" for each in o.modules), layer)

@@ -9,7 +9,7 @@ from .library import ScoreBias, fields, kernel, shared_struct
 # LayerOpKind in layer.cpp
 OPERATIONS = (
     "integer_linear", "float_linear", "norm", "rope", "write", "attend", "add", "layer_norm", "attend_rows", "gate",
-    "join",
+    "join", "position_scores",
 )  # fmt: skip
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
@@ -45,6 +45,7 @@ class LayerCall(Structure):
             sizes__="table_stride sequences block_size",
         ),
         ("score_bias", ScoreBias),
+        *fields(pointers="position_keys position_queries position_rows"),
         *fields(ints="dtype table_dtype page_dtype scale_dtype threads"),
     ]  # fmt: skip
 

@@ -102,7 +102,7 @@ class ExpertsCall(Structure):
 
 
 class ScoreBias(Structure):
-    _fields_ = fields(pointers="data", sizes="head query")
+    _fields_ = fields(pointers="data", sizes="sequence head query")
 
 
 # The numbers of Dtype in types.h.

@@ -21,6 +21,7 @@
   KERNEL(argmax, LogitsCall)              \
   KERNEL(topk, LogitsCall)                \
   KERNEL(attention, AttentionCall)        \
+  KERNEL(position_scores, PositionScoresCall) \
   KERNEL(write_pages, WriteCall)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
@@ -206,12 +207,12 @@ struct Rows {
   int64_t batch, head, token;
 };
 
-// What is added to the scores of head h: data[h * head + i * query + j], where i is the position of a query and j that
-// of a key. A bias of their distance has query = -1, and `data` is the entry of distance 0. In a sequence of more queries
-// than keys, the positions of both begin at 0.
+// What is added to the scores of head h of sequence b: data[b * sequence + h * head + i * query + j], where i is the
+// position of a query and j that of a key. A bias of their distance has query = -1, and `data` is the entry of distance 0.
+// In a sequence of more queries than keys, the positions of both begin at 0.
 struct ScoreBias {
   const float* data;  // or null
-  int64_t head, query;
+  int64_t sequence, head, query;
 };
 
 constexpr int64_t EVERY_KEY = -1;
@@ -236,6 +237,21 @@ struct AttentionCall {
   ScoreBias bias;
   float scale, softcap;  // softcap is 0 if there is none
   int32_t q_dtype, k_dtype, v_dtype, scale_dtype, sink_dtype, threads;
+};
+
+// out[b, h, i, j] = scale * (q_i . keys[r] + k_j . queries[r]) for the tokens i and j of sequence b, where r = rows[i - j];
+// see recognition/position_attention.py. Other entries of `out` are left as they are.
+struct PositionScoresCall {
+  const void* q;        // [tokens, heads, dim] of dtype; q_token, k_token: the strides between tokens
+  const void* k;
+  const void* keys;     // [positions, heads, dim] of dtype, contiguous
+  const void* queries;  // likewise
+  const int32_t* rows;  // the entry of distance 0
+  const int32_t* starts;  // [sequences + 1]
+  float* out;             // [sequences, heads, size, size]
+  int64_t q_token, k_token, sequences, heads, dim, size;
+  float scale;
+  int32_t dtype, threads;
 };
 
 // Writes states [tokens, heads, dim] of `dtype` to slots of contiguous pages [blocks, heads, block_size, dim] of
@@ -282,7 +298,10 @@ struct LayerCall {
   const int32_t* cu_q;
   const int32_t* kv_len;
   int64_t table_stride, sequences, block_size;
-  ScoreBias score_bias;  // of ATTEND_ROWS; positions begin at 0 in each sequence
+  ScoreBias score_bias;  // of ATTEND_ROWS; positions begin at 0 in each sequence. POSITION_SCORES writes it
+  const void* position_keys;  // as in PositionScoresCall
+  const void* position_queries;
+  const int32_t* position_rows;
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
 };
 
