@@ -12,6 +12,7 @@ from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
 from ..kernels.cpu.layer import run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
+from ..recognition.position_attention import BOTH
 from ..recognition.stand_ins import Computed
 from ..recognition.trace import Trace
 from .encoder_rows import (
@@ -109,6 +110,8 @@ class EncoderProgramme(NativeOperations):
         """Return the keys and queries of positions, by what a layer is given; None for another form of that."""
         assert self.positions is not None
         distances, span = layout.distances(given), self.positions.values["span"]
+        if {*self.positions.values["kinds"]} != BOTH:  # the module's own list, which may change
+            return None
         if distances is None or type(embeddings) not in (Tensor, nn.Parameter) or embeddings.dtype is not self.dtype:
             return None
         rows = (distances + span).clamp(0, 2 * span - 1)

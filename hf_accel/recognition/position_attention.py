@@ -16,6 +16,7 @@ SMALL = {
     "num_attention_heads": 2, "attention_head_size": 8, "all_head_size": 16, "pos_ebd_size": 6, "position_buckets": 6,
     "max_relative_positions": 12,
 }  # fmt: skip
+BOTH = {"c2p", "p2c"}  # kinds of scores
 SETTINGS = (*SMALL, "share_att_key", "pos_att_type", "relative_attention")  # the module's, which must stay
 _tried: dict[tuple[object, ...], bool] = {}
 
@@ -40,7 +41,7 @@ def position_attention(module: nn.Module) -> PositionAttention | None:
     if type(module).__name__ != "DisentangledSelfAttention" or not own.keys() >= SMALL.keys() | {"share_att_key"}:
         return None
     shares, kinds = own["share_att_key"], own.get("pos_att_type")
-    if not isinstance(kinds, list) or set(kinds) != {"c2p", "p2c"} or own.get("relative_attention") is not True:
+    if not isinstance(kinds, list) or {*kinds} != BOTH or own.get("relative_attention") is not True:
         return None
     positions = ("key_proj", "query_proj") if shares else ("pos_key_proj", "pos_query_proj")
     parts = PositionAttention("query_proj", "key_proj", "value_proj", *positions)

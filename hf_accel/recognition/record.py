@@ -257,7 +257,9 @@ class Record:
         sizes = (BATCH, TOKENS, heads, dim)
         q, k, v = (self.linear(each, x).view(*sizes).transpose(1, 2) for each in (query, key, value))
         scale = (3 * dim) ** -0.5
-        values = {"heads": heads, "dim": dim, "scale": scale, "span": own["pos_ebd_size"]}
+        values = {
+            "heads": heads, "dim": dim, "scale": scale, "span": own["pos_ebd_size"], "kinds": own["pos_att_type"],
+        }  # fmt: skip
         self.operations.append(
             Operation("position_scores", [q.span, k.span], [], (position_key, position_query), values)
         )

@@ -44,7 +44,7 @@ LAYERS = {"EncoderLayerCalls": 3, "layers": 3}
 
 def build(family: str = "DeBERTa-v3", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     name, settings = FAMILIES[family]
-    return made(name, SIZES | settings | changes, dtype)
+    return made(name, copy.deepcopy(SIZES | settings | changes), dtype)
 
 
 @pytest.mark.parametrize("lengths", INPUTS.values(), ids=INPUTS)
@@ -146,11 +146,17 @@ def change_kind(layer: Any) -> None:
     layer.attention.self.pos_att_type = ["c2p"]
 
 
+def change_kind_in_place(layer: Any) -> None:
+    layer.attention.self.pos_att_type.remove("p2c")
+
+
 def hook(layer: Any) -> None:
     layer.attention.self.register_forward_hook(lambda module, args, output: (output[0] * 2, *output[1:]))
 
 
-@pytest.mark.parametrize("change", [change_span, change_key, change_key_in_place, change_kind, hook])
+@pytest.mark.parametrize(
+    "change", [change_span, change_key, change_key_in_place, change_kind, change_kind_in_place, hook]
+)
 @torch.no_grad()
 def test_changes_between_calls_are_seen(change: Any) -> None:
     stock, ours, given = build(), hf_accel.patch(build(), weights=None), batch([6, 6, 4])
