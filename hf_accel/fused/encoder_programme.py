@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
-from ..kernels.cpu.layer import run_layer
+from ..kernels.cpu.layer_call import run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
 from ..recognition.position_attention import BOTH
@@ -18,7 +18,7 @@ from ..recognition.trace import Trace
 from .encoder_rows import (
     NOTHING,
     CallTensors,
-    Positions,
+    PositionRows,
     RowLayout,
     WrittenRows,
     layout_of,
@@ -106,7 +106,7 @@ class EncoderProgramme(NativeOperations):
         values = self.write.values
         return layout.to_write(values["heads"], (values["dim"], values["value_dim"]), self.dtype)
 
-    def positions_of(self, layout: RowLayout, given: Any, embeddings: Any) -> Positions | None:
+    def positions_of(self, layout: RowLayout, given: Any, embeddings: Any) -> PositionRows | None:
         """Return the keys and queries of positions, by what a layer is given; None for another form of that."""
         assert self.positions is not None
         distances, span = layout.distances(given), self.positions.values["span"]
@@ -120,7 +120,7 @@ class EncoderProgramme(NativeOperations):
         if not embeddings.is_cpu or table.ndim != 2 or len(table) != last + 1 - first:
             return None
         keys, queries = (module(table).contiguous() for module in self.positions.modules)
-        return Positions(keys, queries, (rows - first).int())
+        return PositionRows(keys, queries, (rows - first).int())
 
     def __call__(self, x: Tensor, layout: RowLayout, tensors: CallTensors = NOTHING) -> Tensor:
         """x: [N, width], contiguous, of the dtype of the trace: the tokens of the layout -> [N, width].

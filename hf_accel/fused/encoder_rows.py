@@ -46,7 +46,7 @@ class WrittenRows(NamedTuple):
     slots: Tensor
 
 
-class Positions(NamedTuple):
+class PositionRows(NamedTuple):
     """Keys and queries of positions, [R, width], and the row of each distance of two tokens, int32 [2 M - 1]."""
 
     keys: Tensor
@@ -62,7 +62,7 @@ class CallTensors(NamedTuple):
     tables: Tables | None = None
     bias: Bias | None = None
     written: WrittenRows | None = None
-    positions: Positions | None = None
+    positions: PositionRows | None = None
 
 
 NOTHING = CallTensors()

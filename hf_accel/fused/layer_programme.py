@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..cache.group import GroupStep
 from ..kernels.cpu.attention import NO_BIAS
-from ..kernels.cpu.layer import KINDS, Columns, LayerOp, run_layer
+from ..kernels.cpu.layer_call import KINDS, Columns, LayerOp, run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.layouts import KV
 from ..recognition.operation import OUTPUT, Operation, Span

@@ -2,7 +2,7 @@
 by a call of its own, and what it asks of a layer that is still to be patched.
 
 A new operation is recorded in recognition/record.py, computed by an entry here, and has its number and its C++ in
-kernels/cpu/layer.py and src/layer.cpp.
+kernels/cpu/layer_call.py and src/layer.cpp.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels.cpu.attention import EVERY_KEY, attend, position_scores, write_pages
 from ..kernels.cpu.float_linear import FloatLinear
-from ..kernels.cpu.layer import KINDS, NOWHERE
+from ..kernels.cpu.layer_call import KINDS, NOWHERE
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS
 from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
 from ..kernels.layouts import KV, AttentionOptions

@@ -21,9 +21,9 @@ from ..undo.journal import original_class
 from ..undo.state import FUSED
 from .call_form import BIAS, CACHES, MASK, TABLES, CallForm
 from .code import ROTATION, with_functions
-from .operation import INPUT, OUTPUT, Span, UntraceableError, folded
-from .position_attention import position_attention
-from .record import Record
+from .operation import INPUT, OUTPUT, Span, UntraceableError
+from .position_attention import NAME, position_attention
+from .record import Record, folded
 from .stand_ins import (
     BATCH,
     PLAIN_TYPES,
@@ -147,12 +147,12 @@ class Trace(Record):
                 for name, value in parts.items():
                     self.note(parts, name, value)
                 return lambda x: self.activate(activation, x)
-        positions = position_attention(module)
+        positions = position_attention(module) if type(module).__name__ == NAME else None
         if positions is not None:
             for name in ("dropout", "pos_dropout"):
                 self.note(parts["_modules"], name, parts["_modules"][name])
                 self.child(parts["_modules"][name])
-            return partial(self.attend_positions, module, positions)
+            return partial(self.attend_positions, (module, positions))
         held = parts.get(FUSED)  # the parts that it had when it was given a native forward
         names = held if isinstance(held, GatedNames) else gated_names(module)
         if names is not None:

@@ -9,7 +9,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import pytest
 
-from hf_accel.kernels.cpu import attention, integer_linear, layer, library, row_kernels
+from hf_accel.kernels.cpu import attention, integer_linear, layer_call, library, row_kernels
 from hf_accel.kernels.cpu.build import SOURCE
 from hf_accel.kernels.cpu.library import ACTIVATIONS, EPILOGUES, packed_format
 
@@ -17,7 +17,7 @@ SOURCES = "".join((SOURCE / name).read_text(encoding="utf-8") for name in ("kern
 HEADER = re.sub(r"//.*", "", SOURCES)
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
-INNER = [attention.Rows, attention.PageWrite, layer.Columns, library.ScoreBias, row_kernels.Rotated]
+INNER = [attention.Rows, attention.PageWrite, layer_call.Columns, library.ScoreBias, row_kernels.Rotated]
 STRUCTS = {s.__name__: s for s in (*library._structs.values(), *INNER)}
 SCALARS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}
 
@@ -72,7 +72,7 @@ def test_numbers_of_names() -> None:
     assert {8: int(dtypes["INT8"]), 4: int(dtypes["INT4"])} == integer_linear.FORMATS
     assert int(dtypes["FP4"]) == integer_linear.FP4
     kinds = re.search(r"enum LayerOpKind : int32_t {(.*?)}", HEADER)[1]  # type: ignore[index]
-    assert tuple(kinds.lower().replace(" ", "").split(",")) == layer.OPERATIONS
+    assert tuple(kinds.lower().replace(" ", "").split(",")) == layer_call.OPERATIONS
     for enum, numbers in (("Epilogue", EPILOGUES), ("Activation", ACTIVATIONS)):
         found = re.findall(r"= (\d)", re.search(rf"enum {enum}.*", HEADER)[0])  # type: ignore[index]
         assert list(map(int, found)) == list(numbers.values())
