@@ -46,12 +46,23 @@ class WrittenRows(NamedTuple):
     slots: Tensor
 
 
+class PositionRows(NamedTuple):
+    """Keys and queries of positions, [R, width], and the row of each distance of two tokens, int32 [2 M - 1]."""
+
+    keys: Tensor
+    queries: Tensor
+    rows: Tensor
+
+
 class CallTensors(NamedTuple):
-    """The tensors of a call that are not its rows: cos and sin, a bias of scores, and memory for keys and values."""
+    """The tensors of a call that are not its rows: cos and sin, a bias of scores, memory for keys and values, and
+    positions.
+    """
 
     tables: Tables | None = None
     bias: Bias | None = None
     written: WrittenRows | None = None
+    positions: PositionRows | None = None
 
 
 NOTHING = CallTensors()
@@ -131,6 +142,22 @@ class RowLayout:
         cos, sin = (self.rows(each.expand(self.shape[0], -1, -1)).contiguous() for each in tables)
         return cos, sin
 
+    def distances(self, positions: Any) -> Tensor | None:
+        """Return positions [1, T, T] by the distance of two tokens of a sequence, int64 [2 M - 1]; None if they are no
+        odd function of it.
+        """
+        tokens, most = self.shape[1], self.ragged.max_q
+        if type(positions) not in PLAIN or not positions.is_cpu or positions.is_floating_point():
+            return None
+        if positions.shape != (1, tokens, tokens) or not self.ends_with_padding():
+            return None
+        found = torch.cat([positions[0, 0].flip(0), positions[0, 1:, 0]])
+        places = torch.arange(tokens)
+        by_distance = torch.equal(found[tokens - 1 + places[:, None] - places], positions[0])
+        if not by_distance or bool((found + found.flip(0)).any()):
+            return None
+        return found[tokens - most : tokens - 1 + most].long()
+
     def bias(self, given: Any, heads: int) -> Bias | None:
         """Return the bias [1 or B, heads, T, T] of the rows' scores; None for one of another form, or by rows."""
         batch, tokens = self.shape
@@ -169,6 +196,18 @@ def windowed_layout(mask: Tensor | None, batch: int, tokens: int, window: int) -
     near = (places[:, None] - places).abs() < window
     agrees = (seen == (real[:, None, :] & near)) | ~real[:, :, None]
     return layout if bool(agrees.all()) else None
+
+
+def layout_of_pairs(mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
+    """Return the layout of a batch whose mask [B, 1, T, T] is not 0 for each pair of tokens; None for another mask."""
+    if type(mask) not in PLAIN or not mask.is_cpu or mask.shape != (batch, 1, tokens, tokens):  # type: ignore[union-attr]
+        return None
+    assert mask is not None
+    seen = mask[:, 0].bool()
+    real = seen.diagonal(dim1=1, dim2=2)
+    if not bool(real[:, 0].all()) or not torch.equal(seen, real[:, :, None] & real[:, None]):
+        return None
+    return layout_of_columns(real)
 
 
 def _seen(mask: Tensor) -> Tensor | None:

@@ -52,9 +52,10 @@ JOINABLE = ("linear", "gated", "norm", "rope", "write", "attend", "add")
 def refuse_others(operations: list[Operation]) -> None:
     """Raise UntraceableError for an operation that a JoinedLayer cannot compute."""
     for operation in operations:
+        values = operation.values
         is_linear = operation.kind != "linear" or isinstance(operation.modules[0], nn.Linear)
-        is_plain = operation.kind != "attend" or operation.values["factor"] == 1
-        known = operation.kind in JOINABLE and is_linear and is_plain
+        is_plain = operation.kind != "attend" or values["factor"] == 1
+        known = operation.kind in JOINABLE and is_linear and is_plain and not {"activation", "vector"} & values.keys()
         if not known or any(span.head for span in operation.inputs):
             raise UntraceableError("one of its steps has no call on a GPU")
 

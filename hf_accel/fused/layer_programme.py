@@ -11,26 +11,19 @@ from torch import Tensor, nn
 
 from ..cache.group import GroupStep
 from ..kernels.cpu.attention import NO_BIAS
-from ..kernels.cpu.decoder_layer import OPERATIONS, run_layer
-from ..kernels.cpu.float_linear import FloatLinear
-from ..kernels.cpu.library import DTYPES, FLOATS, Columns, LayerOp, threads
-from ..kernels.cpu.row_kernels import rounds_each
+from ..kernels.cpu.layer_call import KINDS, Columns, LayerOp, run_layer
+from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.layouts import KV
-from ..linear import QuantLinear
-from ..recognition.encoder_trace import folded
-from ..recognition.operation import OUTPUT, Operation, Span, UntraceableError
+from ..recognition.operation import OUTPUT, Operation, Span
 from ..recognition.trace import Trace
-from ..recognition.unchanged import Read
-from ..tensors import is_plain_tensor
-from ..undo.state import FUSED
-from .projections import UNLIMITED, NativeCall, NativeLinear, make_call
-from .traced_layer import Attention, TracedForms, TracedLayer
+from .operations import NATIVE, NativeParts
+from .projections import UNLIMITED, make_call
+from .traced_layer import Attention, TracedLayer
 
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
 MOST_TOKENS = 256
 ALIGNED = 32  # numbers; as many of any dtype are whole cache lines
-KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
 
 class CallFields(NamedTuple):
@@ -86,30 +79,26 @@ def buffer_starts(operations: Sequence[LayerOp], widths: Sequence[int]) -> tuple
     return starts, total
 
 
-class NativeOperations(TracedForms):
-    """The operations of a layer as C structs, for tensors of one dtype.
+class NativeOperations(NativeParts):
+    """The operations of a layer as C structs. Raises UntraceableError for an operation that has no kernel."""
 
-    max_tokens: the most tokens of a call.
-    """
-
-    device = torch.device("cpu")
-    max_tokens: int
-
-    def compile(self, operations: list[Operation], widths: list[int]) -> None:
-        """Make the structs. widths: of the buffers. Raises UntraceableError for an operation that has no kernel."""
-        self._calls: list[NativeCall] = []  # keep the structs alive that the operations point to
-        self._tensors: list[Tensor] = []  # the operations point to their memory
+    def compile(self, widths: Sequence[int]) -> None:
+        """Make the structs. widths: of the buffers."""
+        self.calls, self.tensors = [], []
         self._widths, self._moved = list(widths), dict[int, Span]()
-        compiled = [self._compile(operation) for operation in self._joined(operations)]
+        compiled = [self._compile(operation) for operation in self._joined(self.operations)]
         self._ops = (LayerOp * len(compiled))(*compiled)
         starts, width = buffer_starts(compiled, self._widths)
         self._starts = (ctypes.c_int64 * len(starts))(*starts)
         self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), width
-        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+        self._pointers = [tensor.data_ptr() for tensor in self.tensors]
+        self.freeze_reads()
 
-    def has_memory(self) -> bool:
-        """Return whether the tensors that the operations point to are where they were."""
-        return list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+    def is_current(self) -> bool:
+        """Return whether nothing has changed that was read, and the tensors that the structs point to are where they
+        were.
+        """
+        return super().is_current() and list(map(Tensor.data_ptr, self.tensors)) == self._pointers
 
     def _joined(self, operations: list[Operation]) -> Iterator[Operation]:
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""
@@ -148,147 +137,34 @@ class NativeOperations(TracedForms):
         return Columns(moved.buffer, moved.offset + span.offset, moved.stride, span.head)
 
     def _compile(self, operation: Operation) -> LayerOp:
-        fields = self._fields(operation)
-        places = (
-            zip(("x", "y", "z"), operation.inputs, strict=False),
-            zip(("out", "out2"), operation.outputs, strict=False),
-        )
-        fields |= {name: self._place(span) for pairs in places for name, span in pairs}
-        if "kind" not in fields:
-            fields["kind"] = KINDS[operation.kind]
-        return LayerOp(**fields)
-
-    def _fields(self, operation: Operation) -> dict[str, Any]:
-        """Return the fields of an operation besides its places."""
-        match operation.kind:
-            case "linear" | "gated":
-                return self._linear(operation)
-            case "norm":
-                return self._norm(operation)
-            case "write":
-                values = operation.values
-                return {"kv_heads": values["heads"], "dim": values["dim"], "value_dim": values["value_dim"]}
-            case "add":
-                return {"dim": operation.values["dim"], "scale": operation.values["factor"]}
-            case "layer_norm":
-                return self._layer_norm(operation)
-            case "rope":
-                return self._rope(operation)
-        raise UntraceableError(f"{operation.kind} has no native call")
-
-    def _layer_norm(self, operation: Operation) -> dict[str, Any]:
-        (norm,) = operation.modules
-        fields: dict[str, Any] = {"dim": operation.values["dim"], "eps": norm.eps}
-        for name in ("weight", "bias"):
-            tensor = norm._parameters.get(name)
-            self.reads.append(Read(norm._parameters, name, tensor))
-            if name not in norm._parameters:
-                raise UntraceableError("a norm computes its weight or bias")
-            if tensor is None:
-                continue
-            if (
-                not is_plain_tensor(tensor)
-                or not tensor.is_cpu
-                or tensor.dtype not in FLOATS
-                or not tensor.is_contiguous()
-            ):
-                raise UntraceableError("a norm has no native call")
-            self._tensors.append(tensor)
-            fields |= {name: tensor.data_ptr(), f"{name}_dtype": DTYPES[tensor.dtype]}
-        return fields
-
-    def _linear(self, operation: Operation) -> dict[str, Any]:
-        rows = min(self._rows(layer) for layer in operation.modules)
-        values = operation.values
-        call = make_call(operation.modules, values.get("epilogue"), rows, activation=values.get("activation"))
-        if call is None:
-            raise UntraceableError("a linear layer has no native call")
-        if isinstance(call, FloatLinear) and call.weights[0].dtype is not self.dtype:
-            raise UntraceableError("a linear layer has another dtype than its input")
-        self._calls.append(call)
-        self.max_tokens = min(self.max_tokens, rows)
-        kind = "float_linear" if isinstance(call, FloatLinear) else "integer_linear"
-        return {"kind": KINDS[kind], "weight": call.address(), "tile_rows": call.tile_rows}
-
-    def _norm(self, operation: Operation) -> dict[str, Any]:
-        form, weight = self.norm_form(operation), operation.modules[0]._parameters["weight"]
-        assert weight is not None
-        self._tensors.append(weight)
-        return {
-            "weight": weight.data_ptr(), "weight_dtype": DTYPES[weight.dtype], "heads": operation.values["heads"],
-            "dim": operation.values["dim"], "eps": form.eps, "offset": form.offset, "round_first": form.round_first,
-        }  # fmt: skip
-
-    def _rope(self, operation: Operation) -> dict[str, Any]:
-        form, values = self.rotary_form(operation), operation.values
-        assert self.table_dtype is not None
-        return {
-            "heads": values["heads"], "kv_heads": values["kv_heads"], "dim": values["dim"],
-            "interleaved": form.interleaved,
-            "round_each": rounds_each(self.dtype, self.table_dtype, round_each=form.round_each),
-        }  # fmt: skip
-
-    def _rows(self, layer: nn.Module) -> int:
-        """Return the most rows of a native call, and note what the call depends on."""
-        own, parameters = vars(layer), layer._parameters
-        rows = UNLIMITED
-        self.reads.append(Read(parameters, "bias", parameters.get("bias")))
-        if "bias" not in parameters or (isinstance(layer, NativeLinear) and parameters.get("weight") is None):
-            self.reads.append(Read(parameters, "weight", parameters.get("weight")))
-            raise UntraceableError("a linear layer computes its weight or bias")  # by prune or a parametrization
-        if type(layer) is QuantLinear:
-            self.reads += [Read(own, "_packed", own["_packed"]), Read(own, "choice", layer.choice)]
-            if layer.choice is None or layer.choice.spec.dtype is not self.dtype:
-                raise UntraceableError("a linear layer has another dtype than its input")
-        elif isinstance(layer, NativeLinear):
-            self.reads.append(Read(parameters, "weight", parameters["weight"]))
-            rows = own[FUSED].float_rows
-        else:
-            raise UntraceableError("a linear layer has no native call")
-        self._tensors += [tensor for tensor in parameters.values() if tensor is not None]
-        return rows
+        fields: dict[str, Any] = {"kind": KINDS.get(operation.kind)}
+        fields |= {name: self._place(span) for name, span in zip(("x", "y", "z"), operation.inputs, strict=False)}
+        fields |= {name: self._place(span) for name, span in zip(("out", "out2"), operation.outputs, strict=False)}
+        return LayerOp(**fields | NATIVE[operation.kind].fields(operation, self))
 
 
-class LayerProgramme(TracedLayer, NativeOperations):
+class LayerProgramme(NativeOperations, TracedLayer):
     """A traced layer as one native call on the CPU.
 
     It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
-    Raises UntraceableError for an operation that has no kernel.
     """
+
+    over_rows = False
 
     def __init__(self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention) -> None:
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
-        operations = folded(trace.operations)
         # The kernels round a LayerNorm and an activation in other ways than torch does, which is called with more
         # tokens: where it need not be called, the bits of a token do not depend on how many there are.
-        rounds = any(each.kind == "layer_norm" or "activation" in each.values for each in operations)
+        rounds = any(each.kind == "layer_norm" or "activation" in each.values for each in trace.operations)
         self.max_tokens = UNLIMITED if rounds else MOST_TOKENS
-        self.compile(operations, trace.widths)
-        self.freeze_reads()
-
-    # -- while it is made ------------------------------------------------------------------------------
-
-    def _fields(self, operation: Operation) -> dict[str, Any]:
-        values = operation.values
-        match operation.kind:
-            case "join":
-                return {name: values[name] for name in ("heads", "dim", "value_dim")}
-            case "attend":
-                fields = {name: values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
-                return fields | {name: value or 0 for name, value in self.attention._asdict().items()}
-        return super()._fields(operation)
-
-    # -- while it is used ------------------------------------------------------------------------------
-
-    def is_current(self) -> bool:
-        return super().is_current() and self.has_memory()
+        self.compile(trace.widths)
 
     def __call__(self, x: Tensor, fields: CallFields, pages: KV) -> Tensor:
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written."""
         out, dtype = torch.empty_like(x), DTYPES[self.dtype]
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), *fields.tables,
-            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step, *NO_BIAS,
+            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step, *NO_BIAS, 0, 0, 0,
             dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from ..kernels import cpu, triton
 from ..kernels.cpu import library, row_kernels
 from ..kernels.cpu.library import native
 from ..kernels.layouts import KV
-from ..recognition.code import ROTATION, with_rotation
+from ..recognition.code import ROTATION, with_functions
 from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
 from ..recognition.unchanged import is_unobserved
 from ..tensors import PLAIN, is_plain_tensor, is_recorded
@@ -309,7 +309,7 @@ def _rewritten(original: type) -> FunctionType:
                 return rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
         return stock(*args, **kwargs)
 
-    return with_rotation(forward, rotate)
+    return with_functions(forward, {ROTATION: rotate})
 
 
 def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""A traced decoder layer: the values that it depends on, and the calls that it takes."""
+"""A traced layer: the values that it depends on; and the calls that a decoder layer takes over pages."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +19,38 @@ from .partial_rotation import leaves_rest
 
 
 class Attention(NamedTuple):
-    """The attention of a layer's attend operation. window: in tokens, None for all."""
+    """The attention of a layer's attend operation.
 
-    scale: float
-    softcap: float | None
-    window: int | None
-
-
-class TracedForms:
-    """The norms and rotations of a trace that was taken with tensors of one dtype, for calls on `device`.
-
-    table_dtype: of cos and sin; None if the layer reads none. reads: the values that must not change.
+    window: how many keys up to its own a query sees, None for all. ahead: how many it sees after its own; 0 is causal.
     """
 
-    dtype: torch.dtype
-    table_dtype: torch.dtype | None
-    device: torch.device
-    reads: list[Read]
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    ahead: int = 0
+
+
+class Traced:
+    """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
+    The code of a layer without tables gets none.
+
+    reads: the values that must not change, those that the trace read among them. forms: of norms and rotations, by the
+    id of the operation. write: the operation that writes keys and values to a cache, None if there is none.
+    """
+
+    def __init__(
+        self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention, device: torch.device
+    ) -> None:
+        self.dtype, self.table_dtype, self.attention, self.device = trace.dtype, table_dtype, attention, device
+        self.others, self.width = trace.others, trace.widths[OUTPUT]
+        self.operations, self.reads, self._hooks = trace.operations, trace.reads, [*trace.hooks, *GLOBAL_HOOKS]
+        self.write = next((operation for operation in trace.operations if operation.kind == "write"), None)
+        self.forms: dict[int, NormForm | RotaryForm] = {}
+
+    # -- while it is made ------------------------------------------------------------------------------
+
+    def note(self, owner: Mapping[str, Any], name: str) -> None:
+        self.reads.append(Read(owner, name, owner.get(name)))
 
     def norm_form(self, operation: Operation) -> NormForm:
         """Raises UntraceableError for a norm that has no native call."""
@@ -48,8 +64,10 @@ class TracedForms:
             raise UntraceableError("a norm has no native call")
         if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:
             raise UntraceableError("a norm changes the dtype")
-        self.reads += [Read(own, name, own.get(name)) for name in ("eps", "variance_epsilon")]
-        self.reads.append(Read(module._parameters, "weight", weight))
+        for name in ("eps", "variance_epsilon"):
+            self.note(own, name)
+        self.note(module._parameters, "weight")
+        self.forms[id(operation)] = form
         return form
 
     def rotary_form(self, operation: Operation) -> RotaryForm:
@@ -59,39 +77,8 @@ class TracedForms:
             form = form_of_rotation(values["function"], self.dtype, self.table_dtype, self.device.type)
         if form is None or (values["partial"] and not leaves_rest(values["function"])):
             raise UntraceableError("its rotation has no native call")
+        self.forms[id(operation)] = form
         return form
-
-
-class TracedLayer(TracedForms):
-    """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
-    The code of a layer without tables gets none.
-
-    max_tokens: the most tokens of a call. reads: the values that must not change, those that the trace read among
-    them.
-    """
-
-    max_tokens: int
-
-    def __init__(
-        self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention, device: torch.device
-    ) -> None:
-        assert trace.layer_idx is not None
-        self.dtype, self.table_dtype, self.attention, self.device = trace.dtype, table_dtype, attention, device
-        self.layer_idx, self.returns_tuple = trace.layer_idx, trace.returns_tuple
-        self.reads = trace.reads
-        self.width, self.table_size = trace.widths[OUTPUT], trace.table_size
-        self._hooks = [*trace.hooks, *GLOBAL_HOOKS]
-        kv = next(operation.values for operation in trace.operations if operation.kind == "write")
-        # Empty K and V, with the shape and the dtype of those that are written.
-        shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
-        self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
-
-    # -- while it is made ------------------------------------------------------------------------------
-
-    @property
-    def limits(self) -> tuple[object, ...]:
-        """The sizes that `takes` and `fits` compare, besides dtypes and the device."""
-        return self.width, self.max_tokens, self.attention.window, *(tensor.shape for tensor in self.written)
 
     def freeze_reads(self) -> None:
         """End the collection of `reads`; called when all that the layer depends on is in them."""
@@ -105,6 +92,38 @@ class TracedLayer(TracedForms):
     def is_unobserved(self) -> bool:
         """Return whether no hook or replaced forward would notice that the modules are not called."""
         return not any(self._hooks)
+
+    def hooks(self) -> Iterator[Any]:
+        """The hooks of the modules that are not called."""
+        for each in self._hooks:
+            yield from each.values()
+
+
+class TracedLayer(Traced):
+    """A traced decoder layer for calls over pages.
+
+    max_tokens: the most tokens of a call.
+    """
+
+    max_tokens: int
+
+    def __init__(
+        self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention, device: torch.device
+    ) -> None:
+        super().__init__(trace, table_dtype, attention, device)
+        self.table_size, self.returns_tuple = trace.table_size, self.others == ()
+        if self.others:
+            raise UntraceableError("it returns more than its hidden states")
+        assert self.write is not None and trace.layer_idx is not None
+        self.layer_idx, kv = trace.layer_idx, self.write.values
+        # Empty K and V, with the shape and the dtype of those that are written.
+        shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
+        self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
+
+    @property
+    def limits(self) -> tuple[object, ...]:
+        """The sizes that `takes` and `fits` compare, besides dtypes and the device."""
+        return self.width, self.max_tokens, self.attention.window, *(tensor.shape for tensor in self.written)
 
     def takes(self, x: Tensor, tables: tuple[Tensor, Tensor] | None, *, tokens: int) -> bool:
         """Return whether the tensors of a pass over so many tokens have the shapes that the trace is for."""

@@ -142,12 +142,11 @@ def _torch_function(name: str, forward: Callable[..., Any]) -> Callable[..., Any
 ROTATION = "apply_rotary_pos_emb"  # the name under which code finds its rotation
 
 
-def with_rotation(forward: Any, rotate: Callable[..., Any]) -> FunctionType:
-    """Copy a forward, so that it finds another function under the name of its rotation."""
+def with_functions(forward: Any, functions: dict[str, Callable[..., Any]]) -> FunctionType:
+    """Copy a forward, so that it finds other functions under these names."""
     copy = FunctionType(
-        forward.__code__, forward.__globals__ | {ROTATION: rotate}, forward.__name__, forward.__defaults__,
-        forward.__closure__,
-    )  # fmt: skip
+        forward.__code__, forward.__globals__ | functions, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
 

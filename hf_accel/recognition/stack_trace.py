@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ..undo.journal import original_class
-from .encoder_trace import BIAS, CACHE, CallForm, EncoderTrace, bound
+from .call_form import BIAS, CACHES, CallForm, bound
 from .operation import INPUT, Span, UntraceableError
 from .stand_ins import StandIn
+from .trace import Trace
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class LayerOfStack:
     form: CallForm
 
 
-class StackTrace(EncoderTrace):
+class StackTrace(Trace):
     """One run of the code of an encoder, which must call known layers one after the other and nothing else.
 
     layers: the modules that are known to be encoder layers. called: those that the code called. outcome: makes the
@@ -61,7 +62,7 @@ class StackTrace(EncoderTrace):
 
     def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = bound(original_class(layer), args, kwargs)
-        if given is None or CACHE in given[2].tensors:
+        if given is None or not given[2].tensors.isdisjoint(CACHES):
             raise UntraceableError("it calls a layer with more than plain values")
         x, mask, form = given
         if BIAS in form.tensors:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .operation import Span, UntraceableError
-from .scores import Scores, TransposedKeys, drops
+from .scores import Scores, TransposedKeys
 
 PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
@@ -25,11 +24,11 @@ class Recorder(Protocol):
     """The stand-ins ask these things of the trace that made them."""
 
     dtype: torch.dtype
+    device: torch.device
     attention: str | None
     equals: dict[str, str]
     mask: Opaque
     bias: Opaque
-    device: torch.device | None
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None: ...
 
@@ -39,9 +38,9 @@ class Recorder(Protocol):
         self, stand_in: ModuleStandIn, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any: ...
 
-    def add(self, x: Any, y: Any) -> StandIn: ...
+    def by_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
-    def join(self, x: Any, y: Any) -> StandIn: ...
+    def add(self, x: Any, y: Any) -> StandIn: ...
 
     def multiply(self, x: StandIn, other: Any) -> StandIn: ...
 
@@ -133,8 +132,6 @@ class StandIn:
 
     @property
     def device(self) -> torch.device:
-        if self.trace.device is None:
-            raise UntraceableError("it calls Tensor.device")
         return self.trace.device
 
     def view(self, *sizes: Any) -> Any:
@@ -225,7 +222,7 @@ class StandIn:
     def __mul__(self, other: Any) -> StandIn:
         if type(other) not in (int, float):
             return self.trace.multiply(self, other)
-        if self.factor != 1 or self.heads is not None:
+        if self.factor != 1:
             raise UntraceableError("it multiplies by more than a number")
         return replace(self, factor=float(other))
 
@@ -247,18 +244,31 @@ class StandIn:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is F.dropout and args and not drops(*args[1:], **(kwargs or {})):
-            return args[0]
-        if function is torch.matmul and len(args) == 2 and not kwargs:
-            return args[0] @ args[1]
-        parts: Any = args[0] if function is torch.cat and args else ()
-        if len(parts) == 2 and (kwargs or {}) == {"dim": -1} and isinstance(parts[0], StandIn):
-            return parts[0].trace.join(*parts)
-        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+        # a tensor, or a list of tensors, and then another
+        first = args[0] if args and isinstance(args[0], (tuple, list)) else args[:2]
+        x = next((each for each in first if isinstance(each, cls)), None)
+        if x is None:
+            raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+        return x.trace.by_function(function, args, kwargs or {})
 
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
         """Return the result of the attention function for a query that is a stand-in."""
         return self.trace.attend(module, (self, key, value), mask, options), None
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A parameter [width] by which the code may multiply the columns of a tensor. owner, name: where it was read."""
+
+    owner: Mapping[str, Any]
+    name: str
+    parameter: nn.Parameter
+
+    def __mul__(self, other: Any) -> Any:
+        return other * self
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it reads {self.name}.{name}")
 
 
 class SideBySide:

@@ -7,6 +7,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .code import gated_code
-from .unchanged import HOOKS, is_unobserved
+from .unchanged import HOOKS, is_known_code, is_unobserved
 
 
 class Tolerance(NamedTuple):
@@ -154,6 +156,20 @@ def activation_name(activation: Any, known: Mapping[str, Callable[[Tensor], Tens
         if agree(lambda: activation(x.clone()), lambda ours=ours: ours(x), Tolerance(absolute=1e-6))  # type: ignore[misc]
     )  # fmt: skip
     return next(matches, None)
+
+
+def name_of_function(function: Any) -> str | None:
+    """Return the name of what a known package's function of one tensor computes; None if it is not in
+    PLAIN_ACTIVATIONS.
+    """
+    if type(function) is not FunctionType or function.__code__.co_argcount != 1 or not is_known_code(function):
+        return None
+    return _name_of_function(function)
+
+
+@lru_cache(maxsize=1024)
+def _name_of_function(function: Callable[..., Any]) -> str | None:
+    return activation_name(function, PLAIN_ACTIVATIONS)
 
 
 def _is_stateless(activation: nn.Module) -> bool:

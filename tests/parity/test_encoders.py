@@ -24,7 +24,7 @@ from hf_accel.fused.encoder_programme import EncoderProgramme
 from hf_accel.fused.hf.encoder_calls import MOST_KINDS, EncoderCalls, EncoderLayerCalls
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.build import levels_for
-from hf_accel.recognition.encoder_trace import EncoderTrace
+from hf_accel.recognition.trace import Trace
 from hf_accel.undo.state import FUSED
 from tests.families.models import enliven
 
@@ -285,13 +285,13 @@ def test_heads_and_inference_mode() -> None:
 def test_calls_in_turns_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches with and without padding, which have a mask or none."""
     ours, traced = hf_accel.patch(build(), weights=None), Counter[str]()
-    call = EncoderTrace.call
+    call = Trace.call
 
-    def watched(self: EncoderTrace, module: nn.Module, *args: Any) -> Any:
+    def watched(self: Trace, module: nn.Module, *args: Any) -> Any:
         traced[type(module).__name__] += 1
         return call(self, module, *args)
 
-    monkeypatch.setattr(EncoderTrace, "call", watched)
+    monkeypatch.setattr(Trace, "call", watched)
     for _ in range(3):
         ours(**batch([6, 4])), ours(**batch([6, 6])), ours(**batch([6]), output_hidden_states=True)
     assert traced == {"BertEncoder": 3, "BertLayer": 9}

@@ -23,9 +23,10 @@ from transformers.utils import output_capturing
 from ...attention.hf.mask import as_known
 from ...attention.hf.stock import ATTENTION_NAME, SDPA
 from ...kernels.cpu.library import native
-from ...recognition.encoder_trace import BIAS, CACHE, MASK, TABLES, CallForm, EncoderTrace, argument, bound
+from ...recognition.call_form import BIAS, CACHES, EMBEDDINGS, MASK, POSITIONS, TABLES, CallForm, argument, bound
 from ...recognition.operation import UntraceableError
 from ...recognition.stack_trace import StackTrace
+from ...recognition.trace import Trace
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
@@ -118,8 +119,8 @@ class EncoderCalls(ABC):
             return None
         own = original_class(module)
         cache: Any = None
-        if CACHE in form.tensors:
-            cache = argument(own, CACHE, args, kwargs)
+        for name in form.tensors.intersection(CACHES):
+            cache = argument(own, name, args, kwargs)
             if type(cache) is not DynamicCache or x.shape[1] == 1:  # such as the next token of a text
                 return None
         ours = as_known(mask)
@@ -142,9 +143,14 @@ class EncoderCalls(ABC):
             bias = _bias(first, layout, argument(own, BIAS, args, kwargs))
             if bias is None:
                 return None
-        written = first.to_write(layout)
+        written, positions = first.to_write(layout), None
+        if first.positions is not None:
+            said, embeddings = (argument(own, name, args, kwargs) for name in (POSITIONS, EMBEDDINGS))
+            positions = first.positions_of(layout, said, embeddings)
+            if positions is None:
+                return None
         if written is None:
-            return compute.run(x, layout, CallTensors(tables, bias))
+            return compute.run(x, layout, CallTensors(tables, bias, None, positions))
         if not is_empty(cache, first.layer_idx):
             return None
         result = compute.run(x, layout, CallTensors(tables, bias, written))
@@ -186,7 +192,7 @@ class EncoderLayerCalls(EncoderCalls):
 
     def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownEncoderLayer:
         form, dtype, width, causal = kind
-        trace = EncoderTrace(dtype)
+        trace = Trace(dtype)
         trace.reads = reads
         refuse_functions_of_users(trace, module)
         if self.keeps_sdpa:
@@ -195,7 +201,7 @@ class EncoderLayerCalls(EncoderCalls):
                 trace.note(owner, SDPA, owner.get(SDPA))
             if functions[SDPA] is sdpa_attention_forward:
                 trace.equals[SDPA] = ATTENTION_NAME
-        trace.encoder_layer(module, width, form)
+        trace.layer(module, width, form)
         if MASK not in form.tensors and attend_of(trace)[2]:
             causal = Causal()  # to all before it: our attention reads windows in masks
         if causal is not None and any(name == "is_causal" for name, _, _ in form.plain):

@@ -11,16 +11,16 @@ from ...attention import PlannedAttention
 from ...attention.cpu import LARGEST_DIM, CpuBackend
 from ...attention.hf.mask import CausalMask, as_known
 from ...attention.hf.stock import ATTENTION_NAME, EAGER, SDPA
-from ...recognition.encoder_trace import EncoderTrace
 from ...recognition.operation import UntraceableError
 from ...recognition.stand_ins import ATTENTION_KEPT
+from ...recognition.trace import Trace
 from ...undo.state import BACKEND_ATTRIBUTE
 from ..encoder_programme import EncoderProgramme, attended_window
 from ..encoder_rows import RowLayout, causal_layout
 from .layer_calls import attend_of
 
 
-def refuse_functions_of_users(trace: EncoderTrace, layer: nn.Module) -> None:
+def refuse_functions_of_users(trace: Trace, layer: nn.Module) -> None:
     """Raise UntraceableError for an attention function that must not be called with stand-ins, as it is not known."""
     configs = [vars(module)["config"] for module in layer.modules() if "config" in vars(module)]
     for own in {id(config): vars(config) for config in configs if hasattr(config, "to_dict")}.values():
@@ -51,7 +51,7 @@ def layout_for(programme: EncoderProgramme, mask: Any, batch: int, tokens: int) 
     return causal_layout(ours.columns, batch, tokens, window, first_counts=first_counts)
 
 
-def scale_of(trace: EncoderTrace, *, masked: bool, causal: bool = False, keeps_sdpa: bool = False) -> float:
+def scale_of(trace: Trace, *, masked: bool, causal: bool = False, keeps_sdpa: bool = False) -> float:
     """Return the scale of the trace's attention, which must be that to all tokens that the mask shows, or to those
     before a query's own alone if `causal`. Raises UntraceableError.
 

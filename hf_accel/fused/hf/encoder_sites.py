@@ -14,20 +14,21 @@ from transformers import PreTrainedModel
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import SDPA, stock_implementation
 from ...models import is_within
+from ...recognition.call_form import MASK, usual_form
 from ...recognition.code import code_of, source_of
-from ...recognition.encoder_trace import MASK, EncoderTrace, usual_form
 from ...recognition.mask_code import adds_to_masks
 from ...recognition.operation import UntraceableError
 from ...recognition.stack_trace import StackTrace
+from ...recognition.trace import Trace
 from ...recognition.unchanged import has_own_forward
+from ..operations import Planned, refuse_over_rows, refuse_without_kernel
 from .decoder_calls import has_no_head
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls
 from .encoder_checks import scale_of
 from .layer_calls import attend_of
-from .sites import Dropped, FusedSite, refuse_partial_rotation, refuse_without_kernel
+from .sites import Dropped, FusedSite, refuse_partial_rotation
 
 LAYER, STACK = "encoder layer", "encoder"
-OVER_ROWS = {"linear", "gated", "attend", "add", "layer_norm", "norm", "gate", "rope"}  # operations with a native call
 
 
 def encoder_sites(
@@ -162,19 +163,19 @@ def _refusal(
         form = usual_form(type(layer), dtype)
         if place.masks is Masks.CAUSAL_WITH_FLAG:
             form = replace(form, plain=(("is_causal", bool, True),))
-        trace = EncoderTrace(dtype, attention=ATTENTION_NAME)
-        trace.encoder_layer(layer, _width(attention), form)
+        trace = Trace(dtype, attention=ATTENTION_NAME)
+        trace.layer(layer, _width(attention), form)
         causal = attend_of(trace)[2]
         if place.masks is Masks.CAUSAL and not causal:
             raise UntraceableError("its tokens see those before them alone")
         scale_of(trace, masked=MASK in form.tensors, causal=causal, keeps_sdpa=place.keeps_sdpa)
-        refuse_without_kernel(trace, linears, "cpu")
+        refuse_without_kernel(trace.operations, Planned(dtype, linears, "cpu"))
+        refuse_over_rows(trace.operations)
         if around and any(operation.kind == "rope" for operation in trace.operations):
             refuse_partial_rotation(around[-1].config)
     except UntraceableError as error:
         return str(error)
-    others = {operation.kind for operation in trace.operations} - OVER_ROWS
-    return f"{min(others)} has no native call over rows" if others else None
+    return None
 
 
 def _width(attention: nn.Module) -> int:

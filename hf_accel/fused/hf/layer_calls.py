@@ -24,10 +24,10 @@ from ...attention.hf.mask import window_of
 from ...cache.group import GroupStep, PageGroup, Step
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...kernels.cpu.library import native
-from ...recognition.encoder_trace import parameter_names
+from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
 from ...recognition.operation import Operation, UntraceableError
 from ...recognition.stand_ins import PLAIN_TYPES
-from ...recognition.trace import CACHES, TENSORS, Trace
+from ...recognition.trace import Trace
 from ...recognition.unchanged import Read, Surroundings
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
@@ -263,12 +263,13 @@ class LayerCalls(ABC, Generic[Layer]):
         self, layer: nn.Module, x: Tensor, table: tuple[torch.dtype, int] | None, kwargs: dict[str, Any]
     ) -> Layer | None:
         table_dtype, table_size = table or (None, None)
-        trace = Trace(x.dtype, table_size=table_size)
+        trace = Trace(x.dtype, table_size=table_size, device=x.device)
         try:
-            if not all(isinstance(value, PLAIN_TYPES) for value in self.plain.values()):
+            given = bound(original_class(layer), (x,), kwargs)
+            if given is None or not given[2].tensors <= {*TENSORS}:
                 raise UntraceableError("it is given more than plain values")
-            trace.layer(layer, x.shape[-1], **kwargs)
-            (module,) = next(o.modules for o in trace.operations if o.kind == "attend")
+            trace.layer(layer, x.shape[-1], given[2])
+            module = next((each for o in trace.operations if o.kind == "attend" for each in o.modules), layer)
             planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
             trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
             if planned is None:
@@ -306,11 +307,14 @@ class NativeCalls(LayerCalls[LayerProgramme]):
 
 def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     """Return the trace's attention by the rules of our attention function; it must be the planned one."""
+    if trace.layer_idx is None:
+        raise UntraceableError("it does not attend over the cache")
     operation, scale, causal = attend_of(trace)
     values = operation.values
     softcap, dim = values["options"].get("softcap"), values["dim"]
     planned = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks)
-    if planned != (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False) or not causal:
+    same = planned == (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False)
+    if not same or not causal or values["biased"]:
         raise UntraceableError("its attention is not the one that was planned")
     return Attention(scale * values["factor"], softcap, spec.window)
 

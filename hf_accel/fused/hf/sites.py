@@ -14,10 +14,10 @@ from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
 from ...kernels.cpu.library import FLOATS
 from ...models import layers_config
+from ...recognition.call_form import usual_pass
 from ...recognition.code import siblings
-from ...recognition.encoder_trace import parameter_names
 from ...recognition.operation import INPUT, Span, UntraceableError
-from ...recognition.trace import CACHES, TENSORS, Trace, is_conv1d
+from ...recognition.trace import Trace, is_conv1d
 from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
 from ...undo.journal import Mixin, mixed_class
@@ -31,12 +31,11 @@ from ..modules import (
     NativeNorm,
     NativeRotary,
     NormForms,
-    form_of_rotation,
     has_library,
     norm_form,
     rotary_form,
 )
-from ..partial_rotation import leaves_rest
+from ..operations import Planned, refuse_without_kernel
 from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readable, is_slow_in_torch
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
@@ -222,10 +221,13 @@ def layer_sites(
             continue
         try:
             size = int(rotated_share(model.config) * attention[inner[0]].head_dim)
-            trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size)
-            trace.layer(module, _width(module), **usual_arguments(type(module)))
+            device = torch.device(device_type)
+            trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
+            trace.layer(module, _width(module), usual_pass(type(module)))
             attention_of(trace, attention[inner[0]])
-            refuse_without_kernel(trace, linears, device_type)
+            if linears is None:
+                refuse_others(trace.operations)
+            refuse_without_kernel(trace.operations, Planned(dtype, linears, device_type))
             joined = joins(trace.operations) if linears is None else None
             if joined is not None and not joined:
                 raise UntraceableError("none of its steps can share a launch")
@@ -242,14 +244,6 @@ def layer_sites(
         if site.kind == JOINED and number.isdecimal():
             site.state.following = first_norms.get(f"{place}.{int(number) + 1}")
     return sites, dropped
-
-
-def usual_arguments(kind: type[nn.Module]) -> dict[str, Any]:
-    """Return the arguments that transformers' models give a layer: those of TENSORS that its code names."""
-    named = set(parameter_names(kind.forward)) & set(TENSORS)
-    if named.isdisjoint(CACHES):
-        named = set(TENSORS) - set(CACHES[1:])
-    return dict.fromkeys(sorted(named), True) | {"use_cache": True}
 
 
 def refuse_partial_rotation(config: Any) -> None:
@@ -274,24 +268,3 @@ def _width(layer: nn.Module) -> int:
         if weight is not None and weight.ndim == 1:
             return int(weight.shape[0])
     raise UntraceableError("it has no norm")
-
-
-def refuse_without_kernel(trace: Trace, linears: Container[nn.Module] | None, device_type: str) -> None:
-    """Raise UntraceableError for what a TracedLayer would refuse in a layer that is still to be patched.
-
-    linears: the linear layers that will have a native call; None where they are called as modules.
-    """
-    if linears is None:
-        refuse_others(trace.operations)
-    for operation in trace.operations:
-        match operation.kind:
-            case "linear" | "gated":
-                if linears is not None and not all(module in linears for module in operation.modules):
-                    raise UntraceableError("a linear layer has no native call")
-            case "norm" if norm_form(operation.modules[0], trace.dtype) is None:
-                raise UntraceableError("a norm has no native call")
-            case "rope":
-                function = operation.values["function"]
-                known = form_of_rotation(function, trace.dtype, trace.dtype, device_type) is not None
-                if not known or (operation.values["partial"] and not leaves_rest(function)):
-                    raise UntraceableError("its rotation has no native call")

@@ -12,7 +12,7 @@ from ..layouts import KV, AttentionOptions, Ragged
 from .library import DTYPES, ScoreBias, fields, kernel, threads
 
 EVERY_KEY = -1  # of kernels.h
-NO_BIAS = (0, 0, 0)  # the fields of ScoreBias
+NO_BIAS = (0, 0, 0, 0)  # the fields of ScoreBias
 
 
 class Rows(Structure):
@@ -48,7 +48,15 @@ class WriteCall(Structure):
     ]  # fmt: skip
 
 
+class PositionScoresCall(Structure):
+    _fields_ = fields(
+        pointers="q k keys queries rows starts out", sizes="q_token k_token sequences heads dim size", floats="scale",
+        ints="dtype threads",
+    )  # fmt: skip
+
+
 _attention = kernel("attention", AttentionCall)
+_position_scores = kernel("position_scores", PositionScoresCall)
 _write_pages = kernel("write_pages", WriteCall)
 
 
@@ -64,8 +72,9 @@ def attend(
     ahead: how many keys after its own a query sees that is not causal, None for all. options.window counts the keys up
     to its own, so window=w + 1 and ahead=w is a window on both sides (Beltagy et al. 2020, "Longformer").
     bias: float32, added to the scores after they are scaled and capped. [Hq, P, P] by the positions of query and key,
-    which begin at 0 in each sequence; or [Hq, 2 M - 1], whose column M - 1 + key - query holds the bias of a distance
-    (Raffel et al. 2020, "Exploring the Limits of Transfer Learning", section 2.1). -inf hides a key. If a sequence has
+    which begin at 0 in each sequence; [B, Hq, P, P], of each sequence its own; or [Hq, 2 M - 1], whose column
+    M - 1 + key - query holds the bias of a distance (Raffel et al. 2020, "Exploring the Limits of Transfer Learning",
+    section 2.1). -inf hides a key. If a sequence has
     more queries than keys, as where padding is computed too, it is its first queries that have the positions of the
     keys. Raises UnsupportedError if it is not as large as the longest sequence.
     """
@@ -87,7 +96,7 @@ def attend(
     sinks = None if options.sinks is None else options.sinks.contiguous()
     sees_ahead = 0 if options.causal else EVERY_KEY if ahead is None else ahead
     if bias is not None:
-        lengths = [(num_queries, num_keys)]
+        lengths = [(num_queries, num_keys)] * sequences
         if cu_q is not None and cu_k is not None:
             lengths = list(zip(lengths_of(cu_q), lengths_of(cu_k), strict=True))
         bias = checked_bias(bias, num_heads, lengths)
@@ -116,22 +125,46 @@ def checked_bias(bias: Tensor, heads: int, lengths: list[tuple[int, int]]) -> Te
     """`bias` as the kernel reads it. lengths: the queries and the keys of each sequence."""
     longest = max(map(max, lengths), default=0)
     size = (bias.shape[-1] + 1) // 2 if bias.ndim == 2 else min(bias.shape[-2:], default=0)
-    known = bias.ndim == 3 or (bias.ndim == 2 and bias.shape[1] % 2 == 1)
-    if not known or bias.dtype is not torch.float32 or bias.shape[0] != heads or size < longest:
+    odd, own = bias.ndim == 2 and bias.shape[1] % 2 == 1, bias.ndim == 4 and len(bias) == len(lengths)
+    known = (odd or own or bias.ndim == 3) and bias.shape[1 if own else 0] == heads
+    if not known or bias.dtype is not torch.float32 or size < longest:
         raise UnsupportedError(
             f"attention: a bias of {bias.dtype} {tuple(bias.shape)} for {heads} heads and {longest} tokens; it takes "
-            "torch.float32 [heads, tokens, tokens] or [heads, 2 * tokens - 1]"
+            "torch.float32 [heads, tokens, tokens], [sequences, heads, tokens, tokens] or [heads, 2 * tokens - 1]"
         )
     return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
-def bias_fields(bias: Tensor | None) -> tuple[int, int, int]:
+def bias_fields(bias: Tensor | None) -> tuple[int, int, int, int]:
     """The fields of ScoreBias."""
     if bias is None:
         return NO_BIAS
     if bias.ndim == 2:
-        return bias.data_ptr() + bias.shape[1] // 2 * bias.itemsize, bias.stride(0), -1
-    return bias.data_ptr(), bias.stride(0), bias.stride(1)
+        return bias.data_ptr() + bias.shape[1] // 2 * bias.itemsize, 0, bias.stride(0), -1
+    return bias.data_ptr(), 0 if bias.ndim == 3 else bias.stride(0), bias.stride(-3), bias.stride(-2)
+
+
+def position_scores(
+    q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor, Tensor], starts: Tensor, *, scale: float
+) -> Tensor:
+    """Compute scale * (q_i . keys[r] + k_j . queries[r]) for tokens i and j of each sequence, a bias for `attend`.
+
+    q, k: [N, H, D], sequences end to end, each head behind the one before. positions: keys and queries, [R, H * D] of
+    their dtype, and r of each distance i - j, int32 [2 M - 1]; M is the length of the longest sequence. starts: int32
+    [B + 1]. Returns [B, H, M, M] float32, where only entries within sequences mean something.
+    """
+    (keys, queries, rows), (_, heads, dim), size = positions, q.shape, (len(positions[2]) + 1) // 2
+    out = torch.empty(len(starts) - 1, heads, size, size, dtype=torch.float32, device="cpu")
+    _position_scores(
+        q.data_ptr(), k.data_ptr(), keys.data_ptr(), queries.data_ptr(), middle(rows), starts.data_ptr(),
+        out.data_ptr(), q.stride(0), k.stride(0), len(out), heads, dim, size, scale, DTYPES[q.dtype], threads(),
+    )  # fmt: skip
+    return out
+
+
+def middle(rows: Tensor) -> int:
+    """Return the address of the entry of distance 0."""
+    return rows.data_ptr() + len(rows) // 2 * rows.itemsize
 
 
 def attend_pages(
@@ -157,7 +190,7 @@ def attend_pages(
         out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
         block_table.data_ptr(), ragged.cu_q.data_ptr(), 0, ragged.kv_len.data_ptr(),
         len(ragged.kv_len), num_heads, kv_heads, dim, value_dim, 0, 0, block_table.stride(0), block_size,
-        options.window or 0, 0, 0, 0, 0, options.scale, options.softcap or 0.0,
+        options.window or 0, 0, *NO_BIAS, options.scale, options.softcap or 0.0,
         DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
         0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
-from typing import Any
+from typing import Any, TypeVar
 
 import torch  # before the library is loaded, because the kernels share the threads of torch
 from torch import Tensor
@@ -102,24 +102,8 @@ class ExpertsCall(Structure):
     )  # fmt: skip
 
 
-class Columns(Structure):
-    _fields_ = fields(sizes="buffer offset stride head")
-
-
 class ScoreBias(Structure):
-    _fields_ = fields(pointers="data", sizes="head query")
-
-
-class LayerOp(Structure):
-    _fields_ = [
-        *fields(ints="kind weight_dtype"),
-        *[(place, Columns) for place in ("x", "y", "out", "out2", "z")],
-        *fields(
-            pointers="weight bias", sizes="heads kv_heads dim value_dim window ahead",
-            floats="eps offset scale softcap",
-            ints="round_first interleaved round_each tile_rows bias_dtype activation",
-        ),
-    ]  # fmt: skip
+    _fields_ = fields(pointers="data", sizes="sequence head query")
 
 
 # The numbers of Dtype in types.h.
@@ -187,12 +171,15 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+Struct = TypeVar("Struct", bound=Structure)
 _selected: list[str] = []
-_structs: dict[str, type[Structure]] = {
-    "LayerOp": LayerOp,
-    "Linear": Linear,
-    "Matrix": Matrix,
-}  # the keys are the names in C
+_structs: dict[str, type[Structure]] = {"Linear": Linear, "Matrix": Matrix}  # the keys are the names in C
+
+
+def shared_struct(kind: type[Struct]) -> type[Struct]:
+    """Register a struct whose size must be that of the library, besides those of its kernels."""
+    _structs[kind.__name__] = kind
+    return kind
 
 
 def _check_sizes(library: ctypes.CDLL) -> None:

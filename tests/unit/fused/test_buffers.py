@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hf_accel.fused.layer_programme import ALIGNED, buffer_starts
-from hf_accel.kernels.cpu.library import Columns, LayerOp
+from hf_accel.kernels.cpu.layer_call import Columns, LayerOp
 
 
 def place(buffer: int) -> Columns:

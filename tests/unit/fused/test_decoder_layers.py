@@ -411,8 +411,8 @@ def test_a_mask_that_is_none_is_another_call() -> None:
     with counted():
         logits_of(model)
     for mask in (object(), None):
-        kwargs = dict.fromkeys(("past_key_values", "position_embeddings", "position_ids"), object())
         x, table = torch.zeros(1, 2, 64), torch.zeros(1, 2, 16)
+        kwargs = {"past_key_values": object(), "position_embeddings": (table, table), "position_ids": object()}
         made.append(calls._ready(layer, x, (table, table), {"attention_mask": mask, "use_cache": True} | kwargs))
     assert [len(each._ops) for each in made] == [len(made[0]._ops), len(made[0]._ops) + 1]
 

@@ -15,8 +15,9 @@ from hf_accel.fused.encoder_programme import Causal, EncoderProgramme
 from hf_accel.fused.encoder_rows import RowLayout, layout_of
 from hf_accel.fused.hf.encoder_checks import scale_of
 from hf_accel.kernels import cpu as kernels
-from hf_accel.recognition.encoder_trace import EncoderTrace, usual_form
+from hf_accel.recognition.call_form import usual_form
 from hf_accel.recognition.operation import UntraceableError
+from hf_accel.recognition.trace import Trace
 
 
 def bert() -> Any:
@@ -24,10 +25,10 @@ def bert() -> Any:
     return BertModel(BertConfig(**sizes, vocab_size=11)).eval()
 
 
-def traced(model: Any = None, layer_idx: int | None = None, biased: bool = False, **options: Any) -> EncoderTrace:
+def traced(model: Any = None, layer_idx: int | None = None, biased: bool = False, **options: Any) -> Trace:
     """The trace of a layer of BERT, whose attention is then said to have these options."""
-    trace = EncoderTrace(torch.float32, attention=ATTENTION_NAME)
-    trace.encoder_layer((model or bert()).encoder.layer[0], 32, usual_form(BertLayer))
+    trace = Trace(torch.float32, attention=ATTENTION_NAME)
+    trace.layer((model or bert()).encoder.layer[0], 32, usual_form(BertLayer))
     values = next(operation.values for operation in trace.operations if operation.kind == "attend")
     trace.layer_idx, values["biased"] = layer_idx, biased
     values["options"] |= options

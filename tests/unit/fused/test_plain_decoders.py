@@ -19,6 +19,7 @@ import hf_accel
 from hf_accel.fused.hf.layer_calls import LayerCalls
 from hf_accel.fused.partial_rotation import leaves_rest
 from hf_accel.kernels import cpu as kernels
+from hf_accel.recognition.call_form import CallForm
 from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.trace import Trace
 from hf_accel.undo.state import FUSED
@@ -31,7 +32,8 @@ RANDOM: dict[str, Any] = {"initializer_range": 0.25, "pad_token_id": 0, "bos_tok
 SIZES = {"vocab_size": 101, "hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3, **RANDOM}
 WIDE = SIZES | {"intermediate_size": 192}
 # Each has something that the others lack: Conv1D and arguments by place, hidden states without their batch, heads that
-# lie side by side, parts of heads that are not rotated, an MLP on the tensor that Q, K and V are made of, a gated MLP.
+# lie side by side, parts of heads that are not rotated, an MLP on the tensor that Q, K and V are made of, a gated MLP,
+# one whose gate and other half are one product.
 CONFIGS: dict[str, Any] = {
     "GPT2LMHeadModel": transformers.GPT2Config(vocab_size=101, n_embd=96, n_head=4, n_layer=3, **RANDOM),
     "OPTForCausalLM": transformers.OPTConfig(**SIZES, ffn_dim=192, word_embed_proj_dim=96),
@@ -44,6 +46,10 @@ CONFIGS: dict[str, Any] = {
     "Starcoder2ForCausalLM": transformers.Starcoder2Config(**WIDE, num_key_value_heads=2),
     "StableLmForCausalLM": transformers.StableLmConfig(**WIDE, num_key_value_heads=2),
     "BioGptForCausalLM": transformers.BioGptConfig(**WIDE),
+    "Phi3ForCausalLM": transformers.Phi3Config(**WIDE, num_key_value_heads=2),
+    "ModernBertDecoderForCausalLM": transformers.ModernBertDecoderConfig(
+        **WIDE | {"bos_token_id": 1, "eos_token_id": 2}
+    ),
 }  # fmt: skip
 
 
@@ -184,7 +190,7 @@ def stand_in(code: Any, **arguments: Any) -> Any:
             return code(SimpleNamespace(x=x, q=parts[0], k=parts[1], v=parts[2], cache=past_key_values, layer=self))
 
     trace = Trace(torch.float32, **arguments)
-    trace.layer(Layer(), 16, past_key_values=True, position_embeddings=True)
+    trace.layer(Layer(), 16, CallForm("x", frozenset({"past_key_values", "position_embeddings"})))
     return trace
 
 

@@ -1,4 +1,4 @@
-"""The structs of src/kernels.h and those of Python: the same names, types and order. Sizes alone cannot tell."""
+"""The structs of C++ and those of Python: the same names, types and order. Sizes alone cannot tell."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import pytest
 
-from hf_accel.kernels.cpu import attention, decoder_layer, integer_linear, library, row_kernels
+from hf_accel.kernels.cpu import attention, integer_linear, layer_call, library, row_kernels
 from hf_accel.kernels.cpu.build import SOURCE
 from hf_accel.kernels.cpu.library import ACTIVATIONS, EPILOGUES, packed_format
 
-HEADER = re.sub(r"//.*", "", (SOURCE / "kernels.h").read_text(encoding="utf-8"))
+SOURCES = "".join((SOURCE / name).read_text(encoding="utf-8") for name in ("kernels.h", "layer.cpp"))
+HEADER = re.sub(r"//.*", "", SOURCES)
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
-INNER = [attention.Rows, attention.PageWrite, library.Columns, library.ScoreBias, row_kernels.Rotated]
+INNER = [attention.Rows, attention.PageWrite, layer_call.Columns, library.ScoreBias, row_kernels.Rotated]
 STRUCTS = {s.__name__: s for s in (*library._structs.values(), *INNER)}
 SCALARS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}
 
@@ -71,7 +72,7 @@ def test_numbers_of_names() -> None:
     assert {bits: int(dtypes[f"INT{bits}"]) for bits in (8, 4, 3, 2)} == integer_linear.FORMATS
     assert int(dtypes["FP4"]) == integer_linear.FP4
     kinds = re.search(r"enum LayerOpKind : int32_t {(.*?)}", HEADER)[1]  # type: ignore[index]
-    assert tuple(kinds.lower().replace(" ", "").split(",")) == decoder_layer.OPERATIONS
+    assert tuple(kinds.lower().replace(" ", "").split(",")) == layer_call.OPERATIONS
     for enum, numbers in (("Epilogue", EPILOGUES), ("Activation", ACTIVATIONS)):
         found = re.findall(r"= (\d)", re.search(rf"enum {enum}.*", HEADER)[0])  # type: ignore[index]
         assert list(map(int, found)) == list(numbers.values())

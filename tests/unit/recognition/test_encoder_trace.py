@@ -15,9 +15,10 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.fused.encoder_programme import attended_window
-from hf_accel.recognition.encoder_trace import CallForm, EncoderTrace, bound, usual_form
+from hf_accel.recognition.call_form import CallForm, bound, usual_form
 from hf_accel.recognition.operation import INPUT, OUTPUT, UntraceableError
 from hf_accel.recognition.stack_trace import StackTrace
+from hf_accel.recognition.trace import Trace
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -25,9 +26,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def traced(layer: nn.Module, form: CallForm | None = None) -> EncoderTrace:
-    trace = EncoderTrace(torch.float32, attention=ATTENTION_NAME)
-    trace.encoder_layer(layer.eval(), 24, form or usual_form(type(layer)))
+def traced(layer: nn.Module, form: CallForm | None = None) -> Trace:
+    trace = Trace(torch.float32, attention=ATTENTION_NAME)
+    trace.layer(layer.eval(), 24, form or usual_form(type(layer)))
     return trace
 
 
@@ -136,7 +137,7 @@ def test_unknown_code_ends_a_trace(change: dict[str, Any], reason: str) -> None:
 def test_dropout_in_training_ends_a_trace() -> None:
     layer = BertLayer(BertConfig(**SIZES)).train()
     with pytest.raises(UntraceableError):
-        EncoderTrace(torch.float32, attention=ATTENTION_NAME).encoder_layer(layer, 24, usual_form(BertLayer))
+        Trace(torch.float32, attention=ATTENTION_NAME).layer(layer, 24, usual_form(BertLayer))
 
 
 class Doubled(BertEncoder):

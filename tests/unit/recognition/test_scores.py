@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_accel.recognition.encoder_trace import EncoderTrace, usual_form
+from hf_accel.recognition.call_form import usual_form
 from hf_accel.recognition.operation import Operation, UntraceableError
+from hf_accel.recognition.trace import Trace
 
 
 def usual(scores: Any, mask: Any, bias: Any) -> Any:
@@ -41,10 +42,10 @@ class Layer(nn.Module):
 
 
 def attention_of(weigh: Callable[..., Any], dtype: torch.dtype = torch.float32) -> Operation:
-    trace, layer = EncoderTrace(dtype), Layer().to(dtype).eval()
+    trace, layer = Trace(dtype), Layer().to(dtype).eval()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(WEIGH, "by", weigh)
-        trace.encoder_layer(layer, 24, usual_form(Layer, dtype))
+        trace.layer(layer, 24, usual_form(Layer, dtype))
     return next(operation for operation in trace.operations if operation.kind == "attend")
 
 

@@ -29,6 +29,7 @@
   KERNEL(argmax, LogitsCall)              \
   KERNEL(topk, LogitsCall)                \
   KERNEL(attention, AttentionCall)        \
+  KERNEL(position_scores, PositionScoresCall) \
   KERNEL(write_pages, WriteCall)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
@@ -231,12 +232,12 @@ struct Rows {
   int64_t batch, head, token;
 };
 
-// What is added to the scores of head h: data[h * head + i * query + j], where i is the position of a query and j that
-// of a key. A bias of their distance has query = -1, and `data` is the entry of distance 0. In a sequence of more queries
-// than keys, the positions of both begin at 0.
+// What is added to the scores of head h of sequence b: data[b * sequence + h * head + i * query + j], where i is the
+// position of a query and j that of a key. A bias of their distance has query = -1, and `data` is the entry of distance 0.
+// In a sequence of more queries than keys, the positions of both begin at 0.
 struct ScoreBias {
   const float* data;  // or null
-  int64_t head, query;
+  int64_t sequence, head, query;
 };
 
 constexpr int64_t EVERY_KEY = -1;
@@ -263,6 +264,21 @@ struct AttentionCall {
   int32_t q_dtype, k_dtype, v_dtype, scale_dtype, sink_dtype, threads;
 };
 
+// out[b, h, i, j] = scale * (q_i . keys[r] + k_j . queries[r]) for the tokens i and j of sequence b, where r = rows[i - j];
+// see recognition/position_attention.py. Other entries of `out` are left as they are.
+struct PositionScoresCall {
+  const void* q;        // [tokens, heads, dim] of dtype; q_token, k_token: the strides between tokens
+  const void* k;
+  const void* keys;     // [positions, heads, dim] of dtype, contiguous
+  const void* queries;  // likewise
+  const int32_t* rows;  // the entry of distance 0
+  const int32_t* starts;  // [sequences + 1]
+  float* out;             // [sequences, heads, size, size]
+  int64_t q_token, k_token, sequences, heads, dim, size;
+  float scale;
+  int32_t dtype, threads;
+};
+
 // Writes states [tokens, heads, dim] of `dtype` to slots of contiguous pages [blocks, heads, block_size, dim] of
 // page_dtype. page_dtype is `dtype`, or INT8, FP8 or INT4, with scales [blocks, heads, block_size] of `dtype`, or of
 // float for F16. The numbers of INT4 are two in a byte and rotated; it has scales [.., 2], see cache/quantized.py.
@@ -283,34 +299,8 @@ struct WriteCall {
 
 // -- a layer, whose operations are kernels one after the other (src/layer.cpp) --------------------------------
 
-// Where an operation reads or writes: row n of a buffer has its numbers at n * stride + offset. Buffer 0 is the layer's
-// input, buffer 1 its output; the others are memory of the call. A stride of 0 stands for no place at all. `head` is the
-// stride between heads, 0 if they stand end to end.
-struct Columns {
-  int64_t buffer, offset, stride, head;
-};
-
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN };
-
-struct LayerOp {
-  int32_t kind;
-  int32_t weight_dtype;     // NORM, LAYER_NORM
-  // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
-  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; JOIN: the parts of each head; else x alone
-  Columns x, y, out, out2, z;
-  const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null
-  const void* bias;         // LAYER_NORM: or null
-  int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
-  int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
-  int64_t window, ahead;  // ATTEND, ATTEND_ROWS; ATTEND is causal
-  float eps, offset;      // NORM, LAYER_NORM: eps
-  float scale, softcap;  // ATTEND; ADD: scale is the factor of y
-  int32_t round_first;   // NORM
-  int32_t interleaved, round_each;  // ROPE
-  int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
-  int32_t bias_dtype;               // LAYER_NORM
-  int32_t activation;               // GATE: out = act(x) * y
-};
+struct LayerOp;  // in layer.cpp, with the kinds of operations
+extern const int64_t LAYER_OP_SIZE;
 
 // One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
 // pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
@@ -333,7 +323,10 @@ struct LayerCall {
   const int32_t* cu_q;
   const int32_t* kv_len;
   int64_t table_stride, sequences, block_size;
-  ScoreBias score_bias;  // of ATTEND_ROWS; positions begin at 0 in each sequence
+  ScoreBias score_bias;  // of ATTEND_ROWS; positions begin at 0 in each sequence. POSITION_SCORES writes it
+  const void* position_keys;  // as in PositionScoresCall
+  const void* position_queries;
+  const int32_t* position_rows;
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
 };
 

@@ -3,6 +3,37 @@
 #include "kernels.h"
 #include "parallel.h"
 
+// Where an operation reads or writes: row n of a buffer has its numbers at n * stride + offset. Buffer 0 is the layer's
+// input, buffer 1 its output; the others are memory of the call. A stride of 0 stands for no place at all. `head` is the
+// stride between heads, 0 if they stand end to end.
+struct Columns {
+  int64_t buffer, offset, stride, head;
+};
+
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES };
+
+struct LayerOp {
+  int32_t kind;
+  int32_t weight_dtype;     // NORM, LAYER_NORM
+  // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
+  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; POSITION_SCORES: Q and K; JOIN: the parts of each head; else x alone
+  Columns x, y, out, out2, z;
+  const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null
+  const void* bias;         // LAYER_NORM: or null
+  int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
+  int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
+  int64_t window, ahead;  // ATTEND, ATTEND_ROWS; ATTEND is causal
+  float eps, offset;      // NORM, LAYER_NORM: eps
+  float scale, softcap;  // ATTEND, POSITION_SCORES; ADD: scale is the factor of y
+  int32_t round_first;   // NORM
+  int32_t interleaved, round_each;  // ROPE
+  int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
+  int32_t bias_dtype;               // LAYER_NORM
+  int32_t activation;               // GATE: out = act(x) * y
+};
+
+const int64_t LAYER_OP_SIZE = sizeof(LayerOp);
+
 namespace {
 
 struct Layer {
@@ -136,6 +167,12 @@ struct Layer {
     }
   }
 
+  void position_scores(const LayerOp& op) const {
+    kernels.position_scores({at(op.x), at(op.y), call.position_keys, call.position_queries, call.position_rows, call.cu_q,
+                             const_cast<float*>(call.score_bias.data), op.x.stride, op.y.stride, call.sequences,
+                             op.heads, op.dim, call.score_bias.query, op.scale, call.dtype, call.threads});
+  }
+
   void run(const LayerOp& op) const {
     switch (op.kind) {
       case INTEGER_LINEAR:
@@ -148,6 +185,7 @@ struct Layer {
       case LAYER_NORM: return layer_norm(op);
       case GATE: return gate(op);
       case JOIN: return join(op);
+      case POSITION_SCORES: return position_scores(op);
       default: return add(op);
     }
   }

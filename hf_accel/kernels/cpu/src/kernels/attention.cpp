@@ -96,7 +96,7 @@ struct Attention {
   // Returns what is added to the scores of row r of the tile, of which the first is that of key `start`.
   const float* bias_of(const Tile& t, int64_t r, int64_t start) const {
     const int64_t head = t.head * group + r % group, before = at_least(keys(t.b) - queries(t.b), 0);
-    return c.bias.data + head * c.bias.head + (before + t.first + r / group) * c.bias.query + start;
+    return c.bias.data + t.b * c.bias.sequence + head * c.bias.head + (before + t.first + r / group) * c.bias.query + start;
   }
 
   // Computes the partial results of `count` rows of the tile over one split, in `parts` and `sums` [GROUP, padded].

@@ -1,0 +1,356 @@
+"""The operations of a layer as native calls: for each kind, the fields of its struct in the call of a layer, the same
+by a call of its own, and what it asks of a layer that is still to be patched.
+
+A new operation is recorded in recognition/record.py, computed by an entry here, and has its number and its C++ in
+kernels/cpu/layer_call.py and src/layer.cpp.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.cpu.attention import EVERY_KEY, attend, position_scores, write_pages
+from ..kernels.cpu.float_linear import FloatLinear
+from ..kernels.cpu.layer_call import KINDS, NOWHERE
+from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS
+from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
+from ..kernels.layouts import KV, AttentionOptions
+from ..linear import QuantLinear
+from ..recognition.operation import INPUT, Kind, Operation, Span, UntraceableError
+from ..recognition.stand_ins import Vector
+from ..recognition.unchanged import Read
+from ..tensors import is_plain_tensor
+from ..undo.state import FUSED
+from .encoder_rows import CallTensors, RowLayout
+from .modules import NormForm, RotaryForm, form_of_rotation, norm_form
+from .partial_rotation import leaves_rest
+from .projections import UNLIMITED, NativeCall, NativeLinear, make_call
+from .traced_layer import Traced
+
+
+class NativeParts(Traced):
+    """A traced layer whose operations are native calls.
+
+    calls, tensors: hold the memory that the structs of the operations point to. max_tokens: the most tokens of a call.
+    over_rows: whether its attention reads the keys of the call's own rows, and not those of pages.
+    """
+
+    over_rows: bool
+    max_tokens: int
+    calls: list[NativeCall]
+    tensors: list[Tensor]
+
+    def address(self, tensor: Tensor) -> int:
+        """Return where a tensor's memory is, which must stay there."""
+        self.tensors.append(tensor)
+        return tensor.data_ptr()
+
+
+class Planned(NamedTuple):
+    """The plan of a layer that is still to be patched.
+
+    linears: the linear layers that will have a native call; None where they are called as modules.
+    """
+
+    dtype: torch.dtype
+    linears: Container[nn.Module] | None
+    device_type: str
+
+
+class HeldRows:
+    """The tensors of a call over rows whose operations are called one by one, [N, width] by buffer."""
+
+    def __init__(self, parts: NativeParts, x: Tensor, layout: RowLayout, tensors: CallTensors) -> None:
+        self.parts, self.layout = parts, layout
+        self.tables, bias, self.written, self.positions = tensors
+        self.bias = None if bias is None else bias.table
+        self.buffers = {INPUT: x}
+
+    def columns(self, span: Span, width: int) -> Tensor:
+        """Return columns of a buffer, [N, width]."""
+        buffer = self.buffers[span.buffer]
+        return buffer if buffer.shape[1] == width else buffer.narrow(1, span.offset, width)
+
+    def heads(self, span: Span, heads: int, dim: int) -> Tensor:
+        """Return columns of a buffer, [N, heads, dim]."""
+        return self.columns(span, heads * dim).view(-1, heads, dim)
+
+
+class NativeOperation(ABC):
+    """The native calls of operations of one kind. over_rows: whether it has one over rows."""
+
+    over_rows = True
+
+    def refusal(self, operation: Operation, planned: Planned) -> str | None:
+        """Return why a layer that is planned so will have no native call for this, as a clause; None if it will."""
+        return None
+
+    @abstractmethod
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        """Return the fields of its struct, besides its places. Raises UntraceableError."""
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        """Return its results over rows, [N, width]."""
+        raise UntraceableError(f"{operation.kind} has no native call over rows")
+
+
+class ProductOperation(NativeOperation):
+    """The product of a linear layer, with the activation of its result; or of several on one input."""
+
+    def refusal(self, operation: Operation, planned: Planned) -> str | None:
+        known = planned.linears is None or all(module in planned.linears for module in operation.modules)
+        return None if known else "a linear layer has no native call"
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        rows, values = min(_most_rows(layer, parts) for layer in operation.modules), operation.values
+        call = make_call(operation.modules, values.get("epilogue"), rows, activation=values.get("activation"))
+        if call is None:
+            raise UntraceableError("a linear layer has no native call")
+        if isinstance(call, FloatLinear) and call.weights[0].dtype is not parts.dtype:
+            raise UntraceableError("a linear layer has another dtype than its input")
+        parts.calls.append(call)
+        parts.max_tokens = min(parts.max_tokens, rows)
+        kind = "float_linear" if isinstance(call, FloatLinear) else "integer_linear"
+        return {"kind": KINDS[kind], "weight": call.address(), "tile_rows": call.tile_rows}
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        linears: Any = operation.modules
+        x = rows.columns(operation.inputs[0], linears[0].in_features)
+        first, *others = (linear(x) for linear in linears)
+        function = operation.values.get("epilogue", operation.values.get("activation"))
+        return [first if function is None else activate(first, function, y=others[0] if others else None)]
+
+
+def _most_rows(layer: nn.Module, parts: NativeParts) -> int:
+    """Return the most rows of a native call of a linear layer, and note what the call depends on."""
+    own, parameters = vars(layer), layer._parameters
+    rows = UNLIMITED
+    parts.note(parameters, "bias")
+    if "bias" not in parameters or (isinstance(layer, NativeLinear) and parameters.get("weight") is None):
+        parts.note(parameters, "weight")
+        raise UntraceableError("a linear layer computes its weight or bias")  # by prune or a parametrization
+    if type(layer) is QuantLinear:
+        parts.note(own, "_packed")
+        parts.reads.append(Read(own, "choice", layer.choice))
+        if layer.choice is None or layer.choice.spec.dtype is not parts.dtype:
+            raise UntraceableError("a linear layer has another dtype than its input")
+    elif isinstance(layer, NativeLinear):
+        parts.note(parameters, "weight")
+        rows = own[FUSED].float_rows
+    else:
+        raise UntraceableError("a linear layer has no native call")
+    parts.tensors += [tensor for tensor in parameters.values() if tensor is not None]
+    return rows
+
+
+class NormOperation(NativeOperation):
+    """An RMSNorm of a row, or of each of its heads."""
+
+    def refusal(self, operation: Operation, planned: Planned) -> str | None:
+        return None if norm_form(operation.modules[0], planned.dtype) is not None else "a norm has no native call"
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        form, weight = parts.norm_form(operation), operation.modules[0]._parameters["weight"]
+        assert weight is not None
+        return {
+            "weight": parts.address(weight), "weight_dtype": DTYPES[weight.dtype],
+            "heads": operation.values["heads"], "dim": operation.values["dim"], "eps": form.eps,
+            "offset": form.offset, "round_first": form.round_first,
+        }  # fmt: skip
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        form, weight = rows.parts.forms[id(operation)], operation.modules[0]._parameters["weight"]
+        assert isinstance(form, NormForm) and weight is not None
+        x = rows.heads(operation.inputs[0], operation.values["heads"], operation.values["dim"])
+        return [rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first).flatten(1)]
+
+
+class LayerNormOperation(NativeOperation):
+    """A LayerNorm, of a sum if it has two inputs, which is the second result if that is read again."""
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        (norm,) = operation.modules
+        fields: dict[str, Any] = {"dim": operation.values["dim"], "eps": norm.eps}
+        for name in ("weight", "bias"):
+            tensor = norm._parameters.get(name)
+            parts.note(norm._parameters, name)
+            if name not in norm._parameters:
+                raise UntraceableError("a norm computes its weight or bias")
+            if tensor is None:
+                continue
+            if not is_plain_tensor(tensor) or not tensor.is_cpu or tensor.dtype not in FLOATS:
+                raise UntraceableError("a norm has no native call")
+            if not tensor.is_contiguous():
+                raise UntraceableError("a norm has no native call")
+            fields |= {name: parts.address(tensor), f"{name}_dtype": DTYPES[tensor.dtype]}
+        return fields
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        norm: Any = operation.modules[0]
+        x, y = [*(rows.columns(span, operation.values["dim"]) for span in operation.inputs), None][:2]
+        assert x is not None
+        if len(operation.outputs) == 2:
+            assert y is not None
+            return list(add_layer_norm(x, y, norm.weight, norm.bias, eps=norm.eps))
+        return [layer_norm(x, norm.weight, norm.bias, norm.eps, y=y)]
+
+
+class RotationOperation(NativeOperation):
+    """A rotation of queries and keys by cos and sin."""
+
+    def refusal(self, operation: Operation, planned: Planned) -> str | None:
+        function = operation.values["function"]
+        known = form_of_rotation(function, planned.dtype, planned.dtype, planned.device_type) is not None
+        known = known and (not operation.values["partial"] or leaves_rest(function))
+        return None if known else "its rotation has no native call"
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        form = parts.rotary_form(operation)
+        assert parts.table_dtype is not None
+        return {name: operation.values[name] for name in ("heads", "kv_heads", "dim")} | {
+            "interleaved": form.interleaved,
+            "round_each": rounds_each(parts.dtype, parts.table_dtype, round_each=form.round_each),
+        }
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        values, form = operation.values, rows.parts.forms[id(operation)]
+        assert isinstance(form, RotaryForm)
+        assert rows.tables is not None
+        q, k = (
+            rows.heads(span, values[heads], values["dim"]).transpose(0, 1)[None]
+            for span, heads in zip(operation.inputs, ("heads", "kv_heads"), strict=True)
+        )
+        rotated = rope(q, k, *rows.tables, interleaved=form.interleaved, round_each=form.round_each)
+        return [each[0].transpose(0, 1).reshape(q.shape[2], -1) for each in rotated]
+
+
+class WriteOperation(NativeOperation):
+    """The write of keys and values to a cache."""
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        values = operation.values
+        return {"kv_heads": values["heads"], "dim": values["dim"], "value_dim": values["value_dim"]}
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        assert rows.written is not None
+        heads, sizes = operation.values["heads"], (operation.values["dim"], operation.values["value_dim"])
+        keys, values = (rows.heads(span, heads, dim) for span, dim in zip(operation.inputs, sizes, strict=True))
+        write_pages(keys, values, KV(rows.written.k, rows.written.v), rows.written.slots)
+        return []
+
+
+class AttendOperation(NativeOperation):
+    """Attention, to the keys of pages or to those of the call's own rows."""
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        fields = {name: operation.values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
+        fields |= {name: value or 0 for name, value in parts.attention._asdict().items()}
+        # Keys and values in pages have no place in the memory of the call.
+        return fields | ({"kind": KINDS["attend_rows"]} if parts.over_rows else {"y": NOWHERE, "z": NOWHERE})
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        values, (scale, softcap, window, ahead), layout = operation.values, rows.parts.attention, rows.layout
+        heads = (values["heads"], values["kv_heads"], values["kv_heads"])
+        q, k, v = (rows.heads(span, n, values["dim"]) for span, n in zip(operation.inputs, heads, strict=True))
+        options = AttentionOptions(scale, causal=not ahead, window=window, softcap=softcap)
+        seen = None if ahead in (0, EVERY_KEY) else ahead
+        kv = KV(layout.keys_of(k), layout.keys_of(v))
+        return [attend(q, kv, options, layout.ragged, ahead=seen, bias=rows.bias).flatten(1)]
+
+
+class SumOperation(NativeOperation):
+    """x + factor * y, or x + vector * y."""
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        fields: dict[str, Any] = {"dim": operation.values["dim"], "scale": operation.values["factor"]}
+        vector: Vector | None = operation.values.get("vector")
+        if vector is None:
+            return fields
+        tensor = vector.parameter
+        parts.reads.append(Read(vector.owner, vector.name, tensor))
+        if not is_plain_tensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous():
+            raise UntraceableError("a scale of columns has no native call")
+        return fields | {"weight": parts.address(tensor)}
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        x, y = (rows.columns(span, operation.values["dim"]) for span in operation.inputs)
+        vector: Vector | None = operation.values.get("vector")
+        return [add(x, y, operation.values["factor"] if vector is None else vector.parameter)]
+
+
+class GateOperation(NativeOperation):
+    """act(x) * y."""
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        return {"dim": operation.values["dim"], "activation": ACTIVATIONS[operation.values["activation"]]}
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        x, y = (rows.columns(span, operation.values["dim"]) for span in operation.inputs)
+        return [activate(x, operation.values["activation"], y=y)]
+
+
+class PositionScoresOperation(NativeOperation):
+    """The scores of positions, which attention adds to its own."""
+
+    def refusal(self, operation: Operation, planned: Planned) -> str | None:
+        return None if planned.linears is not None else "its positions have no native call"
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        if not parts.over_rows:
+            raise UntraceableError("its positions have no native call over pages")
+        return {name: operation.values[name] for name in ("heads", "dim", "scale")}
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        assert rows.positions is not None
+        heads, dim = operation.values["heads"], operation.values["dim"]
+        q, k = (rows.heads(span, heads, dim) for span in operation.inputs)
+        starts, scale = rows.layout.ragged.cu_q, operation.values["scale"]
+        rows.bias = position_scores(q, k, rows.positions, starts, scale=scale)
+        return []
+
+
+class JoinOperation(NativeOperation):
+    """The numbers of each head of y behind those of x."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        return {name: operation.values[name] for name in ("heads", "dim", "value_dim")}
+
+
+NATIVE: dict[Kind, NativeOperation] = {
+    "linear": ProductOperation(),
+    "gated": ProductOperation(),
+    "norm": NormOperation(),
+    "layer_norm": LayerNormOperation(),
+    "rope": RotationOperation(),
+    "write": WriteOperation(),
+    "attend": AttendOperation(),
+    "add": SumOperation(),
+    "gate": GateOperation(),
+    "join": JoinOperation(),
+    "position_scores": PositionScoresOperation(),
+}
+
+
+def refuse_without_kernel(operations: Iterable[Operation], planned: Planned) -> None:
+    """Raise UntraceableError for what a native layer would refuse in one that is still to be patched."""
+    for operation in operations:
+        reason = NATIVE[operation.kind].refusal(operation, planned)
+        if reason is not None:
+            raise UntraceableError(reason)
+
+
+def refuse_over_rows(operations: Iterable[Operation]) -> None:
+    """Raise UntraceableError for an operation that has no native call over rows."""
+    for operation in operations:
+        dim = operation.values.get("dim")
+        if not NATIVE[operation.kind].over_rows or operation.values.get("value_dim", dim) != dim:
+            raise UntraceableError(f"{operation.kind} has no native call over rows")
+        if any(span.head for span in operation.inputs):
+            raise UntraceableError("it takes parts of heads")

@@ -1,0 +1,53 @@
+"""Calls a whole layer, whose operations are kernels one after the other; their structs are those of src/layer.cpp."""
+
+from __future__ import annotations
+
+from ctypes import Structure
+
+from .library import ScoreBias, fields, kernel, shared_struct
+
+# LayerOpKind in layer.cpp
+OPERATIONS = (
+    "integer_linear", "float_linear", "norm", "rope", "write", "attend", "add", "layer_norm", "attend_rows", "gate",
+    "join", "position_scores",
+)  # fmt: skip
+KINDS = {name: number for number, name in enumerate(OPERATIONS)}
+
+
+class Columns(Structure):
+    _fields_ = fields(sizes="buffer offset stride head")
+
+
+NOWHERE = Columns()
+
+
+@shared_struct
+class LayerOp(Structure):
+    _fields_ = [
+        *fields(ints="kind weight_dtype"),
+        *[(place, Columns) for place in ("x", "y", "out", "out2", "z")],
+        *fields(
+            pointers="weight bias", sizes="heads kv_heads dim value_dim window ahead",
+            floats="eps offset scale softcap",
+            ints="round_first interleaved round_each tile_rows bias_dtype activation",
+        ),
+    ]  # fmt: skip
+
+
+class LayerCall(Structure):
+    """Its fields are those of LayerCall in kernels.h."""
+
+    _fields_ = [
+        *fields(
+            pointers="ops starts", sizes="count width", pointers_="x out cos sin",
+            sizes_="tokens batch table_batch table_token",
+            pointers__="k_pages v_pages k_scales v_scales slots block_table cu_q kv_len",
+            sizes__="table_stride sequences block_size",
+        ),
+        ("score_bias", ScoreBias),
+        *fields(pointers="position_keys position_queries position_rows"),
+        *fields(ints="dtype table_dtype page_dtype scale_dtype threads"),
+    ]  # fmt: skip
+
+
+run_layer = kernel("layer", LayerCall)

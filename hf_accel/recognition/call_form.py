@@ -1,0 +1,105 @@
+"""The form of a call of a layer or an encoder: its arguments, apart from the numbers in tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from .operation import UntraceableError
+from .stand_ins import PLAIN_TYPES
+
+MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
+CACHES = ("past_key_values", "layer_past")  # the names of a cache
+CACHE = CACHES[0]
+TENSORS = (MASK, "position_ids", TABLES, *CACHES)  # a decoder layer may be given these
+POSITIONS, EMBEDDINGS = "relative_pos", "rel_embeddings"  # of attention whose scores depend on positions
+PASSED_ON = (*TENSORS, BIAS, POSITIONS, EMBEDDINGS)  # tensors, and a cache, that a layer may only pass on
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The arguments of a call, apart from the numbers in tensors.
+
+    states: the name of the hidden states. tensors: those of PASSED_ON that are tensors. plain: the name, type and
+    value of each other argument; True is not 1. table_dtype: of cos and sin, if they are given.
+    """
+
+    states: str
+    tensors: frozenset[str] = frozenset()
+    plain: tuple[tuple[str, type, Any], ...] = ()
+    table_dtype: torch.dtype | None = None
+
+
+def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> CallForm:
+    """Return the form of a call with hidden states, and with a mask, positions, and cos and sin of `dtype`, if the
+    code takes them.
+    """
+    usual = {MASK, TABLES, BIAS, POSITIONS, EMBEDDINGS}
+    tensors = frozenset(usual.intersection(parameter_names(kind.forward)))
+    return CallForm(_states(kind), tensors, table_dtype=dtype if TABLES in tensors else None)
+
+
+def usual_pass(kind: type[nn.Module]) -> CallForm:
+    """Return the form of a call of a decoder layer by transformers' models: with those of TENSORS that its code names,
+    a cache among them.
+    """
+    named = set(parameter_names(kind.forward)) & set(TENSORS)
+    if named.isdisjoint(CACHES):
+        named = set(TENSORS) - set(CACHES[1:])
+    return CallForm(_states(kind), frozenset(named), (("use_cache", bool, True),))
+
+
+def _states(kind: type[nn.Module]) -> str:
+    names = parameter_names(kind.forward)
+    if not names:
+        raise UntraceableError("it takes no hidden states")
+    return names[0]
+
+
+def argument(kind: type[nn.Module], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument of this name of a call that is `bound`; None if it has none."""
+    return dict(zip(parameter_names(kind.forward), args, strict=False)).get(name, kwargs.get(name))
+
+
+def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, CallForm] | None:
+    """Return the hidden states, the mask (or None) and the form of a call; None for one that is not known.
+
+    kind: the class whose forward is called.
+    """
+    names = parameter_names(kind.forward)
+    named = dict(zip(names, args, strict=False))
+    if not names or len(args) > len(names) or not named.keys().isdisjoint(kwargs):
+        return None
+    named.update(kwargs)
+    x, mask = named.pop(names[0], None), named.get(MASK)
+    tensors = frozenset(name for name in PASSED_ON if not isinstance(named.get(name), PLAIN_TYPES))
+    plain = tuple((name, type(value), value) for name, value in named.items() if name not in tensors)
+    if not all(issubclass(kind, PLAIN_TYPES) or _is_size(value) for _, kind, value in plain):
+        return None
+    table_dtype = None
+    if TABLES in tensors:
+        tables = named[TABLES]
+        if type(tables) is not tuple or list(map(type, tables)) != [torch.Tensor] * 2:
+            return None
+        table_dtype = tables[0].dtype
+    return x, mask, CallForm(names[0], tensors, plain, table_dtype)
+
+
+def _is_size(value: object) -> bool:
+    """Return whether a value is a tuple of integers, as the height and width of an image."""
+    if not isinstance(value, tuple) or type(value) not in (tuple, torch.Size):
+        return False
+    return all(type(each) is int for each in value)
+
+
+@lru_cache(maxsize=256)
+def parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that can be given by place, without self."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)

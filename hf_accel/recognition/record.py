@@ -1,0 +1,340 @@
+"""The record of a trace: its operations, as the stand-ins for tensors ask for them.
+
+An operation is recorded here, by what the code calls for it, and computed by its entry in fused/operations.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS
+from .operation import Kind, Operation, Span, UntraceableError
+from .position_attention import SETTINGS, PositionAttention
+from .scores import Scores, drops
+from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
+from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
+from .unchanged import HOOKS, Read, has_own_forward
+
+
+class Record:
+    """The operations of a layer and what they depend on.
+
+    operations: what the code computed. reads: the values that must not change. hooks: those of the modules that it
+    called; usually none. dtype, device: of the tensors. table_size: the numbers of cos of a token, which may be fewer
+    than those of a head; None for as many. layer_idx: the layer of the cache that is written, None if there is none.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, table_size: int | None = None, device: torch.device) -> None:
+        self.dtype, self.table_size, self.device = dtype, table_size, device
+        self.operations: list[Operation] = []
+        self.reads: list[Read] = []
+        self.hooks: list[Mapping[Any, Any]] = []
+        self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
+        self.mask, self.tables = Opaque(MASK), (Opaque("cos"), Opaque("sin"))
+        self.bias: Opaque = Opaque(BIAS)
+        self.positions = {name: Opaque(name) for name in (POSITIONS, EMBEDDINGS)}
+        self.layer_idx: int | None = None
+
+    def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
+        self.reads.append(Read(owner, name, value))
+
+    def visit(self, module: nn.Module) -> None:
+        """Note the hooks around a call of the module. Raises UntraceableError if its forward was replaced."""
+        own = vars(module)
+        for name in ("forward", *HOOKS):
+            self.note(own, name, own.get(name))
+        self.hooks += [own[name] for name in HOOKS]
+        if has_own_forward(module):
+            raise UntraceableError("the forward of a module was replaced on the module itself")
+
+    def buffer(self, width: int) -> Span:
+        self.widths.append(width)
+        return Span(len(self.widths) - 1, 0, width)
+
+    def put(
+        self, kind: Kind, inputs: Sequence[StandIn], width: int, *, modules: tuple[nn.Module, ...] = (), **values: Any
+    ) -> StandIn:
+        """Record an operation with one result, and return that: a tensor of the form of the first input."""
+        out = self.buffer(width)
+        self.operations.append(Operation(kind, [x.span for x in inputs], [out], modules, values))
+        return replace(inputs[0], span=out, width=width, cached=False)
+
+    # -- by modules ------------------------------------------------------------------------------------
+
+    def linear(self, module: nn.Module, x: Any) -> StandIn:
+        self._require(x, heads=False)
+        names = ("in_features", "out_features") if isinstance(module, nn.Linear) else ("nx", "nf")
+        inputs, outputs = (vars(module)[name] for name in names)
+        if x.width != inputs:
+            raise UntraceableError("a linear layer takes another number of inputs")
+        self.visit(module)
+        return self.put("linear", [x], outputs, modules=(module,))
+
+    def activate(self, name: str, x: Any) -> StandIn:
+        self._require(x, heads=False)
+        return self.put("activation", [x], x.width, activation=name)
+
+    def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:
+        self._require(x, heads=False)
+        if module.normalized_shape != (x.width,):
+            raise UntraceableError("a norm takes another number of inputs")
+        self.visit(module)
+        for name in ("eps", "normalized_shape", "elementwise_affine"):
+            self.note(vars(module), name, vars(module).get(name))
+        return self.put("layer_norm", [x], x.width, modules=(module,), dim=x.width)
+
+    def norm(self, module: nn.Module, x: Any) -> StandIn:
+        weight = module._parameters.get("weight")
+        self.note(module._parameters, "weight", weight)
+        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.span.head or weight is None:
+            raise UntraceableError("a norm takes something else than numbers of tokens")
+        if x.shape[-1] != weight.shape[0]:
+            raise UntraceableError("a norm takes another number of inputs")
+        self.visit(module)
+        return self.put("norm", [x], x.width, modules=(module,), heads=x.heads or 1, dim=weight.shape[0])
+
+    def gated(self, module: nn.Module, names: GatedNames, x: Any) -> StandIn:
+        """Record down(act(gate(x)) * up(x)), where the product is one operation."""
+        self._require(x, heads=False, flat=False)
+        parts = vars(module)["_modules"]
+        gate, up, down = (parts[name] for name in (names.gate, names.up, names.down))
+        for each in (module, gate, up):
+            self.visit(each)
+        for name in (names.gate, names.up, names.down):
+            self.note(parts, name, parts[name])
+        if names.activation is not None:
+            name, tried = names.activation
+            holder = parts if isinstance(tried, nn.Module) else vars(module)
+            self.note(holder, name, holder.get(name))
+            if isinstance(tried, nn.Module):
+                self.visit(tried)
+            if holder.get(name) is not tried:
+                raise UntraceableError("the activation of its MLP is not the one that was tried")
+        product = self.put("gated", [x], gate.out_features, modules=(gate, up), epilogue=names.epilogue)
+        return self.linear(down, product)
+
+    # -- by operators and functions --------------------------------------------------------------------
+
+    def by_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a function of torch returns for stand-ins."""
+        if function is F.dropout and args and not drops(*args[1:], **kwargs):
+            return args[0]
+        if function is torch.matmul and len(args) == 2 and not kwargs:
+            return args[0] @ args[1]
+        if isinstance(args[0], StandIn) and len(args) == 1 and not kwargs.get("inplace"):
+            name = activation_name(partial(function, **kwargs), PLAIN_ACTIVATIONS)
+            if name is not None:
+                return self.activate(name, args[0])
+        if function is torch.cat and kwargs == {"dim": -1} and len(args) == 1 and len(args[0]) == 2:
+            return self.join(*args[0])
+        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+    def add(self, x: Any, y: Any) -> StandIn:
+        same = isinstance(x, StandIn) and isinstance(y, StandIn) and x.width == y.width
+        if same and x.factor != 1:
+            x, y = y, x
+        if not same or x.factor != 1 or x.flat is not y.flat or not (x.is_whole and y.is_whole):
+            raise UntraceableError("it adds something else than two tensors of one shape")
+        return self.put("add", [x, y], x.width, dim=x.width, factor=y.factor)
+
+    def multiply(self, x: StandIn, other: Any) -> StandIn:
+        """Multiply by something else than a number."""
+        if isinstance(other, StandIn):
+            return self.gate(x, other)
+        if not isinstance(other, Vector):
+            raise UntraceableError("it multiplies by more than a number")
+        self._require(x, heads=False, flat=False)
+        if other.parameter.shape != (x.width,) or other.parameter.dtype is not self.dtype:
+            raise UntraceableError("it multiplies by a parameter of another size or dtype")
+        return self.put("scale", [x], x.width, vector=other)
+
+    def gate(self, x: StandIn, y: StandIn) -> StandIn:
+        """Record act(x) * y, in either order, as one operation in place of the activation."""
+        place, other = next(
+            ((i, b) for a, b in ((x, y), (y, x)) for i, operation in enumerate(self.operations)
+             if operation.kind == "activation" and operation.outputs == [a.span]), (None, None),
+        )  # fmt: skip
+        for each in (x, y):
+            self._require(each, heads=False, flat=False)
+        if place is None or other is None or x.width != y.width or x.span == y.span:
+            raise UntraceableError("it multiplies two tensors of which none is an activation")
+        activation = self.operations.pop(place)
+        before = replace(x, span=activation.inputs[0])
+        return self.put("gate", [before, other], x.width, **activation.values, dim=x.width)
+
+    def join(self, x: Any, y: Any) -> StandIn:
+        """Record that the numbers of each head of y follow those of x."""
+        for each in (x, y):
+            self._require(each, heads=True)
+        if x.heads != y.heads or x.cached or y.cached or not (x.width and y.width):
+            raise UntraceableError("it joins something else than parts of heads")
+        values = {"heads": x.heads, "dim": x.shape[3], "value_dim": y.shape[3]}
+        return self.put("join", [x, y], x.width + y.width, **values)
+
+    def rotate(self, original: Any, *args: Any, **kwargs: Any) -> tuple[StandIn, StandIn]:
+        if len(args) != 4 or not _as_usual(original, kwargs) or (args[2], args[3]) != self.tables:
+            raise UntraceableError("it rotates in a way of its own")
+        q, k = args[:2]
+        factor = getattr(q, "factor", 1.0)  # of queries that are scaled ahead of the rotation
+        q = replace(q, factor=1.0) if factor != 1 else q
+        for x in (q, k):
+            self._require(x, heads=True)
+        if q.shape[3] != k.shape[3]:
+            raise UntraceableError("queries and keys have heads of different sizes")
+        if q.cached or k.cached:
+            raise UntraceableError("it rotates what comes from the cache")
+        size, dim = self.table_size or q.shape[3], q.shape[3]
+        if size > dim:
+            raise UntraceableError("its cos and sin have more numbers than a head")
+        rotated = [x if size == dim else x[..., :size] for x in (q, k)]
+        outs = [self.buffer(x.width) for x in rotated]
+        values = {
+            "function": original, "heads": q.heads, "kv_heads": k.heads, "dim": size, "partial": size < dim,
+        }  # fmt: skip
+        self.operations.append(Operation("rope", [x.span for x in rotated], outs, values=values))
+        q_out, k_out = (replace(x, span=out) for x, out in zip(rotated, outs, strict=True))
+        if size < dim:
+            q_out, k_out = self.join(q_out, q[..., size:]), self.join(k_out, k[..., size:])
+        return replace(q_out, factor=factor), k_out
+
+    # -- attention -------------------------------------------------------------------------------------
+
+    def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
+        self._require(key, heads=True)
+        self._require(value, heads=True)
+        if self.layer_idx is not None or type(layer_idx) is not int or key.heads != value.heads:
+            raise UntraceableError("it writes to the cache in a way of its own")
+        self.layer_idx = layer_idx
+        values = {"heads": key.heads, "dim": key.shape[3], "value_dim": value.shape[3]}
+        self.operations.append(Operation("write", [key.span, value.span], [], values=values))
+        return replace(key, cached=True), replace(value, cached=True)
+
+    def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        given = {name: value for name, value in options.items() if name != BIAS}
+        bias = options.get(BIAS)
+        if isinstance(bias, Computed):
+            self.bias = bias
+        if not isinstance(module, ModuleStandIn) or mask not in (None, self.mask) or bias not in (None, self.bias):
+            raise UntraceableError("it attends in a way of its own")
+        values = {"options": given, "masked": mask is not None, "biased": bias is not None, "adds_mask": False}
+        return self._attend(qkv, (module._module,), values)
+
+    def attend_by(self, scores: Scores, value: Any) -> StandIn:
+        if self.layer_idx is not None:
+            raise UntraceableError("it computes the scores of a cache by itself")
+        values = {
+            "options": {"scaling": scores.factor, "is_causal": False}, "masked": scores.is_masked,
+            "biased": scores.is_biased, "adds_mask": True,
+        }  # fmt: skip
+        return replace(self._attend((scores.query, scores.key, value), (), values), transposed=True)
+
+    def attend_positions(
+        self, known: tuple[nn.Module, PositionAttention], x: StandIn, mask: Any, output_attentions: bool = False,
+        **given: Any,
+    ) -> tuple[StandIn, None]:  # fmt: skip
+        """Record attention whose scores depend on the positions of tokens too. known: the module and its parts."""
+        module, parts = known
+        given = {name: value for name, value in given.items() if value is not None}
+        if given != self.positions or output_attentions is not False or mask is not self.mask:
+            raise UntraceableError("it attends in a way of its own")
+        own, held = vars(module), vars(module)["_modules"]
+        self.visit(module)
+        for name in SETTINGS:
+            self.note(own, name, own.get(name))
+        for name in {*parts}:
+            self.note(held, name, held[name])
+        heads, dim = own["num_attention_heads"], own["attention_head_size"]
+        query, key, value, position_key, position_query = (held[name] for name in parts)
+        for each in (position_key, position_query):
+            self.visit(each)
+        sizes = (BATCH, TOKENS, heads, dim)
+        q, k, v = (self.linear(each, x).view(*sizes).transpose(1, 2) for each in (query, key, value))
+        scale = (3 * dim) ** -0.5
+        values = {
+            "heads": heads, "dim": dim, "scale": scale, "span": own["pos_ebd_size"], "kinds": own["pos_att_type"],
+        }  # fmt: skip
+        self.operations.append(
+            Operation("position_scores", [q.span, k.span], [], (position_key, position_query), values)
+        )
+        options = {"scaling": scale, "is_causal": False}
+        values = {"options": options, "masked": True, "biased": False, "adds_mask": False}
+        return self._attend((q, k, v), (), values).view(BATCH, TOKENS, heads * dim), None
+
+    def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
+        query, key, value = qkv
+        factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
+        for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
+            self._require(x, heads=True)
+        same = query.shape[3] == key.shape[3] and key.heads == value.heads and query.heads % key.heads == 0
+        if not same or not key.cached is value.cached is (self.layer_idx is not None):
+            raise UntraceableError("it attends in a way of its own")
+        values["own_bias"] = self.bias if values["biased"] and isinstance(self.bias, Computed) else None
+        values |= {
+            "heads": query.heads, "kv_heads": key.heads, "dim": query.shape[3], "value_dim": value.shape[3],
+            "factor": factor,
+        }  # fmt: skip
+        attended = self.put("attend", qkv, query.heads * value.shape[3], modules=modules, **values)
+        return replace(attended, transposed=False, factor=1.0)
+
+    @staticmethod
+    def _require(x: Any, *, heads: bool, flat: bool = True) -> None:
+        """Check the form of x. heads: whether it must be [B, heads, T, dim], else [B, T, width]. flat: whether [B * T,
+        width] will do as well.
+        """
+        known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat)
+        if not known or x.transposed is not heads or (x.heads is not None) is not heads:
+            raise UntraceableError("its tensors have another layout")
+
+
+def _as_usual(rotation: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a rotation would do the same without these arguments, because they have their usual values."""
+    if not kwargs:
+        return True
+    usual = inspect.signature(rotation).parameters
+    known = all(isinstance(value, PLAIN_TYPES) and name in usual for name, value in kwargs.items())
+    return known and all(usual[name].default == value for name, value in kwargs.items())
+
+
+def folded(operations: Sequence[Operation]) -> list[Operation]:
+    """Let each product end with the activation of its result, each norm begin with the sum that it normalizes, and
+    each sum with the scales of the columns that it adds.
+    """
+    readers = Counter(span.buffer for operation in operations for span in operation.inputs)
+    done: list[Operation] = []
+    for operation in operations:
+        last = done[-1] if done and operation.inputs == done[-1].outputs else None
+        read = 0 if last is None else readers[last.outputs[0].buffer]
+        if operation.kind == "activation":
+            if last is None or last.kind != "linear" or read > 1:
+                raise UntraceableError("an activation follows no product")
+            done[-1] = replace(last, outputs=operation.outputs, values=last.values | operation.values)
+        elif operation.kind == "add" and done and done[-1].kind == "scale":
+            done[-1] = _scaled_sum(operation, done[-1], readers)
+        elif last is not None and (operation.kind, last.kind) == ("layer_norm", "add") and _is_plain(last):
+            kept = last.outputs if read > 1 else []
+            done[-1] = replace(operation, inputs=last.inputs, outputs=[*operation.outputs, *kept])
+        else:
+            done.append(replace(operation, outputs=list(operation.outputs)))
+    return done
+
+
+def _is_plain(operation: Operation) -> bool:
+    """Return whether a sum is that of two tensors as they are."""
+    return bool(operation.values["factor"] == 1) and "vector" not in operation.values
+
+
+def _scaled_sum(operation: Operation, scale: Operation, readers: Mapping[int, int]) -> Operation:
+    """Return a sum whose second term is what `scale` multiplies."""
+    others = [span for span in operation.inputs if span != scale.outputs[0]]
+    if len(others) != 1 or readers[scale.outputs[0].buffer] > 1 or not _is_plain(operation):
+        raise UntraceableError("scaled columns are not added once")
+    return replace(operation, inputs=[*others, *scale.inputs], values=operation.values | scale.values)
