@@ -35,6 +35,7 @@ WRITERS = {
     "generation.hf.batch": {"config"},
     "generation.hf.request_config": {"config", "setattr"},
     "generation.sampling.purity": {"dict"},  # of a processor
+    "recognition.position_attention": {"dict"},
     "recognition.trial": {"dict"},
     "patching.calibration": {"hook", "submodule"},
     "estimate.shapes": {"dict", "submodule"},

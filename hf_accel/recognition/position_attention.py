@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .call_form import EMBEDDINGS, POSITIONS
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
-NAME = "DisentangledSelfAttention"
+POSITION_ATTENTION = "DisentangledSelfAttention"
 SMALL = {
     "num_attention_heads": 2, "attention_head_size": 8, "all_head_size": 16, "pos_ebd_size": 6, "position_buckets": 6,
     "max_relative_positions": 12,
@@ -39,7 +39,7 @@ def position_attention(module: nn.Module) -> PositionAttention | None:
     (q k + q a + k b) / sqrt(3 dim). Positions must be odd functions of i - j.
     """
     own = vars(module)
-    if type(module).__name__ != NAME or not own.keys() >= SMALL.keys() | {"share_att_key"}:
+    if type(module).__name__ != POSITION_ATTENTION or not own.keys() >= SMALL.keys() | {"share_att_key"}:
         return None
     shares, kinds = own["share_att_key"], own.get("pos_att_type")
     if not isinstance(kinds, list) or {*kinds} != BOTH or own.get("relative_attention") is not True:

@@ -22,7 +22,7 @@ from ..undo.state import FUSED
 from .call_form import BIAS, CACHES, MASK, TABLES, CallForm
 from .code import ROTATION, with_functions
 from .operation import INPUT, OUTPUT, Span, UntraceableError
-from .position_attention import NAME, position_attention
+from .position_attention import POSITION_ATTENTION, position_attention
 from .record import Record, folded
 from .stand_ins import (
     BATCH,
@@ -147,7 +147,7 @@ class Trace(Record):
                 for name, value in parts.items():
                     self.note(parts, name, value)
                 return lambda x: self.activate(activation, x)
-        positions = position_attention(module) if type(module).__name__ == NAME else None
+        positions = position_attention(module) if type(module).__name__ == POSITION_ATTENTION else None
         if positions is not None:
             for name in ("dropout", "pos_dropout"):
                 self.note(parts["_modules"], name, parts["_modules"][name])
