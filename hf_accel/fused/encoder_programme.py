@@ -20,7 +20,8 @@ from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import is_plain_tensor
 from .encoder_rows import NOTHING, Bias, CallTensors, RowLayout, WrittenRows, layout_of, windowed_layout
 from .layer_programme import KINDS, NativeOperations
-from .modules import NormForm, RotaryForm
+from .modules import RotaryForm
+from .norms import NormForm
 from .projections import UNLIMITED
 
 

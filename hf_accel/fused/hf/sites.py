@@ -28,14 +28,12 @@ from ..modules import (
     FusedGate,
     GatedCall,
     NativeGatedMLP,
-    NativeNorm,
     NativeRotary,
-    NormForms,
     form_of_rotation,
     has_library,
-    norm_form,
     rotary_form,
 )
+from ..norms import NativeNorm, NormForms, norm_form
 from ..partial_rotation import leaves_rest
 from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readable, is_slow_in_torch
 from .decoder_calls import DecoderCalls, has_no_head
