@@ -230,16 +230,16 @@ def _linear(
     model: PreTrainedModel, site: LinearSite, config: WeightConfig | None, table: LinearSite | None
 ) -> WeightTensor:
     """Count the weight of a site. table: the one that the input embedding looks its rows up in, if it is quantized."""
-    kept, shape = config if config is None or not site.is_head else config.for_head, tuple(site.weight.shape)
+    weight, kept = site.weight, config and (config.for_head if site.is_head else config.for_linear(site.name))
     if isinstance(site, EmbeddingSite):
         assert config is not None and config.for_embedding is not None
-        stored = LinearSpec.of(site.weight, config.for_embedding)
-        return WeightTensor(kind="embeddings", shape=shape, itemsize=site.weight.itemsize, spec=stored)
+        stored = LinearSpec.of(weight, config.for_embedding)
+        return WeightTensor(kind="embeddings", shape=tuple(weight.shape), itemsize=weight.itemsize, spec=stored)
     if isinstance(site, ExpertsSite):
         return _experts(model, site, kept)
-    spec = None if kept is None or site.skip is not None else LinearSpec.of(site.weight, kept)
+    spec = None if kept is None or site.skip is not None else LinearSpec.of(weight, kept)
     kind, is_tied = "head" if site.is_head else "linears", site.is_tied and site is not table
-    return WeightTensor(kind=kind, shape=shape, itemsize=site.weight.itemsize, spec=spec, tied=is_tied)
+    return WeightTensor(kind=kind, shape=tuple(weight.shape), itemsize=weight.itemsize, spec=spec, tied=is_tied)
 
 
 def _experts(model: PreTrainedModel, site: ExpertsSite, config: WeightConfig | None) -> WeightTensor:

@@ -211,7 +211,7 @@ def _plan_sites(
     table = find_table(model, config, sites)
     stays = None if table is None else table.refusal
     for site in sites:
-        kept = config.for_head if site.is_head else config
+        kept = config.for_head if site.is_head else config.for_linear(site.name)
         if kept is config and site.name in eight_bits:
             kept = config.with_eight_bits()
         if kept is None:

@@ -26,7 +26,7 @@ from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import attention_code, code_of, source_of
 from ..tensors import is_plain_tensor, is_sharded, local_tensor, model_device
-from .check import check_skip, named
+from .check import check_linear_names, named
 from .offloaded import hook_refusal
 
 
@@ -168,7 +168,7 @@ def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Linear
 
 def sites_for(model: PreTrainedModel, config: WeightConfig) -> list[LinearSite]:
     """Return all sites for a config. Raises UnsupportedError for names in skip= and for groups that do not fit."""
-    check_skip(model, config.skip)
+    check_linear_names(model, config)
     sites = list(linear_sites(model, config.skip))
     experts = list(experts_sites(model, config.skip))
     if config.layout.group_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows
