@@ -119,12 +119,12 @@ def _room(memory: Any, device_type: str) -> tuple[float, int, Line]:
 
 
 def process_bytes() -> int:
-    """Return the bytes of this process that no file backs; 0 where the system does not say."""
+    """Return the bytes of this process that are in memory; 0 where the system does not say."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
         return 0
-    found = (line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:"))
+    found = (line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:"))
     return 1024 * int(next(found, 0))
 
 

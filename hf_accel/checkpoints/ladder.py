@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from ..cache.hf.room import pass_bytes
 from ..config import PatchConfig, WeightConfig
 from ..config.fit import Fit
 from ..errors import UnsupportedError
@@ -42,12 +43,16 @@ class Rung(NamedTuple):
 
 
 class Sized(NamedTuple):
-    """A rung at one dtype of the cache. workload: with the tokens that are wanted. widest: with the most of use."""
+    """A rung at one dtype of the cache. workload: with the tokens that are wanted. widest: with the most of use.
+
+    pass_bytes: what a pass of so many tokens takes, logits included, which estimate() leaves out.
+    """
 
     rung: Rung
     cache: str | None
     workload: Workload
     widest: Workload
+    pass_bytes: Callable[[int], int]
 
     @property
     def label(self) -> str:
@@ -55,7 +60,10 @@ class Sized(NamedTuple):
 
     @property
     def size(self) -> int:
-        return self.workload.total_bytes
+        """Return the bytes of weights, cache and the largest pass."""
+        load = self.workload
+        more = max(0, self.pass_bytes(load.context) - load.activation_bytes) if load.decodes else 0
+        return load.total_bytes + more
 
     @property
     def parts(self) -> str:
@@ -101,7 +109,7 @@ class Counter:
         held, most = {"held": self.held, "tables": self.tables}, self.most
         widest = count(self.shapes, rung.weights, context=most, kv_dtype=cache, **held)  # type: ignore[arg-type]
         load = widest if self.tokens is None else widest.at(context=self.tokens, batch=1)
-        return Sized(rung, cache, load, widest)
+        return Sized(rung, cache, load, widest, lambda rows: pass_bytes(self.shapes, rows))
 
     def sizes(self, fit: Fit) -> Iterator[Sized]:
         """Yield the ways to hold the model, the best first. Raises UnsupportedError if none can be counted."""
