@@ -28,6 +28,7 @@ from ..config.patch_config import (
 from ..errors import HfAccelError, UnsupportedError
 from ..estimate.shapes import class_of, on_meta, read_config
 from ..estimate.stored import stored_config
+from ..hardware.collecting import collecting_later
 from ..keywords import MEANT_BY_PATCH, Default, check_keywords, one_of
 from ..linear.hf import METHOD, AccelConfig
 from ..patching.patch import patch
@@ -164,7 +165,8 @@ def _load_checkpoint(path: str | os.PathLike[str], ours: dict[str, Any], keyword
 def _load(kind: Any, path: str | os.PathLike[str], /, **keywords: Any) -> Any:
     """Call from_pretrained(). Raises HfAccelError for what it reports only once it has read the tensors."""
     try:
-        return kind.from_pretrained(path, **keywords)
+        with collecting_later():
+            return kind.from_pretrained(path, **keywords)
     except RuntimeError as error:
         if "above report" not in str(error):
             raise

@@ -22,6 +22,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from ..config import PatchConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release, trim
+from ..hardware.collecting import collecting_later
 from ..linear import LinearSpec, QuantModule, Workers, choose
 from ..linear.backends.cpu import maps_weights
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
@@ -118,7 +119,7 @@ class LoadingQuantizer(AccelQuantizer):
         if settings.stored_as is not None or self.pre_quantized:
             reader = reader_of(settings.stored_as or {"quant_method": METHOD, "modules": settings.modules})
             assert reader is not None
-            with torchs_defaults():
+            with torchs_defaults(), collecting_later():
                 self.conversions = prepare(model, reader, files, settings.tables)
             self._fit(model, device_map, ())
         else:
@@ -158,7 +159,8 @@ class LoadingQuantizer(AccelQuantizer):
         if self.conversions:  # what is saved later has the layers' own names
             used = getattr(model, "_weight_conversions", None) or []
             vars(model)["_weight_conversions"] = [one for one in used if not is_ours(one)]
-        finish_loading(model, self.quantization_config, packer, self.fitted)
+        with collecting_later():
+            finish_loading(model, self.quantization_config, packer, self.fitted)
         return model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -296,9 +296,10 @@ class WeightConfig:
             self, bits=8, group_size=None, symmetric=True, average_bits=None, eight_bits=(), calibration=None
         )
 
-    def for_linear(self, name: str) -> WeightConfig:
-        """Return the config of the Linear of this name: with 8 bits if it is one of `eight_bits`."""
-        return self.with_eight_bits() if any(named(name, wanted) for wanted in self.eight_bits) else self
+    def for_linear(self, name: str, *, also: Collection[str] = ()) -> WeightConfig:
+        """Return the config of the Linear of this name: with 8 bits if it is one of `eight_bits`, or of `also`."""
+        has_eight = name in also or any(named(name, wanted) for wanted in self.eight_bits)
+        return self.with_eight_bits() if has_eight else self
 
     @property
     def for_head(self) -> WeightConfig | None:

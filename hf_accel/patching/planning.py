@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
 from ..attention.cpu import CpuBackend
-from ..attention.hf.stock import stock_parts
+from ..attention.hf.stock import reading_once, stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
@@ -62,6 +62,7 @@ OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
 NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
 
 
+@reading_once
 def make_plan(
     model: object,
     config: PatchConfig,
@@ -211,9 +212,7 @@ def _plan_sites(
     table = find_table(model, config, sites)
     stays = None if table is None else table.refusal
     for site in sites:
-        kept = config.for_head if site.is_head else config.for_linear(site.name)
-        if kept is config and site.name in eight_bits:
-            kept = config.with_eight_bits()
+        kept = config.for_head if site.is_head else config.for_linear(site.name, also=eight_bits)
         if kept is None:
             yield LinearPlan(site, config, NF4_HEAD if config.is_nf4 else "head=None")
         elif site.skip is not None:
