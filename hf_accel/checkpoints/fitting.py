@@ -104,7 +104,7 @@ def parameters_in(model: PreTrainedModel, files: Sequence[str]) -> Read | None:
 
 
 def _room(memory: Any, device_type: str) -> tuple[float, int, Line]:
-    """Return the bytes for the model, those that the process has taken before, and the line that says so."""
+    """Return the bytes for the model, those that the process has taken before, and the line about both."""
     if isinstance(memory, bool):
         raise UnsupportedError(f"fit={memory!r} must be a size, as '6GB', a number of bytes, or a device, as 'cpu'")
     if isinstance(memory, int | float):

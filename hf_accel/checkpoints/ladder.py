@@ -155,7 +155,7 @@ def _with_table(shapes: Any, config: WeightConfig, word: Any) -> WeightConfig:
     wanted = replace(config, embedding=word)
     try:
         table = find_table(shapes, wanted, sites_for(shapes, wanted))
-    except UnsupportedError:  # of groups that do not fit, which is told where it is counted
+    except UnsupportedError:  # of groups that do not fit, which counting refuses too
         return config
     return wanted if table is not None and table.refusal is None else config
 

@@ -131,7 +131,7 @@ class LoadingQuantizer(AccelQuantizer):
             self.packer = make_packer(model, settings.patch, device_map=device_map, files=files)
 
     def _fit(self, model: PreTrainedModel, device_map: Any, files: Sequence[str]) -> None:
-        """Put what fits into the memory that was asked for in the place of what was not said."""
+        """Choose what was not said, so that the model fits into the memory that was asked for."""
         settings = self.quantization_config
         if settings.fit is None:
             return

@@ -92,7 +92,7 @@ Dtype = Annotated[str, typer.Option(**choice("The dtype of weights in floating p
 Fit = Annotated[
     str | None,
     typer.Option(
-        help="A memory, as 6GB, for which bits, cache and tokens are chosen, but for those that other options say.",
+        help="A memory, as 6GB, for which bits, cache and tokens are chosen, except for what other options say.",
         rich_help_panel="What patch() does",
     ),
 ]
