@@ -89,8 +89,9 @@ def test_norms_of_one_code_have_one_form(monkeypatch):
 
 def test_a_setting_that_code_reads_is_tried_again():
     class Switched(LlamaRMSNorm):
-        clamps = False
-        limits = [1.0]  # noqa: RUF012
+        def __init__(self, size):
+            super().__init__(size)
+            self.clamps, self.limits = False, (1.0,)
 
         def forward(self, hidden_states):
             normed = super().forward(hidden_states)
@@ -100,6 +101,8 @@ def test_a_setting_that_code_reads_is_tried_again():
     assert norm_form(module) is not None
     module.clamps = True
     assert norm_form(module) is None
+    module.limits = (1e9,)
+    assert norm_form(module) is not None
     module.limits = [1e9]
     assert norm_form(module) is not None
     module.limits[0] = 1.0  # what can change inside is tried each time
