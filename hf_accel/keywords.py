@@ -25,6 +25,7 @@ MEANT_BY_PATCH = {  # words of other libraries, and keywords of a config inside 
     "head": "weights={'head': None}",
     "skip": "weights={'skip': ['lm_head']}, with the names to leave alone",
     "modules_to_not_convert": "weights={'skip': ['lm_head']}, with the names to leave alone",
+    "fit": "hf_accel.load(path, fit='6GB'), which chooses while it loads",
     "dtype": "cache={'dtype': 'int8'} for keys and values, from_pretrained(dtype=) for the model",
     "torch_dtype": "from_pretrained(dtype=) for the model",
     "kv_dtype": "cache={'dtype': 'int8'}",
@@ -57,6 +58,11 @@ def one_of(name: str, value: object, allowed: tuple[object, ...], *, instead: st
         choices = ", ".join(repr(a) for a in allowed)
         way_out = f"choose one of {choices}" if len(allowed) > 1 else f"use {choices}"
         raise UnsupportedError(f"{name}={value!r} is not known; {way_out if instead is None else f'use {instead}'}")
+
+
+def named(name: str, wanted: str) -> bool:
+    """Return whether `wanted` is a module's name or the end of it."""
+    return name == wanted or name.endswith("." + wanted)
 
 
 def positive_int(name: str, value: object, *, way_out: str = "") -> None:

@@ -20,6 +20,9 @@ WRITERS = {
     "attention.hf.stock": {"config"},
     # storage of weights that the journal has put aside
     "parallel.tensor": {"data"},
+    # shapes without numbers, to be counted, and copies of single norms, to be tried
+    "checkpoints.ladder": {"dict"},
+    "fused.norms": {"dict"},
     # a model that from_pretrained is making, before anybody has it
     "checkpoints.checkpoint": {"setattr", "submodule", "dict"},
     "checkpoints.load": {"config"},

@@ -27,6 +27,7 @@ from ..config.patch_config import (
 )
 from ..errors import HfAccelError, UnsupportedError
 from ..estimate.shapes import class_of, on_meta, read_config, stored_config
+from ..hardware.collecting import collecting_later
 from ..keywords import MEANT_BY_PATCH, Default, check_keywords, one_of
 from ..linear.hf import METHOD, AccelConfig
 from ..patching.patch import patch
@@ -48,6 +49,7 @@ KNOWN_KEYWORDS = (
     "device_map",
     "attn_implementation",
     "distributed_config",
+    "fit",
 )
 
 
@@ -64,6 +66,7 @@ def load(
     deterministic: bool = False,
     context_parallel: ProcessGroup | None = None,
     config: PatchConfig | PreTrainedConfig | None = None,
+    fit: Any = None,
     **keywords: Any,
 ) -> PreTrainedModel:
     """Load a checkpoint and patch it: a float one, one of ours, or one that another program quantized.
@@ -77,6 +80,10 @@ def load(
     checkpoint of another quantizer, such as bitsandbytes, is loaded as transformers does, and everything but its
     Linears is patched.
     With distributed_config= a float model is loaded split, and then patched.
+    fit: a memory, as "6GB", a number of bytes, or a device of this machine. What weights= and cache= do not say is
+    chosen for it, and the plan says why (docs/formats.md): the weights as they are if they fit with the tokens of
+    cache={"max_tokens": ...}, else INT8, 4 and 8 bits mixed, INT4 with head and embedding, an INT8 cache, fewer
+    tokens. weights={"calibration": texts} says what the bits are mixed by; else by the rounding error of the weights.
 
     The class is the one that config.json names under architectures. Raises UnsupportedError for an unknown keyword and
     for a layout that is not read, HfAccelError, before anything is loaded, for files that do not hold the weights that
@@ -88,6 +95,7 @@ def load(
         "config": config,
     }  # fmt: skip
     ours = {name: value for name, value in written.items() if not isinstance(value, Default)}
+    ours |= {} if fit is None else {"fit": fit}
     if not isinstance(ours.get("config"), PatchConfig | None):
         keywords["config"] = ours.pop("config")
     _read_old_bits(ours, keywords)
@@ -133,6 +141,7 @@ def _load_checkpoint(path: str | os.PathLike[str], ours: dict[str, Any], keyword
     load_model = partial(_load, kind, path, config=config, **keywords)
     stored = stored_config(config)
     if stored is None and keywords.get("distributed_config") is not None:
+        _leave_fit_out(ours, "a model that is split over ranks")
         return patch(_whole(load_model), **ours)  # parts of weights are packed when they are all there
     if stored is None:
         return load_model(quantization_config=_for_float_files(ours, keywords))
@@ -145,6 +154,7 @@ def _load_checkpoint(path: str | os.PathLike[str], ours: dict[str, Any], keyword
     elif reader is not None:
         config.quantization_config = {"quant_method": METHOD, "stored_as": stored, **ours}
     elif method in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        _leave_fit_out(ours, f"a checkpoint of {method}")
         return patch(_whole(load_model), weights=None, **ours)
     else:  # transformers passes over it, with a warning, and reads floats
         return load_model(quantization_config=_for_float_files({"weights": None, **ours}, keywords))
@@ -154,7 +164,8 @@ def _load_checkpoint(path: str | os.PathLike[str], ours: dict[str, Any], keyword
 def _load(kind: Any, path: str | os.PathLike[str], /, **keywords: Any) -> Any:
     """Call from_pretrained(). Raises HfAccelError for what it reports only once it has read the tensors."""
     try:
-        return kind.from_pretrained(path, **keywords)
+        with collecting_later():
+            return kind.from_pretrained(path, **keywords)
     except RuntimeError as error:
         if "above report" not in str(error):
             raise
@@ -205,6 +216,13 @@ def _leave_weights_out(ours: dict[str, Any], method: str | None) -> None:
             "weights= out, or load the float checkpoint"
         )
     ours.pop("weights", None)
+
+
+def _leave_fit_out(ours: dict[str, Any], what: str) -> None:
+    if "fit" in ours:
+        raise UnsupportedError(
+            f"fit={ours['fit']!r} cannot count {what}; leave fit= out, and choose weights= and cache="
+        )
 
 
 # -- the tokenizer -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ plan made afterwards is the one that patch() would make of the float model.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from ..config import PatchConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release, trim
+from ..hardware.collecting import collecting_later
 from ..linear import LinearSpec, QuantModule, Workers
 from ..linear.backends.cpu import maps_weights
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
@@ -35,25 +37,28 @@ from ..tensors import torchs_defaults
 from ..undo.state import state_of
 from .checkpoint import is_ours, prepare, reader_of
 from .contents import check_float_model
+from .fitting import Fitted, fit_into, parameters_in
 from .readers.own import check_loaded, check_numbers
 from .readers.reader import ForeignReader, headers_of
 
 
-def finish_loading(model: PreTrainedModel, settings: AccelConfig, packer: Packer | None) -> None:
+def finish_loading(
+    model: PreTrainedModel, settings: AccelConfig, packer: Packer | None, fitted: Fitted | None = None
+) -> None:
     """Patch a model that from_pretrained has just loaded with an AccelConfig."""
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         vars(model).pop(name, None)  # set again through the journal
     del model.config.quantization_config
     model.config._is_quantized = False
     if settings.modules or settings.stored_as:
-        _finish_quantized(model, settings)
+        _finish_quantized(model, settings, fitted)
         return
     packed = packer.finish() if packer is not None else {}
     todo = planned(model, settings.patch, find_originals=partial(_originals, packed) if packed else None)
     unplanned = packed.keys() - {linear.site.name for linear in todo.quantized}
     if unplanned:
         raise HfAccelError(f"{min(unplanned)!r} was packed while loading, but is not to be quantized; load without it")
-    apply_plan(todo, packed)
+    apply_plan(todo if fitted is None else fitted.explained(todo), packed)
 
 
 def _originals(
@@ -69,7 +74,7 @@ def _originals(
     return found if all(p.site.stored_name in found for p in wanted if not p.site.embeddings) else None
 
 
-def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
+def _finish_quantized(model: PreTrainedModel, settings: AccelConfig, fitted: Fitted | None) -> None:
     """Patch a model that was saved quantized: it has its quantized layers already, and no originals."""
     check_loaded(model)
     reader = None if settings.stored_as is None else reader_of(settings.stored_as)
@@ -87,7 +92,8 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig) -> None:
     rest = settings.patch.weights if isinstance(reader, ForeignReader) and reader.of_experts else None
     todo = make_plan(model, replace(settings.patch, weights=rest if "weights" in settings.patch.explicit else None))
     note = () if reader is None or reader.note is None else (Line("linear", "activations", "8 bits", reader.note),)
-    apply_plan(replace(todo, config=settings.patch, lines=(*todo.lines, *note)))
+    todo = replace(todo, config=settings.patch, lines=(*todo.lines, *note))
+    apply_plan(todo if fitted is None else fitted.explained(todo))
     state_of(model).originals.never_there = True
 
 
@@ -98,6 +104,7 @@ class LoadingQuantizer(AccelQuantizer):
     """The one that from_pretrained makes: it quantizes while transformers loads."""
 
     packer: Packer | None = None
+    fitted: Fitted | None = None
     conversions: list[Any] = []  # noqa: RUF012  # the steps that read a checkpoint of another program
 
     def _process_model_before_weight_loading(
@@ -112,13 +119,30 @@ class LoadingQuantizer(AccelQuantizer):
         if settings.stored_as is not None or self.pre_quantized:
             reader = reader_of(settings.stored_as or {"quant_method": METHOD, "modules": settings.modules})
             assert reader is not None
-            with torchs_defaults():
+            with torchs_defaults(), collecting_later():
                 self.conversions = prepare(model, reader, files, settings.tables)
+            self._fit(model, device_map, ())
         else:
             if settings.check_files is not None and files:
                 with torchs_defaults():
                     check_float_model(model, headers_of([Path(file) for file in files]), **settings.check_files)
+            self._fit(model, device_map, files)
+            settings = self.quantization_config
             self.packer = make_packer(model, settings.patch, device_map=device_map, files=files)
+
+    def _fit(self, model: PreTrainedModel, device_map: Any, files: Sequence[str]) -> None:
+        """Choose what was not said, so that the model fits into the memory that was asked for."""
+        settings = self.quantization_config
+        if settings.fit is None:
+            return
+        with torchs_defaults():
+            read, device_type = parameters_in(model, files), _device_type(device_map) or "cpu"
+            self.fitted = fit_into(model, settings.patch, settings.fit, device_type=device_type, read=read)
+        found = self.fitted.settings
+        if found.keep_original == "auto" and read is None:  # nothing could read originals back: they would stay
+            found = replace(found, keep_original=False)
+        self.quantization_config = copy.copy(settings)  # which is the caller's
+        self.quantization_config.patch = found
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         return self.packer is not None and self.packer.wants(param_name)
@@ -135,7 +159,8 @@ class LoadingQuantizer(AccelQuantizer):
         if self.conversions:  # what is saved later has the layers' own names
             used = getattr(model, "_weight_conversions", None) or []
             vars(model)["_weight_conversions"] = [one for one in used if not is_ours(one)]
-        finish_loading(model, self.quantization_config, packer)
+        with collecting_later():
+            finish_loading(model, self.quantization_config, packer, self.fitted)
         return model
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .models import check_text_model, load_patched, tokenizer_of
-from .options import Asked, Dtype, Path_, common, texts_in_file
+from .options import Asked, Dtype, Fit, Path_, common, texts_in_file, with_fit
 from .output import BadInputError
 
 Prompt = Annotated[str | None, typer.Option(help="The prompt; without one it is read from stdin.")]
@@ -32,6 +32,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.")] = None,
     dtype: Dtype = "auto",
+    fit: Fit = None,
     *,
     asked: Asked,
 ) -> None:
@@ -46,7 +47,7 @@ def generate(
       hf-accel generate Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?" --temperature 0.7
     """
     text = given_prompt(prompt, prompt_file)
-    keywords = asked.keywords()
+    keywords = with_fit(asked.keywords(), fit)
     given = {
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
         "repetition_penalty": repetition_penalty,

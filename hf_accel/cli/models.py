@@ -153,9 +153,12 @@ def load_patched(path: str, *, dtype: str = "auto", device: str | None = None, *
     """Load a model patched with `keywords`; a checkpoint that is quantized already keeps its bits."""
     place, wanted = checked_path(path), named_dtype(dtype)
     import hf_accel
+    from hf_accel.config.fit import take_fit
 
     with explained(path):
-        hf_accel.PatchConfig.build(**keywords)  # refuses at once what would be refused after loading
+        rest = dict(keywords)
+        take_fit(rest)
+        hf_accel.PatchConfig.build(**rest)  # refuses at once what would be refused after loading
         more: dict[str, Any] = {} if device is None else {"device_map": device}
         model: Any = hf_accel.load(place, **keywords, **more, dtype=wanted or "auto")
         return model.eval()

@@ -89,6 +89,13 @@ def choice(help: str, values: Sequence[str]) -> dict[str, Any]:
 
 
 Dtype = Annotated[str, typer.Option(**choice("The dtype of weights in floating point", DTYPE_NAMES))]
+Fit = Annotated[
+    str | None,
+    typer.Option(
+        help="A memory, as 6GB, for which bits, cache and tokens are chosen, except for what other options say.",
+        rich_help_panel="What patch() does",
+    ),
+]
 PATCH_OPTIONS = (
     PatchOption("weights", "weights", CHOICE, "How weights are stored (int8 if left out)"),
     PatchOption("bits", "weights", NUMBER, "8, 4, 3 or 2 bits for each weight, instead of --weights.", "bits"),
@@ -150,6 +157,11 @@ class Asked:
             else:
                 found.setdefault(f"{option.keyword}.", {})[option.field] = value
         return dict(_nested(found))
+
+
+def with_fit(keywords: dict[str, Any], fit: str | None) -> dict[str, Any]:
+    """Return keywords of patch() as plan() and load() take them, with what --fit says."""
+    return keywords if fit is None else {**keywords, "fit": int(fit) if fit.isdigit() else fit}
 
 
 def _nested(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -5,20 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from .models import checked_path, explained, load_patched, named_dtype
-from .options import Asked, Dtype, Path_, common
+from .options import Asked, Dtype, Fit, Path_, common, with_fit
 
 
 @common()
-def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
+def plan(path: Path_, dtype: Dtype = "auto", fit: Fit = None, *, asked: Asked) -> None:
     """Print what patch() will do to a model, and why. No weight is loaded.
+
+    With --fit: the bits, the cache and the tokens that are chosen for a memory. Where 4 and 8 bits are mixed, the
+    weights are read one after the other.
 
     \b
     Examples:
       hf-accel plan examples/stdlib-tiny
       hf-accel plan Qwen/Qwen3-0.6B --weights int4 --cache-dtype int8
       hf-accel plan examples/stdlib-tiny --json
+      hf-accel plan Qwen/Qwen3-8B --fit 6GB
     """
-    place, wanted, keywords = checked_path(path), named_dtype(dtype), asked.keywords()
+    place, wanted, keywords = checked_path(path), named_dtype(dtype), with_fit(asked.keywords(), fit)
     with asked.output.progress("reading the model's config"), explained(path):
         found = _without_weights(place, wanted, keywords)
     if found is None:
@@ -31,10 +35,13 @@ def plan(path: Path_, dtype: Dtype = "auto", *, asked: Asked) -> None:
 def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
     """Return the plan as a document and as text; None if it cannot be made without the weights."""
     import hf_accel
+    from hf_accel.config.fit import take_fit
     from hf_accel.config.patch_config import PatchConfig
     from hf_accel.estimate.shapes import read_config, stored_config
 
-    settings = PatchConfig.build(**keywords)
+    rest = dict(keywords)
+    take_fit(rest)
+    settings = PatchConfig.build(**rest)
     if place.endswith(".gguf") or (settings.weights is not None and settings.weights.needs_data):
         return None
     if stored_config(read_config(place)) is not None:
@@ -46,12 +53,13 @@ def _without_weights(place: str, dtype: Any, keywords: dict[str, Any]) -> tuple[
 def _of_the_loaded(path: str, dtype: str, keywords: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Plan with the loaded model: for a quantized checkpoint, and where a run of the model decides."""
     import hf_accel
+    from hf_accel.config import WeightConfig
     from hf_accel.patching.printed import Line, table
     from hf_accel.undo.state import state_of
 
     from .models import load_float
 
-    if (hf_accel.PatchConfig.build(**keywords).weights or hf_accel.WeightConfig()).needs_data:
+    if "fit" not in keywords and (hf_accel.PatchConfig.build(**keywords).weights or WeightConfig()).needs_data:
         made = hf_accel.plan(load_float(path, dtype=dtype), **keywords)
         return made.to_dict(), str(made)
     document = state_of(load_patched(path, dtype=dtype, **keywords)).description

@@ -14,7 +14,7 @@ import typer
 from hf_accel.serving.limits import Limits
 
 from .models import check_text_model, checked_path, explained, named_dtype
-from .options import Asked, Dtype, Path_, common, texts_in_file
+from .options import Asked, Dtype, Fit, Path_, common, texts_in_file, with_fit
 from .output import BadInputError, say
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
@@ -24,6 +24,7 @@ NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 def serve(
     path: Path_,
     dtype: Dtype = "auto",
+    fit: Fit = None,
     device: Annotated[str | None, typer.Option(help="Where the model is put: cpu, cuda, ...")] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; PATH if left out.")] = None,
     host: Annotated[str, typer.Option(help="The address that clients connect to.")] = "127.0.0.1",
@@ -60,7 +61,7 @@ def serve(
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
-    place, wanted, keywords = checked_path(path), named_dtype(dtype), asked.keywords()
+    place, wanted, keywords = checked_path(path), named_dtype(dtype), with_fit(asked.keywords(), fit)
     keywords |= {} if device is None else {"device_map": device}
     check_text_model(path, "serve", decoder_only=True)
     template = None if chat_template is None else texts_in_file(chat_template)[0]

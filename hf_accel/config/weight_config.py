@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import UnsupportedError
-from ..keywords import Default, checked_keywords, one_of
+from ..keywords import Default, checked_keywords, named, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +163,7 @@ class WeightConfig:
         or the name of general text that optimum downloads: "wikitext2", "c4", "c4-new".
     average_bits: between 4 and 8, as 4.5: 8 bits for the layers that 4 bits hurt most, as measured on calibration=,
         and 4 for the others. Scales count, the head does not.
+    eight_bits: names, or ends of names, of Linear modules that get 8 bits where the others get 4.
     resume: a folder that finished layers are stored in, so that a run that was killed goes on from there.
     skip: names, or ends of names, of Linear modules that stay as they are.
     head: "int8" (default) quantizes the output head too (it is read for every token), "int4" in groups of inputs
@@ -184,13 +185,15 @@ class WeightConfig:
     calibration: Any = field(default=None, compare=False, repr=False)
     resume: str | PathLike[str] | None = field(default=None, compare=False, repr=False)
     average_bits: float | None = None
+    eight_bits: Sequence[str] = ()
     skip: Sequence[str] = ()
     head: Head | None = BY_FORMAT
     embedding: Table | None = None
     only_if_faster: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
+        for field_name in ("skip", "eight_bits"):
+            self._parse_names(field_name)
         if self.average_bits is not None:
             self._check_average_bits()
         if isinstance(self.bits, str) and self.bits in WEIGHTS:
@@ -223,8 +226,19 @@ class WeightConfig:
             self._check_resume()
         for name, allowed in {"int": {}, "fp8": FP8, "nf4": NF4}[self.format].items():
             one_of(f"with format={self.format!r}, {name}", getattr(self, name), allowed)
-        if not all(isinstance(name, str) and name for name in self.skip):
-            raise UnsupportedError(f"skip={self.skip!r} must hold module names")
+        if self.eight_bits and (self.bits != 4 or self.format != "int" or self.average_bits is not None):
+            raise UnsupportedError(
+                f"eight_bits={self.eight_bits!r} names layers among others of 4 bits; choose bits=4 without "
+                "average_bits=, or leave eight_bits= out"
+            )
+
+    def _parse_names(self, field_name: str) -> None:
+        """Make a tuple of a name or of names of modules."""
+        given = getattr(self, field_name)
+        names = (given,) if isinstance(given, str) else tuple(given)
+        if not all(isinstance(name, str) and name for name in names):
+            raise UnsupportedError(f"{field_name}={names!r} must hold module names")
+        object.__setattr__(self, field_name, names)
 
     def _check_resume(self) -> None:
         if not isinstance(self.resume, str | PathLike) or not os.fspath(self.resume):
@@ -278,7 +292,14 @@ class WeightConfig:
 
     def with_eight_bits(self) -> WeightConfig:
         """Return the config of a layer that average_bits gives 8 bits."""
-        return dataclasses.replace(self, bits=8, group_size=None, symmetric=True, average_bits=None, calibration=None)
+        return dataclasses.replace(
+            self, bits=8, group_size=None, symmetric=True, average_bits=None, eight_bits=(), calibration=None
+        )
+
+    def for_linear(self, name: str, *, also: Collection[str] = ()) -> WeightConfig:
+        """Return the config of the Linear of this name: with 8 bits if it is one of `eight_bits`, or of `also`."""
+        has_eight = name in also or any(named(name, wanted) for wanted in self.eight_bits)
+        return self.with_eight_bits() if has_eight else self
 
     @property
     def for_head(self) -> WeightConfig | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 import torch
@@ -94,6 +94,30 @@ def estimate(
     if as_held:
         is_model = isinstance(source, nn.Module)
         held, tables = (held_specs(source), tables) if is_model else stored_specs(source, shapes)
+    workload = count(
+        shapes, recipe, context=context, batch=batch, kv_dtype=None if kv_dtype == "auto" else kv_dtype, held=held,
+        tables=tables,
+    )  # fmt: skip
+    # One number alone may be another machine's: it is not mixed with what is measured here.
+    is_given = bandwidth is not None or compute is not None
+    machine = Machine.given(**speeds) if is_given else measure_machine(workload, device)
+    return _evaluate(workload, machine, name=type(shapes).__name__, price_per_hour=price_per_hour)
+
+
+def count(
+    shapes: Any,
+    recipe: WeightConfig | None,
+    *,
+    context: int | None,
+    batch: int = 1,
+    kv_dtype: str | None = None,
+    held: Mapping[str, LinearSpec] | None = None,
+    tables: Collection[str] = (),
+) -> Workload:
+    """Count a model whose shapes are known. recipe, context, batch, kv_dtype: as for `estimate`; no "auto".
+
+    held: the specs of layers that are quantized already, by name. tables: embeddings that look rows up in a head.
+    """
     config = decoder_config(shapes)
     encodes = is_encoder(config, shapes)
     find_layers = encoder_layers if encodes else attention_layers
@@ -102,19 +126,15 @@ def estimate(
     layers = tuple(find_layers(config, context=context))
     for refusal in filter(None, (dim_refusal(layer.head_dim, QUANTIZED.get(kv_dtype or "")) for layer in layers)):
         raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")
-    workload = Workload(
+    return Workload(
         tensors=tuple(weight_tensors(shapes, recipe, held, tables)),
         layers=layers,
-        weights=_label(recipe, held),
+        weights=_label(recipe, held or {}),
         dtype=shapes.dtype,
-        kv_dtype=None if kv_dtype == "auto" else kv_dtype,
+        kv_dtype=kv_dtype,
         context=context,
         batch=batch,
     )
-    # One number alone may be another machine's: it is not mixed with what is measured here.
-    is_given = bandwidth is not None or compute is not None
-    machine = Machine.given(**speeds) if is_given else measure_machine(workload, device)
-    return _evaluate(workload, machine, name=type(shapes).__name__, price_per_hour=price_per_hour)
 
 
 def _evaluate(workload: Workload, machine: Machine, *, name: str, price_per_hour: float | None) -> Estimate:

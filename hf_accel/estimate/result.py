@@ -88,7 +88,7 @@ class Estimate(Printed):
         ("24GB"), or the name of a device, of which all memory counts ("L4", "A100 80GB"). A name that is sold with
         several sizes means the smallest. Raises UnsupportedError for an unknown name.
         """
-        return self.total_bytes <= _room(where)
+        return self.total_bytes <= room_in(where)
 
     def serving(
         self,
@@ -114,7 +114,7 @@ class Estimate(Printed):
                 f"{self.context} that was estimated; estimate with context={prompt_tokens + output_tokens}"
             )
         load = Load(requests_per_second, prompt_tokens, output_tokens)
-        room = None if memory is None else _room(memory)
+        room = None if memory is None else room_in(memory)
         return service(*self.counted, load, memory=room, longest=seconds_per_token, price_per_hour=self.price_per_hour)
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,7 +129,8 @@ class Estimate(Printed):
         return _rows(self)
 
 
-def _room(where: float | torch.device | str | Hardware) -> float:
+def room_in(where: float | torch.device | str | Hardware) -> float:
+    """Return the bytes of a size or a device, as `Estimate.fits` takes it."""
     if isinstance(where, str) and not where.startswith(("cpu", "cuda")):
         return memory_of(where)
     return where if isinstance(where, (int, float)) else _free_memory(where)

@@ -18,7 +18,8 @@ from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableE
 from ..recognition.stand_ins import Opaque
 from ..recognition.trace import Trace
 from ..undo.state import FUSED
-from .modules import NativeNorm, NormForms, add_rms_norm, gate_and_multiply, rope, rope_and_write
+from .modules import add_rms_norm, gate_and_multiply, rope, rope_and_write
+from .norms import NativeNorm, NormForms
 from .traced_layer import Attention, TracedLayer
 
 # Computes attention: (module, (q, k, v), options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].

@@ -7,7 +7,6 @@ modules a forward with one native call, which falls back to the original forward
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from ..kernels.layouts import KV
 from ..recognition.code import ROTATION, with_functions
 from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
 from ..recognition.unchanged import is_unobserved
-from ..tensors import PLAIN, is_plain_tensor, is_recorded
-from ..undo.journal import Mixin, original_class
+from ..tensors import PLAIN, is_recorded
+from ..undo.journal import Mixin
 from ..undo.state import FUSED
 from .projections import ProjectionCall, is_bare_linear
 
@@ -118,61 +117,11 @@ def has_library(device_type: str) -> bool:
     return device_type == "cpu" and cpu.refusal() is None
 
 
-# -- norms ---------------------------------------------------------------------------------------------
-
-# The inputs that are tried: their magnitude (eps counts at the smallest), shape, and whether the module is training.
-TRIALS = ((1e-3, (4,), False), (1.0, (2, 2), False), (300.0, (2, 1, 2), False), (1.0, (4,), True))
-
-
-@dataclass(frozen=True)
-class NormForm:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight); round_first: rounded to x's dtype before the product."""
-
-    eps: float
-    offset: float
-    round_first: bool
-
-
-def norm_form(module: nn.Module, dtype: torch.dtype | None = None) -> NormForm | None:
-    """Find how a module normalizes inputs of `dtype` (its weight's by default), by trying each form on random input.
-
-    The forward is that of the class before patch(). None if it is no RMSNorm, or holds more than a weight and an eps.
-    """
-    weight = module._parameters.get("weight")
-    eps = vars(module).get("variance_epsilon") or vars(module).get("eps")
-    if len(list(module.parameters())) != 1 or module._modules or module._buffers:
-        return None
-    if weight is None or weight.ndim != 1 or not is_plain_tensor(weight) or not isinstance(eps, float):
-        return None
-    dtype = dtype or weight.dtype
-    if weight.dtype not in library.FLOATS or dtype not in library.FLOATS or refusal(weight.device.type) is not None:
-        return None
-    forms = [NormForm(eps, offset, first) for offset, first in product((0.0, 1.0), (True, False))]
-    return _nearest(forms, lambda form: _norm_difference(copy.copy(module), form, dtype))
-
-
-def _nearest(forms: list[Form], different: Callable[[Form], float]) -> Form | None:
+def nearest(forms: list[Form], different: Callable[[Form], float]) -> Form | None:
     """Return the form that differs least; None if all differ by more than a rounding."""
     differences = [different(form) for form in forms]
     least = min(differences)
     return None if least == math.inf else forms[differences.index(least)]
-
-
-def _norm_difference(module: Any, form: NormForm, dtype: torch.dtype) -> float:
-    """The `difference` over all TRIALS.
-
-    torch's own sums differ in the last bit by how memory is aligned, so that equality cannot be required.
-    """
-    kind, numbers, weight, different = original_class(module), RandomNumbers(), module._parameters["weight"], 0.0
-    for magnitude, shape, module.training in TRIALS:
-        x = (numbers(*shape, weight.shape[0]) * magnitude).to(weight.device, dtype)
-        roundings = 2 if by_library(x) else 4  # another device's square root rounds in its own way
-        different += difference(
-            lambda x=x: kind.forward(module, x),  # type: ignore[misc]
-            lambda x=x: rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first),  # type: ignore[misc]
-            Tolerance(roundings),
-        )
-    return different
 
 
 # -- rotations -----------------------------------------------------------------------------------------
@@ -205,7 +154,7 @@ def form_of_rotation(
     if dtype not in library.FLOATS or table_dtype not in library.FLOATS or refusal(device_type) is not None:
         return None
     forms = [RotaryForm(interleaved, each) for interleaved, each in product((False, True), (True, False))]
-    return _nearest(forms, lambda form: _rotary_difference(original, form, (dtype, table_dtype), device_type))
+    return nearest(forms, lambda form: _rotary_difference(original, form, (dtype, table_dtype), device_type))
 
 
 def _rotary_difference(
@@ -223,59 +172,6 @@ def _rotary_difference(
         lambda: rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each),
         Tolerance(relative=roundings, absolute=roundings),
     )
-
-
-# -- norms ---------------------------------------------------------------------------------------------
-
-
-class NormForms:
-    """The form of one norm for each dtype, since a form that fits in float32 need not fit in bfloat16.
-
-    None: no form fits.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], NormForm | None] = {}
-        self._pending: tuple[Tensor, int, Tensor] | None = None  # x, its version, and the norm of it
-
-    def form(self, module: nn.Module, x: Tensor) -> NormForm | None:
-        """Return the form of `module` for inputs like x [..., n]; it is found at the first call."""
-        own = module.__dict__
-        weight = own["_parameters"].get("weight")  # None where it is computed: prune, parametrize
-        if weight is None or x.shape[-1:] != weight.shape or weight.device != x.device:
-            return None
-        key = x.dtype, weight.dtype, x.device.type, own.get("variance_epsilon") or own.get("eps")
-        if key not in self._known:
-            self._known[key] = norm_form(module, x.dtype)
-        return self._known[key]
-
-    def leave(self, x: Tensor, normed: Tensor) -> None:
-        """Keep the norm of x, which was computed with x, until the module is called. torch counts the writes to x."""
-        self._pending = (x, x._version, normed)
-
-    def take(self, x: Tensor) -> Tensor | None:
-        """Return the norm that was left for x; None if x is another tensor, or was written to since."""
-        (source, version, normed), self._pending = self._pending or (None, 0, None), None
-        return normed if source is x and version == x._version else None
-
-    def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"_pending": None}
-
-
-class NativeNorm(Mixin):
-    """A mixin for an RMSNorm: one native call instead of six operators."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and computes(args[0]):
-            own, x = self.__dict__, args[0]
-            left = own[FUSED].take(x)
-            if left is not None:
-                return left
-            form = own[FUSED].form(self, x)
-            if form is not None:
-                weight = own["_parameters"]["weight"]
-                return rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first)
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 # -- rotations -----------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
 from .encoder_rows import CallTensors, RowLayout
-from .modules import NormForm, RotaryForm, form_of_rotation, norm_form
+from .modules import RotaryForm, form_of_rotation
+from .norms import NormForm, norm_form
 from .partial_rotation import leaves_rest
 from .projections import UNLIMITED, NativeCall, NativeLinear, make_call
 from .traced_layer import Traced

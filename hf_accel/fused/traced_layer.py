@@ -14,7 +14,8 @@ from ..recognition.trace import Trace
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN
 from ..undo.state import FUSED
-from .modules import NativeNorm, NormForm, RotaryForm, form_of_rotation
+from .modules import RotaryForm, form_of_rotation
+from .norms import NativeNorm, NormForm
 from .partial_rotation import leaves_rest
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from .large_pages import in_large_pages
 
 ROOT = Path("/")
 MIB = 2**20
@@ -204,28 +205,7 @@ def pool_memory(device: torch.device) -> int | None:
     return gpu_memory(device)[1] + unused
 
 
-# -- pages: large ones, and those that are given back ------------------------------------------------------
-
-
-LARGE = 2**21  # bytes
-MADV_HUGEPAGE = 14
-
-
-def large_pages(tensor: Tensor) -> Tensor:
-    """Ask the system for large pages for a tensor that was not written yet, and return it.
-
-    With large pages the address cache (TLB) of a CPU misses every 2 MB that are read, not every 4 KB; in a virtual
-    machine a miss costs two walks through tables.
-
-    The system may ignore this: only Linux is asked, for memory of a CPU, of which the whole large pages count.
-    """
-    first = -(-tensor.data_ptr() // LARGE) * LARGE
-    last = (tensor.data_ptr() + tensor.nbytes) // LARGE * LARGE
-    if sys.platform == "linux" and tensor.device.type == "cpu" and last > first:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        madvise(first, last - first, MADV_HUGEPAGE)
-    return tensor
+# -- pages that are given back ---------------------------------------------------------------------------
 
 
 PAGEMAP = "/proc/self/pagemap"  # a word for each page of this process; man 5 proc
@@ -363,7 +343,9 @@ def _fp8_peak(device: str) -> float | None:
 @lru_cache
 def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
     # In large pages, as packed weights are; ones, because pages of zeros may be one page.
-    buffer = large_pages(torch.empty(nbytes // 4, dtype=torch.float32, device=device)).fill_(1)
+    is_host = torch.device(device).type == "cpu"
+    memory = in_large_pages(nbytes) if is_host else torch.empty(nbytes, dtype=torch.uint8, device=device)
+    buffer = memory[: nbytes // 4 * 4].view(torch.float32).fill_(1)
     return buffer.nbytes / least_seconds(buffer.sum, device)
 
 

@@ -30,7 +30,8 @@ from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..config import KeywordsWithoutWeights, PatchConfig, Weights
-from ..config.patch_config import check_patch_keywords, takes_patch_keywords
+from ..config.fit import take_fit
+from ..config.patch_config import LEFT_OUT, check_patch_keywords, takes_patch_keywords
 from ..errors import UnsupportedError
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..recognition.unchanged import has_own_forward
@@ -47,11 +48,11 @@ from .model_card import METHOD as METHOD  # which others take from here
 class AccelConfig(QuantizationConfigMixin):
     """`from_pretrained(path, quantization_config=hf_accel.AccelConfig(weights="int4"))` loads patched, whole.
 
-    Takes the keywords of hf_accel.patch; AccelConfig("int4") is AccelConfig(weights="int4"). Written into config.json
-    by save_pretrained, together with the modules that are quantized, so that from_pretrained(folder) needs nothing but
-    `import hf_accel`.
+    Takes the keywords of hf_accel.patch; AccelConfig("int4") is AccelConfig(weights="int4"). save_pretrained writes it
+    into config.json with the modules that are quantized: from_pretrained(folder) needs nothing but `import hf_accel`.
 
-    tables: of embeddings that look their rows up in a quantized head, the head's name by theirs.
+    fit: a memory, for which bits, cache and tokens are chosen while the model is loaded: see hf_accel.load().
+    tables: the head's name by that of an embedding that looks its rows up there.
     stored_as: the quantization_config of a checkpoint of another program, while hf_accel.load() reads it.
     check_files: how hf_accel.load() has the files of a float checkpoint checked; None: from_pretrained() only warns.
     """
@@ -66,15 +67,17 @@ class AccelConfig(QuantizationConfigMixin):
         modules: Mapping[str, Mapping[str, Any]] | None = None,
         tables: Mapping[str, str] | None = None,
         stored_as: Mapping[str, Any] | None = None,
+        fit: Any = None,
         **others: Unpack[KeywordsWithoutWeights],
     ) -> None:
-        keywords: dict[str, Any] = {"weights": weights, **others}
+        keywords: dict[str, Any] = {"weights": weights, "fit": fit, **others}
+        self.fit = take_fit(keywords)
         keywords.pop("quant_method", None)  # which a checkpoint's config has
         self.stored_as = None if stored_as is None else dict(stored_as)
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any registered name
         check_patch_keywords("AccelConfig", (name for name in keywords if name != "config"))
         self.modules = _parse_modules(modules)
-        keywords["weights"] = _without_idle_groups(weights, self.modules)
+        keywords["weights"] = _without_idle_groups(keywords.get("weights", LEFT_OUT), self.modules)
         self.patch = PatchConfig.build(**keywords)
         self.tables = _parse_tables(tables, self.modules)
 

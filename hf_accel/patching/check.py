@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import PatchConfig, WeightConfig
 from ..errors import HfAccelError, UnsupportedError
+from ..keywords import named
 from ..linear.hf import holds_experts
 from ..models import PARALLEL, model_of
 from ..undo.state import MARKS, PART_OF, PatchState, find_state
@@ -181,14 +182,14 @@ def check_in_memory(model: nn.Module, config: WeightConfig | None) -> None:
         )
 
 
-def check_skip(model: nn.Module, skip: Sequence[str]) -> None:
-    """Raise UnsupportedError for a name in skip= that no Linear has, and that would skip nothing."""
+def check_linear_names(model: nn.Module, config: WeightConfig) -> None:
+    """Raise UnsupportedError for a name in skip= or eight_bits= that no Linear has, and that would change nothing."""
     modules = dict(model.named_modules())
     linears = [n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) or holds_experts(m)]
-    for wanted in skip:
+    for keyword, wanted in [*(("skip", n) for n in config.skip), *(("eight_bits", n) for n in config.eight_bits)]:
         if not any(named(name, wanted) for name in linears):
             hint = _meant(wanted, modules, linears)
-            raise UnsupportedError(f"skip={wanted!r} is the name, or the end of the name, of no Linear; {hint}")
+            raise UnsupportedError(f"{keyword}={wanted!r} is the name, or the end of the name, of no Linear; {hint}")
 
 
 def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
@@ -205,11 +206,6 @@ def _meant(wanted: str, modules: Iterable[str], linears: list[str]) -> str:
 
 def first_names(names: list[str], most: int = 8) -> str:
     return ", ".join([*map(repr, names[:most]), *(["..."] if len(names) > most else [])])
-
-
-def named(name: str, wanted: str) -> bool:
-    """Return whether `wanted` is a module's name or the end of it."""
-    return name == wanted or name.endswith("." + wanted)
 
 
 # -- what accelerate offloads --------------------------------------------------------------------------

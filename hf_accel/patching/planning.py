@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
 from ..attention.cpu import CpuBackend
-from ..attention.hf.stock import stock_parts
+from ..attention.hf.stock import reading_once, stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import convolution_sites
@@ -58,6 +58,7 @@ WHOLE = "the pages of its convolutions are not shared out"
 NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
 
 
+@reading_once
 def make_plan(
     model: object,
     config: PatchConfig,
@@ -196,9 +197,7 @@ def _plan_sites(
     sites, embedding_stays = sites_for(model, config)
     planned = []
     for site in sites:
-        kept = site.config_in(config)
-        if kept is config and site.name in eight_bits:
-            kept = config.with_eight_bits()
+        kept = site.config_in(config, eight_bits)
         if kept is None:
             planned.append(LinearPlan(site, config, NF4_HEAD if config.is_nf4 else "head=None"))
             continue

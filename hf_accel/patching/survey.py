@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import GROUP_SIZES, GroupSize, WeightConfig
 from ..errors import UnsupportedError
+from ..keywords import named
 from ..linear.embedding import TABLE
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
@@ -21,7 +22,7 @@ from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import source_of
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
-from .check import check_skip, hook_refusal, is_offloaded, named
+from .check import check_linear_names, hook_refusal, is_offloaded
 from .weight_sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
 
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
@@ -70,7 +71,7 @@ def sites_for(model: PreTrainedModel, config: WeightConfig) -> tuple[list[Linear
 
     Raises UnsupportedError for names in skip= and for groups that do not fit.
     """
-    check_skip(model, config.skip)
+    check_linear_names(model, config)
     sites = list(linear_sites(model, config.skip))
     experts = list(experts_sites(model, config.skip))
     if config.layout.group_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows

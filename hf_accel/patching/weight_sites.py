@@ -6,7 +6,7 @@ them, and know no kinds. A new kind is a class here, a finder in survey.py, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -134,9 +134,12 @@ class LinearSite:
 
     # -- the plan ---------------------------------------------------------------------------------------
 
-    def config_in(self, config: WeightConfig) -> WeightConfig | None:
-        """Return what `config` asks of this weight; None: to leave it alone."""
-        return config.for_head if self.is_head else config
+    def config_in(self, config: WeightConfig, eight_bits: Collection[str] = ()) -> WeightConfig | None:
+        """Return what `config` asks of this weight; None: to leave it alone.
+
+        eight_bits: names of weights that get 8 bits besides those that `config` names.
+        """
+        return config.for_head if self.is_head else config.for_linear(self.name, also=eight_bits)
 
     def refusal(self, config: WeightConfig) -> str | None:
         """Return why such a weight cannot be held as its `config` says, as one clause; None if it can."""
@@ -262,9 +265,10 @@ class ExpertsSite(LinearSite):
     def bias(self) -> None:
         """Biases of experts stay where they are."""
 
-    def config_in(self, config: WeightConfig) -> WeightConfig:
+    def config_in(self, config: WeightConfig, eight_bits: Collection[str] = ()) -> WeightConfig:
         """Return `config` without calibration, which does not reach experts."""
-        return replace(config, method="rtn", average_bits=None, calibration=None, resume=None)
+        kept = config.for_linear(self.name, also=eight_bits)
+        return replace(kept, method="rtn", average_bits=None, calibration=None, resume=None)
 
     def refusal(self, config: WeightConfig) -> str | None:
         if config.is_nf4:
@@ -299,7 +303,7 @@ class EmbeddingSite(LinearSite):
     takes_order: ClassVar[bool] = False
     reason: ClassVar[str | None] = "rows are looked up"
 
-    def config_in(self, config: WeightConfig) -> WeightConfig | None:
+    def config_in(self, config: WeightConfig, eight_bits: Collection[str] = ()) -> WeightConfig | None:
         return config.for_embedding
 
     def choose(self, spec: LinearSpec, config: WeightConfig, *, row_invariant: bool) -> BackendChoice:

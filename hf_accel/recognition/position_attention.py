@@ -18,7 +18,7 @@ SMALL = {
     "max_relative_positions": 12,
 }  # fmt: skip
 BOTH = {"c2p", "p2c"}  # kinds of scores
-SETTINGS = (*SMALL, "share_att_key", "pos_att_type", "relative_attention")  # the module's, which must stay
+READ_SETTINGS = (*SMALL, "share_att_key", "pos_att_type", "relative_attention")  # the module's, which must stay
 _tried: dict[tuple[object, ...], bool] = {}
 
 

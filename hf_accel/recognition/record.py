@@ -18,7 +18,7 @@ from torch import nn
 
 from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS
 from .operation import Kind, Operation, Span, UntraceableError
-from .position_attention import SETTINGS, PositionAttention
+from .position_attention import READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
 from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
@@ -248,7 +248,7 @@ class Record:
             raise UntraceableError("it attends in a way of its own")
         own, held = vars(module), vars(module)["_modules"]
         self.visit(module)
-        for name in SETTINGS:
+        for name in READ_SETTINGS:
             self.note(own, name, own.get(name))
         for name in {*parts}:
             self.note(held, name, held[name])

@@ -17,6 +17,7 @@ CONFIGS: dict[str, Any] = {"weights": WeightConfig, "cache": CacheConfig, "specu
 LEFT_OUT = {  # fields without an option, and why
     "weights.format": "--weights fp8, --weights nf4",
     "weights.only_if_faster": "--weights auto",
+    "weights.eight_bits": "--fit and --average-bits choose them",
     "speculative.drafter": "--speculative",
     "speculative.max_draft": "for programs",
     "speculative.verify": "for programs",

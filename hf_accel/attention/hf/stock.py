@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,10 +142,39 @@ def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
     return "sdpa" if part._supports_sdpa else "eager"  # it was loaded with our attention
 
 
-def attention_refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
+Refusals = list[tuple[PreTrainedModel, str, str]]
+# The answers of attention_refusals by the id of the model, while nobody changes it; None: it may change.
+_answered: ContextVar[dict[int, Refusals] | None] = ContextVar("answered", default=None)
+Asking = TypeVar("Asking", bound=Callable[..., Any])
+
+
+def reading_once(function: Asking) -> Asking:
+    """Decorate a function that only reads a model, and within which nobody else changes it: code is asked once."""
+
+    @wraps(function)
+    def reading(*args: Any, **keywords: Any) -> Any:
+        token = _answered.set({})
+        try:
+            return function(*args, **keywords)
+        finally:
+            _answered.reset(token)
+
+    return cast(Asking, reading)
+
+
+def attention_refusals(model: PreTrainedModel) -> Refusals:
     """Return the innermost model around each module whose attention cannot be ours, its name, and the reason as a
     clause.
     """
+    answered = _answered.get()
+    if answered is None:
+        return list(_refusals(model))
+    if id(model) not in answered:
+        answered[id(model)] = list(_refusals(model))
+    return answered[id(model)]
+
+
+def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in model.named_modules():
         refusal = code_of(module).refusal

@@ -28,13 +28,11 @@ from ..modules import (
     FusedGate,
     GatedCall,
     NativeGatedMLP,
-    NativeNorm,
     NativeRotary,
-    NormForms,
     has_library,
-    norm_form,
     rotary_form,
 )
+from ..norms import NativeNorm, NormForms, norm_form
 from ..operations import Planned, refuse_without_kernel
 from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readable, is_slow_in_torch
 from .decoder_calls import DecoderCalls, has_no_head

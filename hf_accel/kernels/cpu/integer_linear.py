@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...hardware.device import large_pages
+from ...hardware.large_pages import in_large_pages
 from .. import ACTIVATION_GROUP
 from .library import DTYPES, ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, fields, kernel, threads
 
@@ -135,7 +135,7 @@ def quantize(
 
 def _packed_bytes(bits: int, out_features: int, in_features: int) -> Tensor:
     outputs, inputs = -(-out_features // BLOCK) * BLOCK, -(-in_features // 4) * 4
-    return large_pages(torch.empty(outputs * inputs * bits // 8, dtype=torch.uint8, device="cpu"))
+    return in_large_pages(outputs * inputs * bits // 8)
 
 
 def _weight(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import WeightConfig
-from ...hardware.device import large_pages
+from ...hardware.large_pages import in_large_pages
 from ...kernels import cpu as kernels
 from ...kernels.cpu.integer_linear import (
     IntegerExperts,
@@ -89,7 +89,7 @@ def maps_weights() -> bool:
 
 
 def _in_large_pages(tensor: Tensor) -> Tensor:
-    return large_pages(torch.empty_like(tensor, memory_format=torch.contiguous_format)).copy_(tensor)
+    return in_large_pages(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class Cpu(Backend):

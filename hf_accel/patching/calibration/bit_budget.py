@@ -1,8 +1,8 @@
-"""Spend a budget of bits where 4 bits would hurt most, as measured on calibration data."""
+"""Spend a budget of bits where 4 bits would hurt most, as measured on calibration data, or on the weights alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ WINDOW_TOKENS = 128
 class Unit:
     """Linears that get the same bits, because other engines join them: those that are called on one tensor.
 
-    divergence: from the float model's predictions in nats per token, with these alone in 4 bits. extra: bytes that 8
-    bits take more.
+    divergence: from the float model's predictions in nats per token, with these alone in 4 bits; without calibration
+    data, the share of the weights' squares that rounding to 4 bits changes. extra: bytes that 8 bits take more.
     """
 
     names: tuple[str, ...]
@@ -51,8 +51,7 @@ def eight_bit_names(todo: Plan) -> frozenset[str]:
     linears = {p.site.name: p for p in todo.quantized if not p.site.is_head and p.config.average_bits is not None}
     if config is None or config.average_bits is None or not linears:
         return frozenset()
-    count = sum(p.site.weight.numel() for p in linears.values())
-    size = sum(_bytes(p, p.config) for p in linears.values())
+    count, size = numbers_and_bytes(linears.values())
     left = config.average_bits * count / 8 - size
     if left < 0:
         raise UnsupportedError(
@@ -60,13 +59,51 @@ def eight_bit_names(todo: Plan) -> frozenset[str]:
             f"{config.group_size}, are {8 * size / count:.3f}; ask for more, or for larger groups"
         )
     check_takes_ids(todo.model)
+    return best_within(sensitivities(todo.model, linears, windows_of(config.calibration, todo.model)), left)
+
+
+def best_within(units: Iterable[Unit], left: float) -> frozenset[str]:
+    """Return the Linears that gain most per byte, as many as `left` bytes are enough for."""
     chosen: list[str] = []
-    units = sensitivities(todo.model, linears, windows_of(config.calibration, todo.model))
     for unit in sorted(units, key=lambda unit: -unit.divergence / unit.extra):
         if unit.extra <= left:
             left -= unit.extra
             chosen += unit.names
     return frozenset(chosen)
+
+
+def numbers_and_bytes(linears: Iterable[LinearPlan]) -> tuple[int, int]:
+    """Return how many weights Linears have, and their bytes as planned."""
+    planned = list(linears)
+    return sum(p.site.weight.numel() for p in planned), sum(_bytes(p, p.config) for p in planned)
+
+
+@torch.no_grad()
+def rounding_errors(
+    model: PreTrainedModel, linears: Mapping[str, LinearPlan], read: Callable[[LinearPlan], Tensor | None]
+) -> list[Unit]:
+    """Return each unit of the Linears with what rounding to 4 bits does to its weights, which needs no data.
+
+    Where nothing is known of the inputs, the error of an output is that of the weights: the outputs of a Linear change
+    by the same share, if its inputs are independent. read: returns a weight [out, in]; None leaves its unit out.
+    """
+    return [
+        Unit(names, error, _extra(linears, names))
+        for names in logging.tqdm(list(units_of(model, linears)), desc="Rounding layers", unit=" units")
+        if (error := _rounding_error([linears[name] for name in names], read)) is not None
+    ]
+
+
+def _rounding_error(linears: Sequence[LinearPlan], read: Callable[[LinearPlan], Tensor | None]) -> float | None:
+    changed = total = 0.0
+    for linear in linears:
+        weight = read(linear)
+        if weight is None:
+            return None
+        rounded = rtn.quantize(weight, linear.config).dequantize(torch.float32)
+        changed += float((rounded - weight).square().sum())
+        total += float(weight.float().square().sum())
+    return changed / total if total else 0.0
 
 
 @torch.no_grad()

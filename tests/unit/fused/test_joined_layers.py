@@ -24,7 +24,8 @@ from hf_accel.fused.hf import joined_calls, sites
 from hf_accel.fused.hf.joined_calls import JoinedCalls
 from hf_accel.fused.hf.layer_calls import TracedForward
 from hf_accel.fused.hf.sites import JOINED
-from hf_accel.fused.modules import ACTIVATIONS, NativeNorm, form_of_rotation, rms_norm, rope
+from hf_accel.fused.modules import ACTIVATIONS, form_of_rotation, rms_norm, rope
+from hf_accel.fused.norms import NativeNorm
 from hf_accel.kernels import cpu, triton
 from hf_accel.kernels.cpu.attention import write_pages
 from hf_accel.kernels.layouts import KV

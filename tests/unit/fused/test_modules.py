@@ -10,18 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_accel.fused import norms
 from hf_accel.fused.hf.sites import fused_sites
 from hf_accel.fused.modules import (
     GatedCall,
     NativeGatedMLP,
-    NativeNorm,
     NativeRotary,
-    NormForm,
-    NormForms,
     RotaryForm,
-    norm_form,
     rotary_form,
 )
+from hf_accel.fused.norms import NativeNorm, NormForm, NormForms, norm_form
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
@@ -65,6 +63,53 @@ def test_what_only_looks_like_a_norm_is_left_alone():
     _, dropped = fused_sites(nn.Sequential(ClampedRMSNorm(48)), torch.float32, 64)
     assert [(d.name, d.kind) for d in dropped] == [("0", "norm")]
     assert "differs" in dropped[0].reason
+
+
+class RoundedLastRMSNorm(LlamaRMSNorm):
+    """Multiplies by the weight before it rounds, as OLMo 2 does: of a weight of ones, the same as LlamaRMSNorm."""
+
+    def forward(self, hidden_states):
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * x).to(hidden_states.dtype)
+
+
+def test_norms_of_one_code_have_one_form(monkeypatch):
+    """It is known after one trial, which does not depend on what the weight happens to be."""
+    plain, other = RoundedLastRMSNorm(48).bfloat16(), RoundedLastRMSNorm(48).bfloat16()
+    nn.init.ones_(plain.weight)
+    nn.init.normal_(other.weight)
+    form = norm_form(plain)
+    assert form == NormForm(plain.variance_epsilon, 0.0, False)
+    calls = []
+    monkeypatch.setattr(norms, "rms_norm", lambda *args, **kwargs: calls.append(args))
+    assert norm_form(other) == form and not calls
+    assert norm_form(RoundedLastRMSNorm(40).bfloat16()) is None and calls, "another width is tried by itself"
+
+
+def test_a_setting_that_code_reads_is_tried_again():
+    class Switched(LlamaRMSNorm):
+        def __init__(self, size):
+            super().__init__(size)
+            self.clamps, self.limits = False, (1.0,)
+
+        def forward(self, hidden_states):
+            normed = super().forward(hidden_states)
+            return normed.clamp(-self.limits[0], self.limits[0]) if self.clamps else normed
+
+    module = Switched(48)
+    assert norm_form(module) is not None
+    module.clamps = True
+    assert norm_form(module) is None
+    module.limits = (1e9,)
+    assert norm_form(module) is not None
+    module.limits = [1e9]
+    assert norm_form(module) is not None
+    module.limits[0] = 1.0  # what can change inside is tried each time
+    assert norm_form(module) is None
+    forward = Switched.forward
+    Switched.forward = lambda self, x: forward(self, x).clamp(-1e9, 1e9)
+    assert norm_form(module) is None
 
 
 def test_eps_is_the_modules_own():

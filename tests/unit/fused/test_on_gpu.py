@@ -17,15 +17,13 @@ import hf_accel
 from hf_accel.fused.hf.sites import fused_sites
 from hf_accel.fused.modules import (
     FusedGate,
-    NativeNorm,
     NativeRotary,
-    NormForms,
     RotaryForm,
     form_of_rotation,
-    norm_form,
     refusal,
     rotary_form,
 )
+from hf_accel.fused.norms import NativeNorm, NormForms, norm_form
 from hf_accel.kernels import cpu, triton
 from tests.devices import triton_device
 

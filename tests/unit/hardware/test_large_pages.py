@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from hf_accel.hardware.device import LARGE, large_pages
+from hf_accel.hardware.large_pages import LARGE, in_large_pages
 
 from .smaps import SMAPS
 
@@ -29,24 +28,24 @@ def is_advised(address: int) -> bool:
     raise AssertionError(f"{address:x} is not mapped")
 
 
-def middle(tensor: Tensor) -> int:
-    return tensor.data_ptr() + tensor.nbytes // 2
-
-
-def test_the_whole_large_pages_of_a_tensor_are_asked_for() -> None:
-    tensor = torch.empty(64 * LARGE, dtype=torch.uint8)  # more than malloc keeps for later
-    assert not is_advised(middle(tensor))
-    assert large_pages(tensor) is tensor
+def test_large_pages_begin_where_the_memory_does() -> None:
+    size = 3 * LARGE + 5000
+    memory = in_large_pages(size)
+    assert (memory.dtype, tuple(memory.shape), memory.untyped_storage().nbytes()) == (torch.uint8, (size,), size)
+    assert memory.data_ptr() % LARGE == 0
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has no large pages")
-    assert is_advised(middle(tensor))
-    assert torch.equal(tensor.fill_(3)[:: LARGE // 2], torch.full((128,), 3, dtype=torch.uint8))
+    assert is_advised(memory.data_ptr()) and is_advised(memory.data_ptr() + 3 * LARGE - 1)
+    assert not is_advised(memory.data_ptr() + 3 * LARGE), "the rest would waste most of a page"
+    assert torch.equal(memory.fill_(3)[:: LARGE // 2], torch.full((7,), 3, dtype=torch.uint8))
+
+
+def test_memory_lives_as_long_as_what_looks_at_it() -> None:
+    part = in_large_pages(2 * LARGE).fill_(7).view(torch.int32)[-4:]
+    others = [in_large_pages(2 * LARGE).fill_(0) for _ in range(4)]
+    assert part.tolist() == 4 * [0x07070707] and len(others) == 4
 
 
 @pytest.mark.parametrize("size", [0, 1, LARGE - 1])
 def test_less_than_a_large_page(size: int) -> None:
-    assert large_pages(torch.empty(size, dtype=torch.uint8)).numel() == size
-
-
-def test_other_devices() -> None:
-    assert large_pages(torch.empty(4 * LARGE, device="meta")).is_meta
+    assert in_large_pages(size).numel() == size

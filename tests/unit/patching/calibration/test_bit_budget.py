@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_accel
 from hf_accel import UnsupportedError, WeightConfig
 from hf_accel.linear import QuantLinear
-from hf_accel.patching.calibration.bit_budget import sensitivities, units_of
+from hf_accel.patching.calibration.bit_budget import rounding_errors, sensitivities, units_of
 from hf_accel.patching.plan import LinearPlan
 
 from ....parity.families import build, prompts
@@ -61,6 +61,25 @@ def test_a_divergence_is_that_of_the_unit_alone() -> None:
     assert snapshot(model) == before
 
 
+def test_a_rounding_error_is_that_of_the_unit_alone() -> None:
+    model = build("llama")
+    planned = linears(model)
+    lost = "model.layers.1.self_attn.k_proj"
+    units = rounding_errors(model, planned, lambda p: None if p.site.name == lost else p.site.weight)
+    assert {name for unit in units for name in unit.names} == {
+        name for name in planned if not (".1." in name and name.endswith(("q_proj", "k_proj", "v_proj")))
+    }
+    for unit in units:
+        copies = [model.get_submodule(name).weight.detach() for name in unit.names]
+        groups = torch.cat([weight.reshape(-1, 32) for weight in copies]).double()  # a scale for each row
+        largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))
+        rounded = (groups / (largest / -8)).round().clamp(-8, 7) * (largest / -8)
+        assert unit.divergence == pytest.approx(
+            float((groups - rounded).square().sum() / groups.square().sum()), rel=1e-3
+        )
+        assert unit.extra > 0
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("bits", [5.5, 6, 7])
 def test_the_budget_is_kept_and_spent(family: str, bits: float) -> None:
@@ -98,6 +117,20 @@ def test_loading_and_planning_agree_with_patching(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
     plan = hf_accel.plan(build("llama"), weights=weights(6))
     assert bits_of(loaded) == {p.site.name: p.config.bits for p in plan.quantized if not p.site.is_head}
+
+
+def test_layers_get_eight_bits_by_their_names(tmp_path: Path) -> None:
+    named = WeightConfig(4, group_size=32, eight_bits=("down_proj", "model.layers.1.self_attn.o_proj"))
+    model = hf_accel.patch(build("llama"), weights=named)
+    found = {name for name, bits in bits_of(model).items() if bits == 8}
+    assert found == {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.o_proj"}
+    counted = hf_accel.estimate(build("llama"), weights=named, bandwidth=1e9).weights_bytes
+    assert counted == hf_accel.estimate(model, bandwidth=1e9).weights_bytes
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert bits_of(again) == bits_of(model) and torch.equal(again(IDS).logits, model(IDS).logits)
+    with pytest.raises(UnsupportedError, match=r"eight_bits='doun_proj' is the name, .* did you mean 'down_"):
+        hf_accel.plan(build("llama"), weights=WeightConfig(4, group_size=32, eight_bits="doun_proj"))
 
 
 def test_what_cannot_be_met() -> None:
