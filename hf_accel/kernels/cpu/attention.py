@@ -93,6 +93,7 @@ def attend(
         out = q.new_empty(q.shape[0], num_heads, v.shape[2])
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
         q_batch = k_batch = v_batch = 0
+    _check_heads(num_heads, k.shape[1])
     sinks = None if options.sinks is None else options.sinks.contiguous()
     sees_ahead = 0 if options.causal else EVERY_KEY if ahead is None else ahead
     if bias is not None:
@@ -109,6 +110,12 @@ def attend(
         DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0, 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip
     return out
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    """Raise UnsupportedError unless each K/V head serves equally many query heads."""
+    if not kv_heads or heads % kv_heads:
+        raise UnsupportedError(f"attention: {heads} query heads cannot share {kv_heads} heads of keys and values")
 
 
 def _starts(offsets: Tensor) -> Tensor:
@@ -177,6 +184,7 @@ def attend_pages(
     q = q if q.stride(2) == 1 else q.contiguous()
     num_tokens, num_heads, dim = q.shape
     kv_heads, block_size, value_dim = v_pages.shape[1], v_pages.shape[2], kv.value_dim
+    _check_heads(num_heads, kv_heads)
     out = q.new_empty((num_tokens, num_heads, value_dim))
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if return_lse else None
     sinks = sinks if sinks is None else sinks.contiguous()

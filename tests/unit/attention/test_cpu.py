@@ -200,3 +200,14 @@ def test_gradients_go_through_torch() -> None:
         assert not dense(BACKEND, q, k, v, scale=1.0).requires_grad
     with torch.inference_mode():
         assert dense(BACKEND, q, k, v, scale=1.0).is_inference()
+
+
+@pytest.mark.parametrize("kv_heads", [3, 8])
+def test_heads_that_do_not_divide_are_refused(kv_heads: int) -> None:
+    """The kernel would divide by their quotient, which is 0 for more K/V heads than query heads."""
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, kv_heads, 2, 8)
+    with pytest.raises(UnsupportedError, match=f"4 query heads cannot share {kv_heads} heads"):
+        BACKEND.dense(q, KV(k, k), AttentionOptions(scale=1.0))
+    case = make_case([(2, 2)], heads=(4, kv_heads))
+    with pytest.raises(UnsupportedError, match=f"4 query heads cannot share {kv_heads} heads"):
+        case.run(BACKEND)
