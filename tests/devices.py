@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from hf_accel.attention.hf import forward
-from hf_accel.checkpoints import loading
 from hf_accel.kernels import cpu, triton
 from hf_accel.linear import layer, nf4
 from hf_accel.linear.backends.registry import choose
-from hf_accel.patching import planning
+from hf_accel.patching import weight_sites
 
 
 def triton_device() -> str:
@@ -31,8 +30,8 @@ def device_of(backend: object) -> str:
 def without_native_kernels(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """On a CPU they would be chosen first. What was chosen before is not remembered meanwhile."""
     monkeypatch.setattr(cpu, "refusal", lambda: why)
-    for module, name in ((planning, "choose_linear"), (layer, "choose"), (loading, "choose")):
-        monkeypatch.setattr(module, name, choose.__wrapped__)
+    for module in (weight_sites, layer):
+        monkeypatch.setattr(module, "choose", choose.__wrapped__)
     monkeypatch.setattr(forward, "_choose", forward._choose.__wrapped__)
 
 

@@ -26,7 +26,7 @@ def share_threads(library: ctypes.CDLL) -> bool:
         for use, names in INTERFACES.items():
             functions = [getattr(runtime, name, None) for name in names]
             if None not in functions:
-                library[use](*(ctypes.cast(function, ctypes.c_void_p) for function in functions))  # type: ignore[arg-type]
+                getattr(library, use)(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))  # type: ignore[arg-type]
                 return True
     return False
 
