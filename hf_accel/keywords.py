@@ -25,7 +25,7 @@ MEANT_BY_PATCH = {  # words of other libraries, and keywords of a config inside 
     "head": "weights={'head': None}",
     "skip": "weights={'skip': ['lm_head']}, with the names to leave alone",
     "modules_to_not_convert": "weights={'skip': ['lm_head']}, with the names to leave alone",
-    "fit": "hf_accel.load(path, fit='6GB'), which chooses while it loads",
+    "fit": "fit= of hf_accel.load(path), which chooses while it loads",
     "dtype": "cache={'dtype': 'int8'} for keys and values, from_pretrained(dtype=) for the model",
     "torch_dtype": "from_pretrained(dtype=) for the model",
     "kv_dtype": "cache={'dtype': 'int8'}",
