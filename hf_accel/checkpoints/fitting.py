@@ -70,10 +70,10 @@ def fit_into(
     if chosen.size > room and counter.tokens is not None and counter.asked is None:
         chosen = chosen.at(min(counter.tokens, LEAST_TOKENS))
     if chosen.size > room:
-        raise _too_small(model, fit, chosen, taken, counter.asked)
+        raise _too_small(model, fit, chosen, taken=taken, asked=counter.asked)
     label, weights, mixed = chosen.label, chosen.rung.weights, None
     if chosen.rung.mixes:
-        weights, mixed = _mixed(counter.shapes, chosen, fit, room, device_type, read)
+        weights, mixed = _mixed(counter.shapes, chosen, fit, room=room, device_type=device_type, read=read)
         chosen = counter.count(Rung(weights), chosen.cache)
     cache, is_counted = settings.cache, weights is None or weights.average_bits is None
     if counter.tokens is not None and counter.asked is None and is_counted:
@@ -145,7 +145,7 @@ def _check_counted(settings: PatchConfig) -> None:
 
 
 def _mixed(
-    shapes: Any, size: Sized, fit: Fit, room: float, device_type: str, read: Read | None
+    shapes: Any, size: Sized, fit: Fit, *, room: float, device_type: str, read: Read | None
 ) -> tuple[WeightConfig, Line | None]:
     """Spend what is left on 8 bits for the linears that 4 bits would change most."""
     base, left = size.rung.weights, room - size.size
@@ -195,7 +195,7 @@ def _token_lines(size: Sized, counter: Counter) -> Iterator[Line]:
     yield Line(TOPIC, "tokens", f"{tokens:,}", why)
 
 
-def _too_small(model: PreTrainedModel, fit: Fit, least: Sized, taken: int, asked: int | None) -> UnsupportedError:
+def _too_small(model: PreTrainedModel, fit: Fit, least: Sized, *, taken: int, asked: int | None) -> UnsupportedError:
     needed = math.ceil(MARGIN * (least.size / (1 - SPARE_SHARE) + taken) / 1e6)
     of_process = f", and this process {in_units(taken)} besides" if taken else ""
     fewer = "" if asked is None else ", or lower max_tokens= of the cache"

@@ -95,9 +95,10 @@ def estimate(
         is_model = isinstance(source, nn.Module)
         held, tables = (held_specs(source), tables) if is_model else stored_specs(source, shapes)
     workload = count(
-        shapes, recipe, context=context, batch=batch, kv_dtype=None if kv_dtype == "auto" else kv_dtype, held=held,
+        shapes, recipe, context=context, kv_dtype=None if kv_dtype == "auto" else kv_dtype, held=held,
         tables=tables,
     )  # fmt: skip
+    workload = workload.at(context=workload.context, batch=batch)
     # One number alone may be another machine's: it is not mixed with what is measured here.
     is_given = bandwidth is not None or compute is not None
     machine = Machine.given(**speeds) if is_given else measure_machine(workload, device)
@@ -109,12 +110,11 @@ def count(
     recipe: WeightConfig | None,
     *,
     context: int | None,
-    batch: int = 1,
     kv_dtype: str | None = None,
     held: Mapping[str, LinearSpec] | None = None,
     tables: Collection[str] = (),
 ) -> Workload:
-    """Count a model whose shapes are known. recipe, context, batch, kv_dtype: as for `estimate`; no "auto".
+    """Count one sequence of a model whose shapes are known. recipe, context, kv_dtype: as for `estimate`; no "auto".
 
     held: the specs of layers that are quantized already, by name. tables: embeddings that look rows up in a head.
     """
@@ -133,7 +133,7 @@ def count(
         dtype=shapes.dtype,
         kv_dtype=kv_dtype,
         context=context,
-        batch=batch,
+        batch=1,
     )
 
 

@@ -87,7 +87,7 @@ def stored_of(levels: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.from_numpy(np.packbits(single.reshape(len(levels), -1), axis=-1, bitorder="little"))
 
 
-def make_asymmetric(bits: int, outputs: int, inputs: int, group: int, dtype: torch.dtype = torch.float32):
+def make_asymmetric(bits: int, outputs: int, inputs: int, group: int, *, dtype: torch.dtype = torch.float32):
     """A packed weight of any levels and zero points, level - zero as int64, and its scales."""
     levels = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8)
     zeros = torch.randint(0, 1 << bits, (outputs, inputs // group), dtype=torch.uint8)
@@ -101,7 +101,7 @@ def make_asymmetric(bits: int, outputs: int, inputs: int, group: int, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bits", "outputs", "inputs", "group"), ASYMMETRIC)
 def test_zero_points_on_every_instruction_set(isa, bits, outputs, inputs, group, dtype):
-    packed, integers, scales = make_asymmetric(bits, outputs, inputs, group, dtype)
+    packed, integers, scales = make_asymmetric(bits, outputs, inputs, group, dtype=dtype)
     linear = IntegerLinear([packed], [None])
     for rows in (1, 2, 3, 5, 6, 7, 13, 49, 100):
         x = torch.randn(rows, inputs) * torch.logspace(-3, 3, rows)[:, None]
