@@ -338,10 +338,18 @@ class ConvolutionLayer(AttentionLayer):
         return super().kv_bytes(dtype=dtype, quantized=None)
 
 
+class RecurrentLayer(AttentionLayer):
+    """One layer that keeps a state after each of `tokens` tokens; head_dim: the numbers of one, in float32."""
+
+    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
+        """Return the bytes of the states that one sequence keeps, whatever `dtype` the pages of others have."""
+        return self.tokens * self.head_dim * torch.float32.itemsize
+
+
 def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     """Return the layers that have a cache of their own, as transformers' cache counts them.
 
-    Layers that reuse another's keys and values are left out. Raises UnsupportedError for recurrent and other layers.
+    Layers that reuse another's keys and values are left out. Raises UnsupportedError for layers of other kinds.
     """
     layers, cache = [], cast(Any, DynamicCache(config=config))
     # Layers that reuse others' come last. The cache of older transformers ends before them.
@@ -353,7 +361,8 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
         if kind is None:
             raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
         tokens = context if kind.window is None else min(context, kind.window)
-        layers.append(_convolution(shape, tokens=tokens) if kind.convolves else _layer(shape, tokens=tokens))
+        make = _recurrent if kind.recurs else _convolution if kind.convolves else _layer
+        layers.append(make(shape, tokens=tokens))
     return layers
 
 
@@ -368,6 +377,14 @@ def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
 def _convolution(config: Any, *, tokens: int) -> AttentionLayer:
     """Return the layer whose one head has half of the inputs of a short convolution as keys, and half as values."""
     return ConvolutionLayer(heads=1, kv_heads=1, head_dim=config.hidden_size // 2, tokens=tokens)
+
+
+def _recurrent(config: Any, *, tokens: int) -> AttentionLayer:
+    """Return the layer whose one head has a state, and the inputs of the convolution before it that go with it."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    inputs = (config.linear_conv_kernel_dim - 1) * (2 * keys + values)
+    return RecurrentLayer(heads=1, kv_heads=1, head_dim=config.linear_key_head_dim * values + inputs, tokens=tokens)
 
 
 def _layer(config: Any, *, tokens: int, caches: bool = True) -> AttentionLayer:

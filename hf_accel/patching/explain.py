@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..fused.hf.convolutions import CONVOLUTION
+from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
@@ -128,6 +129,7 @@ FUSED_KINDS = {
     ACTIVATION: ("activations", "one native call"),
     "conv1d": ("float Conv1Ds", "torch, in float32"),
     CONVOLUTION: ("short convolutions", "inputs in pages"),
+    RECURRENCE: ("recurrent layers", "states in pages"),
 }
 
 KNOWN_BY = {

@@ -18,6 +18,7 @@ from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import convolution_sites
 from ..fused.hf.encoder_sites import encoder_sites
+from ..fused.hf.recurrences import recurrence_sites
 from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
@@ -100,8 +101,8 @@ def make_plan(
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
-    if not stock_cache:  # the pages of a convolution are read by no other forward, whatever fuse= says
-        fused = replace(fused, sites=(*fused.sites, *convolution_sites(inner)))
+    if not stock_cache:  # the pages of these layers are read by no other forward, whatever fuse= says
+        fused = replace(fused, sites=(*fused.sites, *convolution_sites(inner), *recurrence_sites(inner)))
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",

@@ -21,7 +21,8 @@
   KERNEL(argmax, LogitsCall)              \
   KERNEL(topk, LogitsCall)                \
   KERNEL(attention, AttentionCall)        \
-  KERNEL(write_pages, WriteCall)
+  KERNEL(write_pages, WriteCall)          \
+  KERNEL(delta_rule, DeltaCall)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
 
@@ -310,6 +311,26 @@ struct LayerCall {
   int64_t table_stride, sequences, block_size;
   ScoreBias score_bias;  // of ATTEND_ROWS; positions begin at 0 in each sequence
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
+};
+
+// -- recurrent states ------------------------------------------------------------------------------------------------
+
+// The gated delta rule over sequences of tokens, which stand end to end; see kernels/delta_rule.cpp. All is float32.
+// Value heads that follow each other share a key head.
+struct DeltaCall {
+  const float* q;  // [tokens, key_heads, key_dim]
+  const float* k;
+  const float* v;          // [tokens, value_heads, value_dim]
+  const float* decay;      // [tokens, value_heads], contiguous
+  const float* beta;       // likewise
+  float* out;              // [tokens, value_heads, value_dim], contiguous
+  float* states;           // [slots, value_heads, key_dim, value_dim], contiguous
+  const int64_t* starts;   // [sequences + 1]
+  const int64_t* before;   // [sequences]: the slot of the state before the first token; -1 for zeros
+  const int64_t* slots;    // [tokens]: the slot that a token's state is written to; -1 for none
+  int64_t q_stride, k_stride, v_stride;  // of tokens
+  int64_t sequences, key_heads, value_heads, key_dim, value_dim;
+  int32_t threads;
 };
 
 // -- the tables ------------------------------------------------------------------------------------------------------
