@@ -173,17 +173,21 @@ class Pages:
             if group.window is not None:
                 table.drop_before(start - group.window + 1)
 
-    def require_held(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Raise UnsupportedError unless the sequence can be truncated to `num_tokens` tokens.
+    def missing(self, sequence: CachedSequence, num_tokens: int) -> str | None:
+        """Return what the sequence lacks to go on after its first `num_tokens` tokens, as a clause; None if nothing.
 
-        It cannot if blocks were released that the token after them needs.
+        It lacks something if blocks were released that the token after them needs.
         """
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            missing = table.missing(num_tokens, group.window)
-            if missing is not None:
-                raise UnsupportedError(
-                    f"cannot go back to {num_tokens} tokens: {missing}; crop less, or reset() the cache"
-                )
+        pairs = zip(self.groups, sequence.tables, strict=True)
+        return next(filter(None, (table.missing(num_tokens, group.window) for group, table in pairs)), None)
+
+    def require_held(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Raise UnsupportedError unless the sequence can be truncated to `num_tokens` tokens."""
+        missing = self.missing(sequence, num_tokens)
+        if missing is not None:
+            raise UnsupportedError(
+                f"cannot go back to {num_tokens} tokens: {missing}; crop less, or reset() the cache"
+            )
 
     # -- room ------------------------------------------------------------------------------------------
 
