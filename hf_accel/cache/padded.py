@@ -115,8 +115,8 @@ class PaddedBatch:
         begun, left = token_mask.bool().cummax(1).values, token_mask.bool().flip(1).cummax(1).values.flip(1)
         if bool((begun & left & ~token_mask.bool()).any()):
             raise UnsupportedError(
-                "attention_mask hides columns between tokens, and this model's recurrent layers keep a state after each "
-                "token, which padding changes in transformers; pad on the left, or use transformers' own cache"
+                "attention_mask hides columns between tokens, and in transformers padding changes the states of this "
+                "model's recurrent layers; pad on the left, or use transformers' own cache"
             )
 
     @staticmethod

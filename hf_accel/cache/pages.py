@@ -284,9 +284,10 @@ class Pages:
 
 def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q: Tensor) -> GroupStep:
     """Make the part of a Step for one group. Attention does not read a sequence's slots beyond its range."""
-    if isinstance(group, StateGroup):
-        return group.step(index, ranges, cu_q)
     device, tables = cu_q.device, [each.sequence.tables[index] for each in ranges]
+    spans = [range(each.start, each.start + each.count) for each in ranges]
+    if isinstance(group, StateGroup):
+        return group.step(tables, spans, [each.write_from or each.start for each in ranges], cu_q)
     slots: list[int] = []
     held: list[int] = []
     for each, table in zip(ranges, tables, strict=True):
@@ -310,5 +311,4 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     step = GroupStep(integers(slots).to(device), written, ragged)
     if group.context is None:
         return step
-    spans = [range(each.start, each.start + each.count) for each in ranges]
     return group.context.narrow(step, tables, spans, group.window)

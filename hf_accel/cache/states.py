@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .group import GroupStep, PageGroup
 from .pool import BlockTable, Copy, copy_nothing
-
-if TYPE_CHECKING:
-    from .pages import TokenRange
 
 WINDOW = 2  # a token's result needs the state before it, and the pass makes its own
 MOST_STATES = 32  # of a pass whose tokens may be taken back
@@ -150,19 +146,26 @@ class StateGroup(PageGroup):
     def has_columns(self, layer_idx: int) -> bool:
         return False
 
-    def step(self, index: int, ranges: Sequence[TokenRange], cu_q: Tensor) -> GroupStep:
-        """Make the part of a Step for these layers."""
+    def step(
+        self, tables: Sequence[BlockTable], spans: Sequence[range], firsts: Sequence[int], cu_q: Tensor
+    ) -> GroupStep:
+        """Make the part of a Step for these layers.
+
+        spans: the tokens that the pass computes of each sequence. firsts: the first of them whose state is written.
+        """
         slots: list[int] = []
         before: list[int] = []
-        for each in ranges:
-            table = each.sequence.tables[index]
+        for table, span, first in zip(tables, spans, firsts, strict=True):
             assert isinstance(table, StateTable)
-            stop, first = each.start + each.count, each.write_from or each.start
             written = {token: slot for token, slot in zip(table.tokens, table.blocks, strict=True) if token >= first}
-            slots += [written.get(token, -1) for token in range(each.start, stop)]
-            before.append(table.slot_before(each.start))
-        starts = [0, *accumulate(each.count for each in ranges)]
+            slots += [written.get(token, -1) for token in span]
+            before.append(table.slot_before(span.start))
+        starts = [0, *accumulate(map(len, spans))]
         places = [place for place, slot in enumerate(slots) if slot >= 0]
-        own = StateStep(*(integers(values).to(cu_q.device) for values in (starts, before, slots)))
+        own = StateStep(
+            starts=integers(starts).to(cu_q.device),
+            before=integers(before).to(cu_q.device),
+            slots=integers(slots).to(cu_q.device),
+        )
         ragged = Ragged(cu_q, kv_len=cu_q[1:] - cu_q[:-1], max_q=0, max_kv=0)
         return GroupStep(own.slots[places], integers(places).to(cu_q.device), ragged, own)

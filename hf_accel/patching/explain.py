@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..fused.hf.convolutions import CONVOLUTION
-from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.encoder_sites import LAYER, STACK
+from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels

@@ -115,7 +115,7 @@ def test_a_model_of_recurrent_layers_alone() -> None:
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)
-    layers = numbers.choices([LINEAR, FULL], [3, 2], k=3) + [FULL, LINEAR]
+    layers = [*numbers.choices([LINEAR, FULL], [3, 2], k=3), FULL, LINEAR]
     model = model_of(numbers.choice(KINDS), layers, tokens=numbers.choice([2, 3, 4]))
     prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
     lengths = [numbers.randint(1, 30) for _ in prompts]

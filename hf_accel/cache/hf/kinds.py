@@ -125,7 +125,7 @@ def page_groups(
 
 
 def most_states(num_blocks: int) -> int:
-    """Return the states for which a pool of fixed size has room, beside `num_blocks` blocks of keys and values.
+    """Return the states for which a pool of fixed size has room, next to `num_blocks` blocks of keys and values.
 
     Each sequence has a block at least, and two states; drafts take more of them.
     """

@@ -130,7 +130,7 @@ class LayerOverPages(CacheLayerMixin):
 
 @dataclass
 class RecurrentPass:
-    """What a recurrent layer reads and writes in a pass over N tokens of B sequences.
+    """The states that a recurrent layer reads and writes in a pass over N tokens of B sequences.
 
     A state is the keys of its slot, and the inputs of the layer's convolution are the values.
     """

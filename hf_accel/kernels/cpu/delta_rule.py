@@ -27,12 +27,12 @@ def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *, states: Tensor, starts: Tensor, before: Tensor,
     slots: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute S = decay S; S = S + k (beta (v - k S)); out = q S for the tokens of B sequences, which stand end to end.
+    """Compute S = decay S; S = S + k (beta (v - k S)); out = q S for the tokens of B sequences.
 
-    q, k: [N, Hk, Dk] float32, which are divided by their lengths, and q by the root of Dk. v: [N, Hv, Dv] float32.
-    decay, beta: [N, Hv] float32. states: [slots, Hv, Dk, Dv] float32, contiguous. starts: [B + 1] int64. before: [B]
-    int64, the slot of S before a sequence's first token, -1 for zeros. slots: [N] int64, where S is written after a
-    token, -1 for nowhere. Each slot is written once, and none of `before` is.
+    The sequences stand end to end. q, k: [N, Hk, Dk] float32, which are divided by their lengths, and q by the root
+    of Dk. v: [N, Hv, Dv] float32. decay, beta: [N, Hv] float32. states: [slots, Hv, Dk, Dv] float32, contiguous.
+    starts: [B + 1] int64. before: [B] int64, the slot of S before a sequence's first token, -1 for zeros. slots: [N]
+    int64, where S is written after a token, -1 for nowhere. Each slot is written once, and none of `before` is.
     Returns [N, Hv, Dv] float32. Raises UnsupportedError if a gradient is needed.
     """
     refuse_gradients("delta_rule", q, k, v, decay, beta)
