@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import NotRaggedError, UnsupportedError
 from ...tensors import product_dtype
 from ..group import GroupStep, KVStorage, PageGroup, Step
-from ..states import StateStep
+from ..states import RowPlaces, StateStep
 from .kinds import NOT_PAGED
 
 PAGED_HANDLE = "_hf_accel_paged"  # the name of the attribute of K that holds its PagedKV
@@ -144,28 +144,26 @@ class RecurrentPass:
         own: StateStep = self.group_step.own
         return own
 
-    def inputs_before(self, inputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def inputs_before(self, inputs: Tensor, count: int) -> tuple[Tensor, RowPlaces]:
         """Put the `count` inputs that are kept before each sequence in front of its own of inputs [N, C].
 
-        Returns a row [N + B * count, C] with all of them, and the places of the N tokens in it.
+        Returns a row [N + B * count, C] with all of them, and their places.
         """
-        before, places = self.states.before, self.states.places(count)
-        kept = self.storage.pages.v.view(-1, count, inputs.shape[-1])[before.clamp(min=0)].to(inputs.dtype)
-        kept = kept.masked_fill_((before < 0)[:, None, None], 0)
-        if len(before) == 1:
+        states, places = self.states, self.states.places(count)
+        pages = self.storage.pages.v.view(-1, count, inputs.shape[-1])
+        kept = pages[states.before].to(inputs.dtype)  # of a sequence that begins, what the last slot holds
+        if states.begun is not None:
+            kept = kept.masked_fill(~states.begun[:, None, None], 0)
+        if len(kept) == 1:
             return torch.cat([kept[0], inputs]), places
-        row = inputs.new_empty(len(inputs) + len(before) * count, inputs.shape[-1])
-        row[places] = inputs
-        first = self.states.starts[:-1] + count * torch.arange(len(before), device=before.device)
-        row[(first[:, None] + torch.arange(count, device=before.device)).flatten()] = kept.flatten(0, 1)
+        row = inputs.new_empty(len(inputs) + len(kept) * count, inputs.shape[-1])
+        row[places.tokens], row[places.before] = inputs, kept.flatten(0, 1)
         return row, places
 
-    def keep_inputs(self, row: Tensor, places: Tensor, count: int) -> None:
-        """Store the last `count` inputs up to each token whose state is kept; see `inputs_before`."""
-        written = self.group_step.written
-        last = (places if written is None else places[written])[:, None] - torch.arange(count - 1, -1, -1)
+    def keep_inputs(self, row: Tensor, places: RowPlaces) -> None:
+        """Store the last inputs up to each token whose state is kept; see `inputs_before`."""
         pages = self.storage.pages.v
-        pages[self.group_step.slots] = row.detach()[last].to(pages.dtype).view(len(last), *pages.shape[1:])
+        pages[self.group_step.slots] = row.detach()[places.last].to(pages.dtype).view(-1, *pages.shape[1:])
 
 
 @dataclass

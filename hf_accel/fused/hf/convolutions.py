@@ -59,10 +59,10 @@ def convolve(inputs: Tensor, conv: nn.Conv1d) -> Tensor:
 
     Sums are in float32 and in the order of the tokens, whatever else the pass computes, and are rounded once.
     """
-    weight = conv.weight.squeeze(1).float()
-    total = inputs[..., 0].float() * weight[:, 0]
-    for place in range(1, weight.shape[1]):
-        total += inputs[..., place].float() * weight[:, place]
+    weight = conv.weight.squeeze(1).float().t().contiguous()  # torch takes several times as long for strided numbers
+    total = inputs[..., 0].float() * weight[0]
+    for place in range(1, len(weight)):
+        total += inputs[..., place].float() * weight[place]
     return (total if conv.bias is None else total + conv.bias.float()).to(inputs.dtype)
 
 

@@ -54,11 +54,12 @@ class PagedDeltaRule(Mixin):
         state = own.num_v_heads * own.head_k_dim * own.head_v_dim
         layer = cache_params.layers[own.layer_idx]
         found = layer.states(hidden_states, state=state, inputs=kept * channels)
+        states = found.states
         # Padding has no state: in transformers it changes none before a sequence's first token.
         mixed, z, b, a = projected(own, found.step.tokens(hidden_states[:, None]).transpose(0, 1))
         row, places = found.inputs_before(mixed, kept)
         results = F.silu(convolve(row.unfold(0, kept + 1, 1), own.conv1d))
-        mixed = results if len(results) == len(places) else results[places - kept]
+        mixed = results if len(states.before) == 1 else results[places.tokens - kept]
         query, key, value = (
             part.unflatten(-1, (-1, size))
             for part, size in zip(
@@ -68,13 +69,13 @@ class PagedDeltaRule(Mixin):
             )
         )
         decay = torch.exp(-own.A_log.float().exp() * F.softplus(a.float() + own.dt_bias))
-        states, step = found.storage.pages.k.view(-1, own.num_v_heads, own.head_k_dim, own.head_v_dim), found.states
+        pages = found.storage.pages.k.view(-1, own.num_v_heads, own.head_k_dim, own.head_v_dim)
         rule = delta_rule.delta_rule if _is_native(query) else delta_rule.reference
         core = rule(
             query, key, value, decay, b.sigmoid().float(),
-            states=states, starts=step.starts, before=step.before, slots=step.slots,
+            states=pages, starts=states.starts, before=states.before, slots=states.slots,
         ).to(mixed.dtype)  # fmt: skip
-        found.keep_inputs(row, places, kept)
+        found.keep_inputs(row, places)
         layer.pass_done(found.step)
         normed = own.norm(core.view(-1, own.head_v_dim), z.reshape(-1, own.head_v_dim))
         out: Tensor = own.out_proj(normed.view(1, len(core), -1))
