@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from ..kernels.layouts import Ragged
@@ -102,45 +101,17 @@ class StateTable(BlockTable):
         self.tokens = []
 
 
-@dataclass(frozen=True)
-class RowPlaces:
-    """Where the tokens of a pass stand in a row that has `count` more tokens before those of each of B sequences.
-
-    tokens: [N] int64. before: [B * count] int64, the places of the added ones. last: [W, count] int64, the places of
-    the last `count` tokens up to each one whose state is written.
-    """
-
-    tokens: Tensor
-    before: Tensor
-    last: Tensor
-
-
 @dataclass
 class StateStep:
     """The states that a pass over B sequences of N tokens reads and writes.
 
     starts: [B + 1] int64, where each sequence begins in the row. before: [B] int64, the slots of the states before
     their first tokens, -1 for none. slots: [N] int64, where the state after each token is written, -1 for nowhere.
-    written: [W] int64, the tokens that have a slot. begun: [B] bool, the sequences that have a state before the pass;
-    None if all have one.
     """
 
     starts: Tensor
     before: Tensor
     slots: Tensor
-    written: Tensor
-    begun: Tensor | None
-    _places: dict[int, RowPlaces] = field(default_factory=dict)
-
-    def places(self, count: int) -> RowPlaces:
-        """Return where the tokens stand in a row with `count` more for each sequence. All layers share the result."""
-        if count not in self._places:
-            lengths, number = self.starts[1:] - self.starts[:-1], torch.arange(len(self.before))
-            tokens = torch.arange(len(self.slots)) + count * (number + 1).repeat_interleave(lengths)
-            before = (self.starts[:-1] + count * number)[:, None] + torch.arange(count)
-            last = tokens[self.written][:, None] - torch.arange(count - 1, -1, -1)
-            self._places[count] = RowPlaces(tokens, before.flatten(), last)
-        return self._places[count]
 
 
 class StateGroup(PageGroup):
@@ -177,13 +148,6 @@ class StateGroup(PageGroup):
             slots += [written.get(token, -1) for token in span]
             before.append(table.slot_before(span.start))
         starts = [0, *accumulate(map(len, spans))]
-        places = integers([place for place, slot in enumerate(slots) if slot >= 0])
-        own = StateStep(
-            starts=integers(starts),
-            before=integers(before),
-            slots=integers(slots),
-            written=places,
-            begun=None if min(before, default=0) >= 0 else integers(before) >= 0,
-        )
+        own = StateStep(starts=integers(starts), before=integers(before), slots=integers(slots))
         ragged = Ragged(cu_q, kv_len=cu_q[1:] - cu_q[:-1], max_q=0, max_kv=0)
-        return GroupStep(own.slots[places], places, ragged, own)
+        return GroupStep(own.slots, None, ragged, own)

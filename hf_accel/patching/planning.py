@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from .. import attention as attention_backends
 from ..attention.cpu import CpuBackend
 from ..attention.hf.stock import stock_parts
+from ..cache.hf import sharing_refusal
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import convolution_sites
@@ -95,7 +96,8 @@ def make_plan(
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
     shared = config.context_parallel is not None
-    context = context_parallel(inner, config, stock_attention or stock_loop) if shared else None
+    unshared = stock_attention or stock_loop or (sharing_refusal(inner.config) if shared else None)
+    context = context_parallel(inner, config, unshared) if shared else None
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     after = before + sum(p.bytes_held for p in linears)
     bandwidth = read_bandwidth(detect(model_device(inner)))

@@ -132,6 +132,13 @@ def most_states(num_blocks: int) -> int:
     return WINDOW * num_blocks + MOST_STATES
 
 
+def sharing_refusal(config: PreTrainedConfig) -> str | None:
+    """Return why ranks cannot share out the pages of a model, as one clause; None if they can."""
+    if any(kind.convolves or kind.recurs for kind in layer_kinds(config)):
+        return "layers that are no attention need all that they keep on each rank"
+    return None
+
+
 def check_windows(own: list[int | None], config: PreTrainedConfig) -> None:
     """Raise UnsupportedError unless `own`, the windows of a cache's layers, are those of this config."""
     wanted = layer_windows(config)

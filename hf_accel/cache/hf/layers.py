@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import NotRaggedError, UnsupportedError
 from ...tensors import product_dtype
 from ..group import GroupStep, KVStorage, PageGroup, Step
-from ..states import RowPlaces, StateStep
+from ..states import StateStep
 from .kinds import NOT_PAGED
 
 PAGED_HANDLE = "_hf_accel_paged"  # the name of the attribute of K that holds its PagedKV
@@ -143,27 +143,6 @@ class RecurrentPass:
     def states(self) -> StateStep:
         own: StateStep = self.group_step.own
         return own
-
-    def inputs_before(self, inputs: Tensor, count: int) -> tuple[Tensor, RowPlaces]:
-        """Put the `count` inputs that are kept before each sequence in front of its own of inputs [N, C].
-
-        Returns a row [N + B * count, C] with all of them, and their places.
-        """
-        states, places = self.states, self.states.places(count)
-        pages = self.storage.pages.v.view(-1, count, inputs.shape[-1])
-        kept = pages[states.before].to(inputs.dtype)  # of a sequence that begins, what the last slot holds
-        if states.begun is not None:
-            kept = kept.masked_fill(~states.begun[:, None, None], 0)
-        if len(kept) == 1:
-            return torch.cat([kept[0], inputs]), places
-        row = inputs.new_empty(len(inputs) + len(kept) * count, inputs.shape[-1])
-        row[places.tokens], row[places.before] = inputs, kept.flatten(0, 1)
-        return row, places
-
-    def keep_inputs(self, row: Tensor, places: RowPlaces) -> None:
-        """Store the last inputs up to each token whose state is kept; see `inputs_before`."""
-        pages = self.storage.pages.v
-        pages[self.group_step.slots] = row.detach()[places.last].to(pages.dtype).view(-1, *pages.shape[1:])
 
 
 @dataclass

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...cache.hf import CacheOverPages, RaggedCache
@@ -18,11 +17,14 @@ from ...cache.pages import Pages, TokenRange
 from ...cache.states import StateGroup
 from ...errors import NotRaggedError
 from ...kernels import cpu
-from ...kernels.cpu import delta_rule
+from ...kernels.cpu import delta_rule, short_conv
+from ...kernels.cpu.library import FLOATS
+from ...kernels.cpu.row_kernels import activate, rms_norm
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.unchanged import is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, mixed_class, original_class
-from .convolutions import causal_refusal, convolve, keyword_refusal
+from .convolutions import causal_refusal, keyword_refusal
 from .sites import FusedSite
 
 RECURRENCE = "recurrence"  # the kind in the plan
@@ -30,6 +32,9 @@ RECURRENCE = "recurrence"  # the kind in the plan
 INTERLEAVED, SEPARATE = {"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
 OTHER_PARTS = {"conv1d", "norm", "out_proj"}
 PARAMETERS = {"A_log", "dt_bias"}
+# The convolution and the rule.
+NATIVE = (short_conv.short_conv, delta_rule.delta_rule)
+REFERENCE = (short_conv.reference, delta_rule.reference)
 
 
 class PagedDeltaRule(Mixin):
@@ -54,30 +59,24 @@ class PagedDeltaRule(Mixin):
         state = own.num_v_heads * own.head_k_dim * own.head_v_dim
         layer = cache_params.layers[own.layer_idx]
         found = layer.states(hidden_states, state=state, inputs=kept * channels)
-        states = found.states
+        if attention_mask is not None:  # [B, Q], as transformers makes it for these layers
+            hidden_states = hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)
         # Padding has no state: in transformers it changes none before a sequence's first token.
         mixed, z, b, a = projected(own, found.step.tokens(hidden_states[:, None]).transpose(0, 1))
-        row, places = found.inputs_before(mixed, kept)
-        results = F.silu(convolve(row.unfold(0, kept + 1, 1), own.conv1d))
-        mixed = results if len(states.before) == 1 else results[places.tokens - kept]
-        query, key, value = (
-            part.unflatten(-1, (-1, size))
-            for part, size in zip(
-                mixed.float().split([own.key_dim, own.key_dim, own.value_dim], dim=-1),
-                (own.head_k_dim, own.head_k_dim, own.head_v_dim),
-                strict=True,
-            )
-        )
-        decay = torch.exp(-own.A_log.float().exp() * F.softplus(a.float() + own.dt_bias))
-        pages = found.storage.pages.k.view(-1, own.num_v_heads, own.head_k_dim, own.head_v_dim)
-        rule = delta_rule.delta_rule if _is_native(query) else delta_rule.reference
+        states, inputs = found.storage.pages[:2]
+        places = vars(found.states)
+        is_native = _is_native(mixed)
+        convolve, rule = NATIVE if is_native else REFERENCE
+        convolved = convolve(mixed, own.conv1d.weight.squeeze(1), kept=inputs.view(-1, kept, channels), **places)
+        query, key, value = convolved.split([own.key_dim, own.key_dim, own.value_dim], dim=-1)
         core = rule(
-            query, key, value, decay, b.sigmoid().float(),
-            states=pages, starts=states.starts, before=states.before, slots=states.slots,
+            query.unflatten(-1, (-1, own.head_k_dim)), key.unflatten(-1, (-1, own.head_k_dim)),
+            value.unflatten(-1, (-1, own.head_v_dim)), a, b,
+            rate=own.A_log.float().exp(), bias=own.dt_bias.float(),
+            states=states.view(-1, own.num_v_heads, own.head_k_dim, own.head_v_dim), **places,
         ).to(mixed.dtype)  # fmt: skip
-        found.keep_inputs(row, places)
         layer.pass_done(found.step)
-        normed = own.norm(core.view(-1, own.head_v_dim), z.reshape(-1, own.head_v_dim))
+        normed = _normed(own.norm, core.view(-1, own.head_v_dim), z.reshape(-1, own.head_v_dim), is_native=is_native)
         out: Tensor = own.out_proj(normed.view(1, len(core), -1))
         return found.step.columns(out.transpose(0, 1), len(hidden_states)).squeeze(2)
 
@@ -93,7 +92,17 @@ def projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _is_native(x: Tensor) -> bool:
-    return x.is_cpu and not is_recorded() and not x.requires_grad and cpu.refusal() is None
+    """Return whether our kernels may compute from x: torch does not have to see it."""
+    return x.is_cpu and x.dtype in FLOATS and not is_recorded() and not x.requires_grad and cpu.refusal() is None
+
+
+def _normed(norm: Any, x: Tensor, gate: Tensor, *, is_native: bool) -> Tensor:
+    """Compute norm(x, gate) for rows [M, D]. Ours rounds each row as it does a single one, and torch's may not."""
+    if not is_native or not is_unobserved(norm) or not type(norm).__name__.endswith("RMSNormGated"):
+        result: Tensor = norm(x, gate)
+        return result
+    normed = rms_norm(x, norm.weight, norm.variance_epsilon)
+    return activate(gate.float(), "silu", y=normed.float()).to(x.dtype)
 
 
 def recurrence_refusal(module: Any) -> str | None:
@@ -102,11 +111,14 @@ def recurrence_refusal(module: Any) -> str | None:
     refusal = causal_refusal(conv)
     if refusal is not None:
         return refusal
+    if conv.weight.dtype not in FLOATS or conv.kernel_size[0] < 2:
+        return f"its convolution is over {conv.kernel_size[0]} tokens in {conv.weight.dtype}"
     # In transformers padding is zeros in front of the projections, and a bias would make it something else.
     if any(getattr(part, "bias", None) is not None for name, part in module._modules.items() if name != "out_proj"):
         return "its projections or its convolution have a bias"
-    if module.activation not in ("silu", "swish"):
-        return f"its activation is {module.activation!r}"
+    for name, part in (("it", module), ("its norm", module.norm)):
+        if getattr(part, "activation", "silu") not in ("silu", "swish"):
+            return f"{name} has the activation {part.activation!r}"
     return None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
@@ -15,6 +16,7 @@ from hf_accel.kernels.cpu.delta_rule import delta_rule, reference
 # (key heads, value heads, key_dim, value_dim)
 SHAPES = [(1, 1, 1, 1), (1, 2, 4, 6), (2, 6, 8, 8), (2, 2, 3, 65), (1, 3, 16, 64), (2, 4, 32, 130), (1, 1, 128, 128)]
 NONE = -1
+EACH = "qkvab"  # what each token has
 
 
 def inputs(shape: tuple[int, int, int, int], tokens: int) -> dict[str, Tensor]:
@@ -23,8 +25,10 @@ def inputs(shape: tuple[int, int, int, int], tokens: int) -> dict[str, Tensor]:
         "q": torch.randn(tokens, keys, key_dim),
         "k": torch.randn(tokens, keys, key_dim),
         "v": torch.randn(tokens, values, value_dim),
-        "decay": torch.rand(tokens, values),
-        "beta": torch.rand(tokens, values),
+        "a": torch.randn(tokens, values),
+        "b": torch.randn(tokens, values),
+        "rate": torch.rand(values),
+        "bias": torch.randn(values),
     }
 
 
@@ -61,13 +65,13 @@ def test_bits_do_not_depend_on_the_pass(shape: tuple[int, int, int, int]) -> Non
     whole = delta_rule(**given, **places([9], [0], [NONE] * 8 + [1]), states=states)
     steps = []
     for token, slot in enumerate(range(2, 11)):
-        part = {name: value[token : token + 1] for name, value in given.items()}
+        part = {name: value[token : token + 1] if name in EACH else value for name, value in given.items()}
         steps.append(delta_rule(**part, **places([1], [slot - 1 if token else 0], [slot]), states=states))
     assert torch.equal(torch.cat(steps), whole) and torch.equal(states[10], states[1])
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        pairs = {name: torch.cat([value.flip(0), value]) for name, value in given.items()}
+        pairs = {n: torch.cat([value.flip(0), value]) if n in EACH else value for n, value in given.items()}
         both = delta_rule(**pairs, **places([9, 9], [NONE, 0], [NONE] * 18), states=states)
     finally:
         torch.set_num_threads(threads)
@@ -92,12 +96,30 @@ def test_it_is_transformers_rule(name: str) -> None:
     given, states = inputs(shape, 70), pages(shape, 2)
     first = states[0].clone()
     repeated = {key: given[key].repeat_interleave(2, 1)[None] for key in "qk"}  # transformers 5.17 repeats outside
+    decay = -given["rate"] * F.softplus(given["a"] + given["bias"])
     expected, last = getattr(theirs, name)(
-        repeated["q"], repeated["k"], given["v"][None], g=given["decay"].log()[None], beta=given["beta"][None],
+        repeated["q"], repeated["k"], given["v"][None], g=decay[None], beta=given["b"].sigmoid()[None],
         initial_state=first[None], output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     near(delta_rule(**given, **places([70], [0], [NONE] * 69 + [1]), states=states), expected[0])
     near(states[1], last[0])
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_beta_is_rounded_as_in_transformers(dtype: torch.dtype) -> None:
+    shape = (1, 2, 8, 8)
+    given = inputs(shape, 6) | places([6], [NONE], [NONE] * 6) | {"states": pages(shape, 1)}
+    given["a"], given["b"] = given["a"].to(dtype), given["b"].to(dtype)
+    near(delta_rule(**given), reference(**given))
+
+
+@pytest.mark.usefixtures("isa")
+def test_large_gates() -> None:
+    shape = (1, 2, 8, 8)
+    given = inputs(shape, 6) | places([6], [NONE], [NONE] * 6) | {"states": pages(shape, 1)}
+    given["a"], given["b"] = given["a"] * 60, given["b"] * 60
+    near(delta_rule(**given), reference(**given))
 
 
 def test_no_sequences() -> None:
