@@ -115,7 +115,10 @@ class StateStep:
 
 
 class StateGroup(PageGroup):
-    """The pages of recurrent layers; a block holds the state after one token. They are never quantized."""
+    """The pages of recurrent layers; a block holds the state after one token. They are never quantized.
+
+    A state is large, so there are pages for as many as were in use at a time, and not for all of the pool.
+    """
 
     def __init__(self, *, num_blocks: int, growable: bool) -> None:
         super().__init__(
@@ -126,6 +129,25 @@ class StateGroup(PageGroup):
             prefix_sharing=False,
             quantized=None,
         )
+        self._num_rows = FIRST_STATES
+
+    @property
+    def num_stored(self) -> int:
+        return self._num_rows
+
+    @property
+    def used_bytes(self) -> float:
+        return self.nbytes * self.pool.num_used / self._num_rows
+
+    def append(self, table: BlockTable, num_tokens: int, *, each: bool = False) -> None:
+        # The pool gives a block that was never used only if all before it are in use: so these are the first ones.
+        needed = self.pool.num_used + table.blocks_needed(num_tokens, each=each)
+        if needed > self._num_rows:
+            rows = max(needed, 2 * self._num_rows)
+            for storage in self.storages.values():
+                storage.grow(rows)
+            self._num_rows = rows
+        table.append(num_tokens, each=each)
 
     def table(self) -> StateTable:
         return StateTable(self)

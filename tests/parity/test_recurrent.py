@@ -282,6 +282,19 @@ def test_turns_over_one_cache() -> None:
     assert alone(model, second, past_key_values=cache) == expected, "it holds all of the prompt, and more"
 
 
+def test_pages_are_made_for_the_states_in_use() -> None:
+    """A pool of a fixed size has room for many states, which together would fill the memory."""
+    model = hf_accel.patch(model_of(), weights=None, cache={"max_tokens": 10**9})
+    cache = PagedCache(model.config, max_tokens=10**4)
+    for _ in range(3):
+        model(torch.randint(1, VOCABULARY, (5, 40)), past_key_values=cache)  # a state for each
+        model(torch.randint(1, VOCABULARY, (5, 1)), past_key_values=cache)  # and another
+        assert {len(cache.pages.groups[-1].storages[layer].pages.k) for layer in (0, 2, 3)} == {16}
+        cache.reset()
+    model(torch.randint(1, VOCABULARY, (9, 4)), past_key_values=cache)  # few tokens, whose states are all kept
+    assert 36 <= len(cache.pages.groups[-1].storages[0].pages.k) <= 64
+
+
 def test_states_are_never_quantized() -> None:
     model = hf_accel.patch(model_of(), weights=None, cache={"dtype": "int8"})
     cache = PagedCache(model.config, dtype="int8")
