@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .group import GroupStep, PageGroup
-from .pool import BlockTable, Copy, copy_nothing
+from .pool import BlockPool, BlockTable, Copy, copy_nothing
 
 WINDOW = 2  # a token's result needs the state before it, and the pass makes its own
 MOST_STATES = 32  # of a pass whose tokens may be taken back
@@ -29,9 +29,8 @@ class StateTable(BlockTable):
     blocks[i] holds the state after token tokens[i]; other tokens have no state.
     """
 
-    def __init__(self, group: StateGroup) -> None:
-        super().__init__(group.pool)
-        self._group = group
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
         self.tokens: list[int] = []
 
     @property
@@ -83,7 +82,7 @@ class StateTable(BlockTable):
         self.num_tokens = num_tokens
 
     def fork(self) -> StateTable:
-        other = StateTable(self._group)
+        other = StateTable(self.pool)
         other._retain(self.blocks)
         other.num_tokens, other.tokens = self.num_tokens, list(self.tokens)
         return other
@@ -150,7 +149,7 @@ class StateGroup(PageGroup):
         table.append(num_tokens, each=each)
 
     def table(self) -> StateTable:
-        return StateTable(self)
+        return StateTable(self.pool)
 
     def has_columns(self, layer_idx: int) -> bool:
         return False
