@@ -189,6 +189,7 @@ SAME_FUNCTION_NAMES = {  # public functions of several modules -> why they have 
     "main": "of a program",
     "quantize": "every method, format and kernel quantizes",
     "readable": "of a weight in each form",
+    "reference": "what a kernel computes, by torch's operators",
     "refusal": "every kind of kernel and of graph is asked why it cannot run",
 }
 MOST_MEANINGS = 2  # values of one constant's name in all modules

@@ -43,6 +43,7 @@ WRITERS = {
     "patching.calibration": {"hook", "submodule"},
     "estimate.shapes": {"dict", "submodule"},
     "fused.hf.convolutions": {"class"},
+    "fused.hf.recurrences": {"class"},
     "fused.hf.sites": {"class", "dict"},
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},

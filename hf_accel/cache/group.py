@@ -17,7 +17,7 @@ from ..kernels import triton
 from ..kernels.cpu import attention as cpu
 from ..kernels.cpu.library import FLOATS
 from ..kernels.layouts import KV, AttentionOptions, Ragged
-from ..tensors import integers, is_recorded
+from ..tensors import integers, is_recorded, packed, views
 from .pool import BlockPool, BlockTable, PrefixIndex
 from .quantized import INT4, SCALE_DTYPES, dequantize, dim_refusal, quantize, rotate, stored_columns
 
@@ -170,6 +170,14 @@ class PageGroup:
         self.storages: dict[int, KVStorage] = {}
         self.has_scratch = False
 
+    def table(self) -> BlockTable:
+        """Return the empty table of a new sequence."""
+        return BlockTable(self.pool)
+
+    def has_columns(self, layer_idx: int) -> bool:
+        """Return whether pages of this layer hold K and V of tokens."""
+        return layer_idx in self.storages
+
     @property
     def num_stored(self) -> int:
         """The blocks that pages have here: those of the pool, and the scratch block behind them."""
@@ -203,17 +211,19 @@ class PageGroup:
             storage.widen(torch.promote_types(keys.dtype, values.dtype))
         return storage
 
-    def append(self, table: BlockTable, num_tokens: int) -> None:
+    def append(self, table: BlockTable, num_tokens: int, *, each: bool = False) -> None:
         """Allocate slots for more tokens in a table. A shared last block that is partly filled is copied first.
+
+        each: whether each of the tokens may be taken back, see BlockTable.append.
 
         Raises OutOfBlocksError, or torch's error if memory for the pages runs out; the table is then as it was.
         """
         # The pages grow before the pool does, so that every allocated block has pages.
-        size = self._num_here(self.pool.size_for(table.blocks_needed(num_tokens)))
+        size = self._num_here(self.pool.size_for(table.blocks_needed(num_tokens, each=each)))
         for storage in self.storages.values():
             if storage.num_blocks < size:
                 storage.grow(size)
-        table.append(num_tokens, self.copy)
+        table.append(num_tokens, self.copy, each=each)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as (source, destination), in every layer."""
@@ -336,9 +346,6 @@ def offsets(lengths: list[int], device: torch.device) -> Tensor:
     return integers([0, *accumulate(lengths)], dtype=torch.int32).to(device)
 
 
-ALIGNMENT = 16  # bytes; Triton makes better code for pointers that are multiples of it
-
-
 @dataclass(frozen=True)
 class PassInputs:
     """The tensors of a pass over N tokens. All are on one device.
@@ -385,30 +392,3 @@ class PassInputs:
             return self
         tensors = self.tensors
         return self.with_tensors(views(packed(tensors, device).to(device, non_blocking=True), tensors))
-
-
-def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the bytes of tensors of the host, one after the other, as uint8, in memory that `device` can copy from by
-    itself.
-    """
-    starts = _starts(tensors)
-    # torch reuses pinned memory only when the copies from it are done.
-    buffer = torch.zeros(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    numbers = buffer.numpy()  # whose slices cost a fraction of a tensor's
-    for start, tensor in zip(starts, tensors, strict=False):
-        numbers[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return buffer
-
-
-def views(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors whose bytes `packed` put into a buffer. like: tensors of their shapes and dtypes."""
-    starts = _starts(like)
-    return [
-        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(starts, like, strict=False)
-    ]
-
-
-def _starts(tensors: Sequence[Tensor]) -> list[int]:
-    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-    return [0, *accumulate(sizes)]

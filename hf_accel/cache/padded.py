@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from .group import Step
 from .pages import CachedSequence, Pages, TokenRange
+from .states import StateGroup
 
 
 class PaddedBatch:
@@ -57,6 +58,7 @@ class PaddedBatch:
                 "call cache.reset(), or give a cache to each batch"
             )
         token_mask = self._extended_mask(batch_size, num_new, mask)
+        self._refuse_gaps(token_mask)
         new_mask = None if token_mask is None else token_mask[:, self.num_columns :]
         counts = [num_new] * batch_size if new_mask is None else new_mask.sum(1).tolist()
         ids = [None] * batch_size if token_ids is None else _ids_per_sequence(token_ids, new_mask)
@@ -105,6 +107,17 @@ class PaddedBatch:
                 "padding, so the mask of cached columns cannot change: start from an empty cache"
             )
         return None if self.token_mask is None and bool(mask.all()) else mask
+
+    def _refuse_gaps(self, token_mask: Tensor | None) -> None:
+        """Raise UnsupportedError if there are states, and padding stands between tokens: it would change them."""
+        if token_mask is None or not any(isinstance(group, StateGroup) for group in self.pages.groups):
+            return
+        begun, left = token_mask.bool().cummax(1).values, token_mask.bool().flip(1).cummax(1).values.flip(1)
+        if bool((begun & left & ~token_mask.bool()).any()):
+            raise UnsupportedError(
+                "attention_mask hides columns between tokens, and in transformers padding changes the states of this "
+                "model's recurrent layers; pad on the left, or use transformers' own cache"
+            )
 
     @staticmethod
     def _contiguous(token_mask: Tensor | None, num_new: int, window: int | None) -> bool:

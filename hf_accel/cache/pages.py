@@ -15,6 +15,7 @@ from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
 from .pool import BlockTable
+from .states import StateGroup
 
 HOST = torch.device("cpu")
 
@@ -96,12 +97,13 @@ class Pages:
 
     @property
     def block_size(self) -> int:
+        """Return the tokens in a block of keys and values, which come before other kinds."""
         return self.groups[0].pool.block_size
 
     @property
     def capacity(self) -> int | None:
         """The number of tokens that one sequence can have if it is alone; None if there is no limit."""
-        bounded = [g.pool.num_blocks * self.block_size for g in self.groups if not g.pool.growable and not _rolls(g)]
+        bounded = [g.pool.num_blocks * g.pool.block_size for g in self.groups if not g.pool.growable and not _rolls(g)]
         return min(bounded, default=None)
 
     # -- prefix caching --------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ class Pages:
 
     def begin(self, blocks: Sequence[int] = (), num_tokens: int = 0) -> CachedSequence:
         """Start a sequence with the `num_tokens` tokens that `blocks` hold, or an empty one."""
-        sequence = CachedSequence([BlockTable(group.pool) for group in self.groups], self.epoch)
+        sequence = CachedSequence([group.table() for group in self.groups], self.epoch)
         if num_tokens:
             sequence.tables[0].adopt(blocks[: -(-num_tokens // self.block_size)], num_tokens)
         return sequence
@@ -171,19 +173,21 @@ class Pages:
             if group.window is not None:
                 table.drop_before(start - group.window + 1)
 
-    def require_held(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Raise UnsupportedError unless the sequence can be truncated to `num_tokens` tokens.
+    def missing(self, sequence: CachedSequence, num_tokens: int) -> str | None:
+        """Return what the sequence lacks to go on after its first `num_tokens` tokens, as a clause; None if nothing.
 
-        It cannot if blocks were released that lie within the sliding window of the token after them.
+        It lacks something if blocks were released that the token after them needs.
         """
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            held = table.num_dropped_blocks * self.block_size
-            needed = 0 if group.window is None else max(0, num_tokens - group.window + 1)
-            if num_tokens and held > needed:
-                raise UnsupportedError(
-                    f"cannot go back to {num_tokens} tokens: a sliding window of {group.window} needs those from "
-                    f"{needed} on, and the cache holds those from {held} on; crop less, or reset() the cache"
-                )
+        pairs = zip(self.groups, sequence.tables, strict=True)
+        return next(filter(None, (table.missing(num_tokens, group.window) for group, table in pairs)), None)
+
+    def require_held(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Raise UnsupportedError unless the sequence can be truncated to `num_tokens` tokens."""
+        missing = self.missing(sequence, num_tokens)
+        if missing is not None:
+            raise UnsupportedError(
+                f"cannot go back to {num_tokens} tokens: {missing}; crop less, or reset() the cache"
+            )
 
     # -- room ------------------------------------------------------------------------------------------
 
@@ -201,9 +205,9 @@ class Pages:
     def room(self, sequence: CachedSequence, most: int, *, start: int | None = None) -> int:
         """Return how many tokens can be appended, at most `most`. start: see `append`."""
         self.slide(sequence, sequence.num_tokens if start is None else start)
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            if not group.pool.growable:
-                most = min(most, table.slots_with(group.pool.num_free))
+        for group, free, table in zip(self.groups, self.free_blocks(), sequence.tables, strict=True):
+            if not group.pool.growable or start is not None:
+                most = min(most, table.slots_with(free, each=start is not None))
         return most
 
     def can_append(self, sequence: CachedSequence, count: int, *, start: int | None = None) -> bool:
@@ -212,10 +216,11 @@ class Pages:
     def append(self, sequence: CachedSequence, count: int, *, start: int | None = None) -> None:
         """Allocate slots for `count` more tokens. Raises what PageGroup.append raises; no token is then added.
 
-        start: the first token that the next pass computes, if the sequence already has slots for it. Blocks behind
-        its sliding window are released here, when a new block is needed, and not in `truncate`: so the sequence can
-        still be truncated.
+        start: the first token that the next pass computes, if the sequence already has slots for it, or if the tokens
+        may be taken back: a state is then kept after each of them, up to MOST_STATES. Blocks behind its sliding window
+        are released here, when a new block is needed, and not in `truncate`: so the sequence can still be truncated.
         """
+        each = start is not None
         for table in sequence.tables:
             if not table.has_slots(count):
                 break
@@ -225,11 +230,11 @@ class Pages:
             return
         self.slide(sequence, sequence.num_tokens if start is None else start)
         for group, table in zip(self.groups, sequence.tables, strict=True):
-            group.pool.require(table.blocks_needed(count))
+            group.pool.require(table.blocks_needed(count, each=each))
         longer: list[BlockTable] = []
         try:
             for group, table in zip(self.groups, sequence.tables, strict=True):
-                group.append(table, count)
+                group.append(table, count, each=each)
                 longer.append(table)
         except BaseException:
             for table in longer:
@@ -266,20 +271,23 @@ class Pages:
 
     def waste(self, sequences: Iterable[CachedSequence]) -> float:
         """Return the share of allocated slots that hold no token. sequences: all that hold blocks."""
-        size = self.block_size
         tokens_in: dict[tuple[int, int], int] = {}  # the key is (group, block), so a shared block counts once
         for sequence in sequences:
             for index, table in enumerate(sequence.tables):
+                size = table.pool.block_size
                 for number, block in enumerate(table.blocks):
                     filled = min(size, table.num_held_tokens - number * size)
                     tokens_in[index, block] = max(filled, tokens_in.get((index, block), 0))
-        held = sum(group.pool.num_used for group in self.groups) * size
+        held = sum(group.pool.num_used * group.pool.block_size for group in self.groups)
         return 1 - sum(tokens_in.values()) / held if held else 0.0
 
 
 def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q: Tensor) -> GroupStep:
     """Make the part of a Step for one group. Attention does not read a sequence's slots beyond its range."""
     device, tables = cu_q.device, [each.sequence.tables[index] for each in ranges]
+    spans = [range(each.start, each.start + each.count) for each in ranges]
+    if isinstance(group, StateGroup):
+        return group.step(tables, spans, [each.write_from or each.start for each in ranges], cu_q)
     slots: list[int] = []
     held: list[int] = []
     for each, table in zip(ranges, tables, strict=True):
@@ -303,5 +311,4 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     step = GroupStep(integers(slots).to(device), written, ragged)
     if group.context is None:
         return step
-    spans = [range(each.start, each.start + each.count) for each in ranges]
     return group.context.narrow(step, tables, spans, group.window)

@@ -231,7 +231,7 @@ class BlockTable:
     def num_held_tokens(self) -> int:
         return self.num_tokens - self.num_dropped_blocks * self.pool.block_size
 
-    def blocks_needed(self, num_tokens: int) -> int:
+    def blocks_needed(self, num_tokens: int, *, each: bool = False) -> int:
         """The number of blocks that `append` would allocate."""
         return self._num_new(num_tokens) + self._copies_last(num_tokens)
 
@@ -251,15 +251,16 @@ class BlockTable:
         filled = self.num_tokens % size
         return 0 < filled <= size - num_tokens and self.pool.is_writable(self.blocks[-1])
 
-    def slots_with(self, num_blocks: int) -> int:
+    def slots_with(self, num_blocks: int, *, each: bool = False) -> int:
         """The number of tokens that can be appended if the pool has `num_blocks` free blocks."""
         num_blocks -= self._copies_last(1)
         return -self.num_tokens % self.pool.block_size + num_blocks * self.pool.block_size if num_blocks >= 0 else 0
 
-    def append(self, num_tokens: int, copy: Copy = copy_nothing) -> list[tuple[int, int]]:
+    def append(self, num_tokens: int, copy: Copy = copy_nothing, *, each: bool = False) -> list[tuple[int, int]]:
         """Allocate slots for more tokens, and return the blocks that were copied as (source, destination).
 
-        copy: copies the pages of these blocks; it is called before the table changes. Raises what `copy` raises, and
+        copy: copies the pages of these blocks; it is called before the table changes. each: whether each of the tokens
+        may be taken back, which is the case here at all times. Raises what `copy` raises, and
         OutOfBlocksError. After an error the table is as it was, and no block is allocated.
         """
         num_new, copies_last = self._num_new(num_tokens), self._copies_last(num_tokens)
@@ -291,6 +292,13 @@ class BlockTable:
         if not (first <= start <= stop <= self.num_tokens) and start != stop:
             raise ValueError(f"tokens {start}..{stop} are not held; the table has {first}..{self.num_tokens}")
         return [self.blocks[(t - first) // size] * size + t % size for t in range(start, stop)]
+
+    def missing(self, num_tokens: int, window: int | None) -> str | None:
+        """Return what the table lacks for a pass after the first `num_tokens` tokens, as a clause; None if nothing."""
+        held, needed = self.num_dropped_blocks * self.pool.block_size, max(0, num_tokens - (window or num_tokens) + 1)
+        if not num_tokens or held <= needed:
+            return None
+        return f"a sliding window of {window} needs those from {needed} on, and the cache holds those from {held} on"
 
     def truncate(self, num_tokens: int) -> None:
         """Go back to the first `num_tokens` tokens, releasing whole blocks."""

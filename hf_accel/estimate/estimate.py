@@ -16,6 +16,7 @@ from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
 from ..linear import LinearSpec
 from ..models import model_of
+from .layers import attention_layers, encoder_layers
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
 from .shapes import (
@@ -30,7 +31,7 @@ from .shapes import (
     stored_specs,
 )
 from .this_machine import measure_machine
-from .workload import Workload, attention_layers, encoder_layers, weight_tensors
+from .workload import Workload, weight_tensors
 
 AS_PATCHED: Any = Default("as patched")
 

@@ -31,8 +31,9 @@ from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import LinearSpec, choose
 from ..linear.backends.registry import example, timed_outputs
+from .layers import AttentionLayer
 from .roofline import ByRows, Machine
-from .workload import MULTIPLIED, AttentionLayer, WeightTensor, Workload
+from .workload import MULTIPLIED, WeightTensor, Workload
 
 MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 512)
 QUERIES = (1, 128)

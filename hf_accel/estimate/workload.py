@@ -10,21 +10,20 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..cache.hf import layer_kind, layer_names
-from ..cache.quantized import QUANTIZED, head_bytes
+from ..cache.quantized import QUANTIZED
 from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
-from ..models import head_dim, num_kv_heads
 from ..patching.survey import linear_sites, sites_for, sites_named
 from ..patching.weight_sites import LinearSite
+from .layers import AttentionLayer
 from .roofline import Work
 from .shapes import decoder_config
 
@@ -271,85 +270,3 @@ class AttentionBytes(NamedTuple):
         per_head = context * context * dtype.itemsize
         tile = min(context, TILE) ** 2
         return cls(naive=heads * per_head, naive_per_head=per_head, tiled=heads * 4 * (context + tile))
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionLayer:
-    """One layer that attends; `tokens` are what a query sees of a sequence (at most the layer's window).
-
-    caches: whether it keeps keys and values for later tokens; else each query sees tokens on both sides.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tokens: int
-    caches: bool = True
-
-    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
-        """Return the bytes of the keys and values of one sequence.
-
-        quantized: the dtype of pages with a scale per token and head.
-        """
-        if not self.caches:
-            return 0
-        return 2 * self.kv_heads * self.tokens * head_bytes(self.head_dim, dtype, quantized)
-
-    @property
-    def decode_operations(self) -> int:
-        """Return the operations of one query: two products, and two operations per multiply-add."""
-        return 4 * self.heads * self.head_dim * self.tokens
-
-    def prefill_operations(self, context: int) -> int:
-        """Return the operations of `context` queries, each of which sees itself and the tokens before it within the
-        window.
-        """
-        pairs = self.tokens * context
-        if self.caches:
-            pairs -= self.tokens * (self.tokens - 1) // 2
-        return 4 * self.heads * self.head_dim * pairs
-
-
-class ConvolutionLayer(AttentionLayer):
-    """One layer with a short convolution, whose inputs stay in pages as they are."""
-
-    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
-        """Return the bytes of the inputs that one sequence keeps, in `dtype` whatever the pages of others have."""
-        return super().kv_bytes(dtype=dtype, quantized=None)
-
-
-def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
-    """Return the layers that have a cache of their own, as transformers' cache counts them.
-
-    Layers that reuse another's keys and values are left out. Raises UnsupportedError for recurrent and other layers.
-    """
-    layers, cache = [], cast(Any, DynamicCache(config=config))
-    # Layers that reuse others' come last. The cache of older transformers ends before them.
-    names = layer_names(config, len(cache.layers))
-    for layer, shape, name in zip(cache.layers, config.per_layer_config, names, strict=False):
-        if type(layer).__name__ == "DummyLayer":
-            continue
-        kind = layer_kind(layer, name, config)
-        if kind is None:
-            raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
-        tokens = context if kind.window is None else min(context, kind.window)
-        layers.append(_convolution(shape, tokens=tokens) if kind.convolves else _layer(shape, tokens=tokens))
-    return layers
-
-
-def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
-    """Return the layers of an encoder, which caches nothing."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    window = getattr(config, "local_attention", None) or context  # ModernBERT's, of both sides together
-    seen = {True: min(context, window), False: context}
-    return [_layer(config, tokens=seen["sliding" in kind], caches=False) for kind in kinds]
-
-
-def _convolution(config: Any, *, tokens: int) -> AttentionLayer:
-    """Return the layer whose one head has half of the inputs of a short convolution as keys, and half as values."""
-    return ConvolutionLayer(heads=1, kv_heads=1, head_dim=config.hidden_size // 2, tokens=tokens)
-
-
-def _layer(config: Any, *, tokens: int, caches: bool = True) -> AttentionLayer:
-    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
-    return AttentionLayer(heads=heads, kv_heads=kv_heads, head_dim=head_dim(config), tokens=tokens, caches=caches)

@@ -21,6 +21,7 @@ from ..attention.masking import visible
 from ..attention.paged_kv import gather, rotated_like_pages
 from ..attention.sdpa import grouped_attention
 from ..cache.group import GroupStep, SharedContext
+from ..cache.hf import sharing_refusal
 from ..cache.pool import BlockTable
 from ..config import PatchConfig
 from ..errors import LostRankError, UnsupportedError
@@ -115,12 +116,16 @@ class ContextParallel(SharedContext):
         return merge_ranks(outs, lses)[0]
 
 
-def context_parallel(model: nn.Module, config: PatchConfig, refusal: str | None) -> ContextParallel:
-    """Return the ranks that share out the KV cache, for a config that asks for it.
+def context_parallel(model: nn.Module, config: PatchConfig, refusal: str | None) -> ContextParallel | None:
+    """Return the ranks that share out the KV cache, for a config that asks for it; None for others.
 
     refusal: why the model has no pages or no ragged passes, as one clause. Raises UnsupportedError for a model or an
     option that context parallel cannot serve.
     """
+    if config.context_parallel is None:
+        return None
+    own: Any = model.config
+    refusal = refusal or sharing_refusal(own)
     if config.weights is not None and config.weights.only_if_faster:
         refusal = refusal or "weights='auto' would be measured by each rank for itself"
     if spans_processes(model):

@@ -17,6 +17,7 @@ from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import is_known_convolution
+from ..fused.hf.recurrences import is_known_recurrence, recurrent_pages_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
@@ -85,7 +86,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
         unpaged = code_of(module).unpaged
-        if unpaged is not None and not is_known_convolution(module):
+        if unpaged is not None and not (is_known_convolution(module) or is_known_recurrence(module)):
             return unpaged
     try:
         kinds = layer_kinds(model.config)
@@ -93,6 +94,8 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     if any(kind.convolves for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
         return f"{name} has convolutions, whose pages are read on a CPU alone"
+    if any(kind.recurs for kind in kinds) and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
+        return f"{name} has recurrent layers, {refusal}"
     return _bidirectional_refusal(model)
 
 
@@ -112,7 +115,7 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} needs more than token ids"
     if positions_depend_on_length(model.config):
         return "its rotary scaling depends on the length of the batch"
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and cache_refusal(model) is not None:
         return f"{name} keeps a recurrent state that cannot go back"
     for method in OWN_METHODS:
         own = getattr(type(model), method)

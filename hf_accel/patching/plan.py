@@ -12,6 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
+from ..fused.hf.convolutions import CONVOLUTION
+from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import Dropped, FusedSite
 from ..fused.projections import UNLIMITED
 from ..generation.agreement import ALONE, ProcessAgreement
@@ -170,6 +172,9 @@ class Plan(Printed):
             clauses.add("torch's float linear rounds by batch size")
         elif self.invariant_rows is not None:
             clauses.add(f"float linears of more than {self.invariant_rows} rows go to torch, which rounds otherwise")
+        # Over pages, we compute the convolutions of these.
+        kept = (site.module for site in self.fused.sites if site.kind in (CONVOLUTION, RECURRENCE))
+        replaced |= {part for module in kept for part in module.children() if isinstance(part, nn.Conv1d)}
         own = {type(m).__name__ for m in self.model.modules() if m not in replaced and _has_matrix_of_its_own(m)}
         clauses |= {f"the products of {name} are torch's, which rounds by batch size" for name in own}
         return sorted(clauses)

@@ -18,6 +18,7 @@ from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import convolution_sites
 from ..fused.hf.encoder_sites import encoder_sites
+from ..fused.hf.recurrences import recurrence_sites
 from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
@@ -54,7 +55,6 @@ from .twin import twin
 from .weight_sites import LinearSite
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
-WHOLE = "the pages of its convolutions are not shared out"
 NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
 
 
@@ -89,23 +89,19 @@ def make_plan(
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
-    shared = config.context_parallel is not None
-    alone = stock_attention or stock_loop or (WHOLE if any(convolution_sites(inner)) else None)
-    context = context_parallel(inner, config, alone) if shared else None
+    context = context_parallel(inner, config, stock_attention or stock_loop)
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     after = before + sum(p.bytes_held for p in linears)
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
-    if not stock_cache:  # the pages of a convolution are read by no other forward, whatever fuse= says
-        fused = replace(fused, sites=(*fused.sites, *convolution_sites(inner)))
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
         config=config,
         linears=linears,
         attention=attention,
-        fused=fused,
+        fused=fused if stock_cache else _with_states(fused, inner),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,
@@ -301,6 +297,11 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 
 # -- fused ---------------------------------------------------------------------------------------------
+
+
+def _with_states(fused: FusedPlan, model: PreTrainedModel) -> FusedPlan:
+    """Add the layers whose pages are read by no other forward, whatever fuse= says."""
+    return replace(fused, sites=(*fused.sites, *convolution_sites(model), *recurrence_sites(model)))
 
 
 def _plan_fused(

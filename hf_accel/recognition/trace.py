@@ -89,7 +89,8 @@ class Trace(Record):
         except UntraceableError:
             raise
         except Exception as error:  # the code fails on a stand-in with an error of its own
-            raise UntraceableError(f"its code fails on a stand-in ({type(error).__name__}: {error})") from error
+            first = next(iter(str(error).splitlines()), "")
+            raise UntraceableError(f"its code fails on a stand-in ({type(error).__name__}: {first})") from error
 
     def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:
         """Return what the code reads as self.name."""

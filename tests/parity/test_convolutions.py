@@ -226,8 +226,14 @@ def test_an_argument_that_is_not_known() -> None:
 
 
 def test_ranks_do_not_share_out_inputs() -> None:
-    with pytest.raises(UnsupportedError, match="the pages of its convolutions are not shared out"):
+    with pytest.raises(UnsupportedError, match="layers that are no attention need all that they keep"):
         hf_accel.plan(model_of(), context_parallel=object())  # type: ignore[arg-type]
+
+
+def test_a_plan_says_what_is_shared() -> None:
+    cache = [hf_accel.plan(model).to_dict()["choices"] for model in (model_of(), model_of(layers=["full_attention"]))]
+    said = [next(line["reason"] for line in lines if line["topic"] == "cache") for lines in cache]
+    assert said == ["grows as needed; prefixes not shared", "grows as needed; prefixes shared"]
 
 
 def test_estimate_counts_what_the_cache_keeps() -> None:

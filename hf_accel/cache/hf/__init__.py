@@ -1,17 +1,7 @@
 """Paged KV caches as transformers' Cache: PagedCache for padded batches, RaggedCache for ragged passes."""
 
-from .layers import (
-    NOT_PAGED,
-    PAGED_HANDLE,
-    CacheOverPages,
-    PagedKV,
-    RaggedCache,
-    layer_kind,
-    layer_kinds,
-    layer_names,
-    layer_windows,
-    page_groups,
-)
+from .kinds import NOT_PAGED, layer_kind, layer_kinds, layer_names, layer_windows, page_groups, sharing_refusal
+from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass
 from .paged import PagedCache
 from .room import fixed_settings, share_settings
 
@@ -22,6 +12,7 @@ __all__ = [
     "PagedCache",
     "PagedKV",
     "RaggedCache",
+    "RecurrentPass",
     "fixed_settings",
     "layer_kind",
     "layer_kinds",
@@ -29,4 +20,5 @@ __all__ = [
     "layer_windows",
     "page_groups",
     "share_settings",
+    "sharing_refusal",
 ]

@@ -1,4 +1,4 @@
-"""The layers of a paged cache: their sliding windows, from a model's config, and how a pass stores and reads K and V.
+"""The layers of a paged cache: how a pass stores and reads K and V, and what other layers keep of their tokens.
 
 A cache shows its pages to the attention function as a PagedKV, an attribute on K. RaggedCache is the cache of a ragged
 pass. PagedCache, in paged.py, is the cache of transformers' own loops.
@@ -8,137 +8,17 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...config import CacheConfig
 from ...errors import NotRaggedError, UnsupportedError
 from ...tensors import product_dtype
-from ..group import GroupStep, KVStorage, PageGroup, SharedContext, Step
-from ..quantized import QUANTIZED
-
-NOT_PAGED = "use transformers' own cache"
-REMADE = "make it with hf_accel.PagedCache(model.config)"
-CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many tokens its convolutions see
-FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
-
-
-class LayerKind(NamedTuple):
-    """The state that a decoder layer keeps of its tokens: keys and values, or the inputs of a short convolution.
-
-    window: the number of last tokens that it keeps; None for all.
-    """
-
-    window: int | None
-    convolves: bool = False
-
-
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the window of each decoder layer, None for full attention. Raises what `layer_kinds` raises."""
-    return [kind.window for kind in layer_kinds(config)]
-
-
-def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
-    """Return what each decoder layer keeps, as in transformers' DynamicCache.
-
-    Raises UnsupportedError for a layer that caches anything but the keys and values, or the inputs of a convolution,
-    of all tokens or of the last ones.
-    """
-    if not isinstance(config, PreTrainedConfig):
-        raise UnsupportedError(f"config is a {type(config).__name__}; a PagedCache is made from model.config")
-    decoder = config.get_text_config(decoder=True)
-    if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
-        raise UnsupportedError(f"a paged cache cannot hold chunked attention layers; {NOT_PAGED}")
-    kinds: list[LayerKind] = []
-    try:
-        layers = DynamicCache(config=decoder).layers
-    except (AttributeError, RuntimeError) as error:
-        raise UnsupportedError(f"transformers makes no cache from a {type(decoder).__name__}; {NOT_PAGED}") from error
-    for layer, name in zip(layers, layer_names(decoder, len(layers)), strict=False):
-        kind = layer_kind(layer, name, decoder)
-        if kind is None:
-            raise UnsupportedError(f"a paged cache cannot hold a {type(layer).__name__}; {NOT_PAGED}")
-        kinds.append(kind)
-    if not kinds:
-        raise UnsupportedError(
-            f"{type(config).__name__} describes no decoder layers, and a paged cache needs some; {NOT_PAGED}"
-        )
-    return kinds
-
-
-def layer_names(decoder: Any, count: int) -> list[str | None]:
-    """Return what a decoder's config calls each of `count` layers; None where it has one kind alone."""
-    return list(getattr(decoder, "layer_types", None) or [None] * count)
-
-
-def layer_kind(layer: Any, name: str | None, decoder: Any) -> LayerKind | None:
-    """Return what a layer of transformers' DynamicCache keeps; None if pages cannot hold it.
-
-    name: what the decoder's config calls the layer.
-    """
-    if type(layer) is DynamicLayer:
-        return LayerKind(None)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return LayerKind(layer.sliding_window)
-    window = getattr(decoder, CONVOLVED_TOKENS, None)
-    if name == "conv" and type(layer) is LinearAttentionLayer and isinstance(window, int):
-        return LayerKind(window, convolves=True)
-    return None
-
-
-def page_groups(
-    config: PreTrainedConfig,
-    settings: CacheConfig,
-    *,
-    capacity: int = FIRST_TOKENS,
-    context: SharedContext | None = None,
-) -> tuple[list[PageGroup], list[int]]:
-    """Make a PageGroup for each kind of layer, and return them with the index of each layer's group.
-
-    capacity: the tokens that a growing cache has room for at first. context: the ranks that share out the blocks.
-    """
-    kinds = layer_kinds(config)
-    tokens = capacity if settings.max_tokens is None else settings.max_tokens
-    distinct_kinds = list(dict.fromkeys(kinds))
-    groups = [
-        PageGroup(
-            window=kind.window,
-            num_blocks=max(1, -(-tokens // settings.block_size)),
-            block_size=settings.block_size,
-            growable=settings.max_tokens is None,
-            prefix_sharing=settings.prefix_sharing,
-            quantized=None if kind.convolves else QUANTIZED.get(settings.dtype),
-        )
-        for kind in distinct_kinds
-    ]
-    for group in groups:
-        group.context = context
-    return groups, [distinct_kinds.index(kind) for kind in kinds]
-
-
-def check_windows(own: list[int | None], config: PreTrainedConfig) -> None:
-    """Raise UnsupportedError unless `own`, the windows of a cache's layers, are those of this config."""
-    wanted = layer_windows(config)
-    if own != wanted:
-        raise UnsupportedError(
-            f"the PagedCache is for {_described(own)}, and the model has {_described(wanted)}; {REMADE}"
-        )
-
-
-def _described(windows: list[int | None]) -> str:
-    phrases = dict.fromkeys("without a window" if w is None else f"with a window of {w}" for w in windows)
-    return f"{len(windows)} layers {' and '.join(phrases)}"
-
+from ..group import GroupStep, KVStorage, PageGroup, Step
+from ..states import StateStep
+from .kinds import NOT_PAGED
 
 PAGED_HANDLE = "_hf_accel_paged"  # the name of the attribute of K that holds its PagedKV
 
@@ -154,13 +34,14 @@ class CacheOverPages(Cache):
     known_pass: Any = None
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Raise UnsupportedError: transformers' convolutions read no pages."""
+        """Raise UnsupportedError: transformers' convolutions and recurrent layers read no pages."""
         raise UnsupportedError(
-            f"the convolution of layer {layer_idx} reads no pages; call hf_accel.patch(model) first, which makes it "
-            f"read them, or {NOT_PAGED}"
+            f"layer {layer_idx}, which is no attention, reads no pages; call hf_accel.patch(model) first, which makes "
+            f"it read them, or {NOT_PAGED}"
         )
 
     update_conv_state = has_previous_state = get_conv_state  # type: ignore[assignment]
+    get_recurrent_state = update_recurrent_state = get_conv_state  # type: ignore[assignment]
 
     def check_read(self) -> None:
         """Raise UnsupportedError if the attention of the last layer did not read its pages."""
@@ -211,6 +92,18 @@ class LayerOverPages(CacheLayerMixin):
         self.pass_done(step)
         return torch.cat(read_with_zeros(storage, slots), dim=-1).squeeze(-2).transpose(-1, -2)
 
+    def states(self, x: Tensor, *, state: int, inputs: int) -> RecurrentPass:
+        """Return what a recurrent layer reads and writes in the pass over x [B, Q, C].
+
+        state, inputs: the numbers of a state, and of the inputs of its convolution that are kept with it.
+        """
+        step: Step = self.cache.step_for(self, x[:, None])
+        storage = self.group.storages.get(self.layer_idx)
+        if storage is None:
+            example = x.new_empty(1, 1, max(state, inputs), dtype=torch.float32)
+            storage = self.group.storage(self.layer_idx, example[..., :state], example[..., :inputs])
+        return RecurrentPass(step, step.groups[self.group_index], storage)
+
     def slots_seen(self, step: Step) -> Tensor:
         """Return the slots of the tokens in the window of each one, [B, Q, window] int64; -1 where there is none."""
         raise NotImplementedError
@@ -233,6 +126,23 @@ class LayerOverPages(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+@dataclass
+class RecurrentPass:
+    """The states that a recurrent layer reads and writes in a pass over N tokens of B sequences.
+
+    A state is the keys of its slot, and the inputs of the layer's convolution are the values.
+    """
+
+    step: Step
+    group_step: GroupStep
+    storage: KVStorage
+
+    @property
+    def states(self) -> StateStep:
+        own: StateStep = self.group_step.own
+        return own
 
 
 @dataclass

@@ -17,17 +17,8 @@ from ...keywords import check_keywords
 from ..group import PageGroup, SharedContext, Step
 from ..padded import PaddedBatch, last_columns
 from ..pages import CachedSequence, Pages
-from .layers import (
-    FIRST_TOKENS,
-    REMADE,
-    CacheOverPages,
-    LayerOverPages,
-    as_attended,
-    check_windows,
-    layer_windows,
-    page_groups,
-    read_with_zeros,
-)
+from .kinds import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups
+from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
 
 
 class PagedLayer(LayerOverPages):
@@ -46,11 +37,11 @@ class PagedLayer(LayerOverPages):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        return self.columns()[0] if self.layer_idx in self.group.storages else None
+        return self.columns()[0] if self.group.has_columns(self.layer_idx) else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        return self.columns()[1] if self.layer_idx in self.group.storages else None
+        return self.columns()[1] if self.group.has_columns(self.layer_idx) else None
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

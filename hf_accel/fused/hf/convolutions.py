@@ -16,15 +16,16 @@ from ...cache.hf import CacheOverPages
 from ...errors import NotRaggedError
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import is_unobserved
-from ...undo.journal import Mixin, mixed_class
+from ...undo.journal import Mixin, mixed_class, original_class
 from .sites import FusedSite
 
 CONVOLUTION = "convolution"  # the kind in the plan
 PARTS = ("in_proj", "conv", "out_proj")
 # What a model gives all its layers, and a convolution does not read.
-OTHER_ARGUMENTS = frozenset(
-    {"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"}
-)
+OTHER_ARGUMENTS = frozenset({
+    "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict",
+})  # fmt: skip
 
 
 class PagedConvolution(Mixin):
@@ -40,7 +41,7 @@ class PagedConvolution(Mixin):
             )
             return stock
         own: Any = self
-        refusal = convolution_refusal(own) or _keyword_refusal(kwargs)
+        refusal = convolution_refusal(own) or keyword_refusal(kwargs)
         if refusal is not None:
             raise NotRaggedError(
                 f"{type(self).__name__} {own.layer_idx} cannot read pages: {refusal}; patch this model with cache=None"
@@ -54,34 +55,40 @@ class PagedConvolution(Mixin):
 
 
 def convolve(inputs: Tensor, conv: nn.Conv1d) -> Tensor:
-    """Multiply the inputs [B, Q, C, L] of each token by the weights of its channels, and add them up: [B, Q, C].
+    """Multiply the inputs [.., C, L] of each token by the weights of its channels, and add them up: [.., C].
 
     Sums are in float32 and in the order of the tokens, whatever else the pass computes, and are rounded once.
     """
-    weight = conv.weight.squeeze(1).float()
-    total = inputs[..., 0].float() * weight[:, 0]
-    for place in range(1, weight.shape[1]):
-        total += inputs[..., place].float() * weight[:, place]
+    weight = conv.weight.squeeze(1).float().t().contiguous()  # torch takes several times as long for strided numbers
+    total = inputs[..., 0].float() * weight[0]
+    for place in range(1, len(weight)):
+        total += inputs[..., place].float() * weight[place]
     return (total if conv.bias is None else total + conv.bias.float()).to(inputs.dtype)
 
 
-def _keyword_refusal(given: dict[str, Any]) -> str | None:
+def keyword_refusal(given: dict[str, Any]) -> str | None:
+    """Return why a layer that reads pages cannot take these keywords, as one clause; None if it can."""
     unknown = [name for name, value in given.items() if value is not None and name not in OTHER_ARGUMENTS]
     return f"it is given {unknown[0]}=" if unknown else None
 
 
 def convolution_refusal(module: nn.Module) -> str | None:
     """Return why the convolution in a module cannot be computed by ours, as one clause; None if it can."""
-    conv: Any = module._modules.get("conv")
+    refusal = causal_refusal(module._modules.get("conv"))
+    # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
+    if refusal is None and getattr(module.in_proj, "bias", None) is not None:
+        return "its in_proj has a bias"
+    return refusal
+
+
+def causal_refusal(conv: Any) -> str | None:
+    """Return why `convolve` cannot compute a convolution, as one clause; None if it can."""
     if type(conv) is not nn.Conv1d or not is_unobserved(conv):
         return "its convolution is not torch's own, or has hooks"
     channels = conv.in_channels
     depthwise = conv.groups == channels == conv.out_channels and conv.stride == conv.dilation == (1,)
     if not depthwise or conv.padding != (conv.kernel_size[0] - 1,) or conv.padding_mode != "zeros":
         return "its convolution is not a causal one of each channel"
-    # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
-    if getattr(module.in_proj, "bias", None) is not None:
-        return "its in_proj has a bias"
     return None
 
 
@@ -117,10 +124,10 @@ def _agrees(module: nn.Module) -> bool:
         for parameter in part.parameters():
             parameter.copy_(numbers(*parameter.shape))
     theirs, ours = (unwatched_twin(module, _modules=parts) for _ in range(2))
-    ours.__class__ = mixed_class(PagedConvolution, type(module))
+    ours.__class__ = mixed_class(PagedConvolution, original_class(module))
     x = numbers(2, 7, width)
     return agree(
-        lambda: type(module).forward(theirs, x),
+        lambda: original_class(module).forward(theirs, x),
         lambda: ours(x, past_key_values=_OneCall(length)),
         Tolerance(roundings=32, absolute=1e-5),
     )

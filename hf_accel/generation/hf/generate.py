@@ -88,16 +88,8 @@ def _sequences(call: LoopCall) -> list[Sequence]:
 
 
 def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
-    past = call.cache.padded.sequences
-    if past:  # the user's cache holds the beginning of the only sequence
-        session.scheduler.require_room(sequences[0])  # this may raise, so it comes before the fork, which holds blocks
-        cached = past[0].fork()
-        try:
-            cached.truncate(min(cached.num_tokens, len(sequences[0].tokens) - 1))
-            _leave_last_block(call.cache, cached)
-        except BaseException:
-            cached.release()
-            raise
+    cached = _beginning(call, session, sequences)
+    if cached is not None:
         session.add(sequences[0], cached)
     else:
         for leader in sequences[:: call.repeats]:
@@ -113,6 +105,25 @@ def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
             call.streams.flush()
     if call.streams is not None:
         call.streams.end()
+
+
+def _beginning(call: LoopCall, session: Session, sequences: list[Sequence]) -> CachedSequence | None:
+    """Return the tokens of the only sequence that the user's cache holds; None if it has none that can be used."""
+    past = call.cache.padded.sequences
+    if not past:
+        return None
+    session.scheduler.require_room(sequences[0])  # this may raise, so it comes before the fork, which holds blocks
+    count = min(past[0].num_tokens, len(sequences[0].tokens) - 1)
+    if session.pages.missing(past[0], count) is not None:
+        return None  # the cache is past this token, and layers no longer have what it needs
+    cached = past[0].fork()
+    try:
+        cached.truncate(count)
+        _leave_last_block(call.cache, cached)
+    except BaseException:
+        cached.release()
+        raise
+    return cached
 
 
 def _leave_last_block(cache: PagedCache, cached: CachedSequence) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
-from ...cache.group import PageGroup, Step, packed, views
+from ...cache.group import PageGroup, Step
 from ...cache.hf import PagedCache
 from ...config import CacheConfig
 from ...recognition.unchanged import Hooks, has_own_forward
-from ...tensors import autocast_dtype, integers, plain_tensors
+from ...tensors import autocast_dtype, integers, packed, plain_tensors, views
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
 from ..graphs import SPLIT, Graph, GraphMaker, make_graphs

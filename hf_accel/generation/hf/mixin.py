@@ -32,6 +32,7 @@ from .refusals import (
     call_refusal,
     changed_refusal,
     drafts_refusal,
+    padding_refusal,
     ragged_refusal,
     refuse_clocks,
     report_no_drafts,
@@ -277,6 +278,7 @@ class AcceleratedGeneration(WritesModelCard):
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
+        wanted = wanted and padding_refusal(self, model_kwargs.get("attention_mask")) is None  # type: ignore[arg-type]
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "

@@ -6,8 +6,9 @@ import warnings
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ...cache.hf import PagedCache
+from ...cache.hf import PagedCache, layer_kinds
 from ...errors import HfAccelWarning, UnsupportedError
 from ...models import vocabulary_size
 from ...undo.state import state_of
@@ -98,6 +99,16 @@ def drafts_refusal(call: LoopCall) -> str | None:
         return None
     own = [processor for processor in call.processors if is_users(processor)]
     return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
+
+
+def padding_refusal(model: PreTrainedModel, mask: object) -> str | None:
+    """Return why a model's pages cannot hold the columns of this attention_mask, as one clause; None if they can.
+
+    In transformers, padding behind a token changes the state of a recurrent layer.
+    """
+    if not isinstance(mask, Tensor) or _only_left_padded(mask) or not any(k.recurs for k in layer_kinds(model.config)):
+        return None
+    return "padding stands behind or between tokens"
 
 
 def _only_left_padded(mask: Tensor) -> bool:

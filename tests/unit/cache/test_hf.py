@@ -21,9 +21,9 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    MiniMaxConfig,
     MistralConfig,
     PreTrainedConfig,
-    Qwen3NextConfig,
 )
 
 import hf_accel
@@ -541,7 +541,7 @@ def test_layer_windows(config: PreTrainedConfig, windows: list[int | None]) -> N
     ("config", "reason"),
     [
         (Llama4TextConfig(**SIZES), "chunked attention"),
-        (Qwen3NextConfig(**SIZES), "cannot hold a Linear"),
+        (MiniMaxConfig(**SIZES), "cannot hold a Linear"),
         (MambaConfig(num_hidden_layers=2), "cannot hold|no decoder layers"),
     ],
 )

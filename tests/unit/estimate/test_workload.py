@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_accel.config import WeightConfig
-from hf_accel.estimate.workload import AttentionLayer, WeightTensor, Workload
+from hf_accel.estimate.layers import AttentionLayer
+from hf_accel.estimate.workload import WeightTensor, Workload
 from hf_accel.linear import LinearSpec
 
 # Two layers of attention (2 heads of 4), one MLP matrix of 5 x 3, four experts of 7 numbers, a head of 11 x 3.

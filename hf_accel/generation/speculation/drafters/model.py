@@ -190,7 +190,8 @@ class ModelDrafter(Drafter):
         for draft, count in zip(drafts, counts, strict=True):
             start, cached = draft.past.count, draft.past.cached
             if not self.is_shared:
-                self.pages.append(cached, count)
+                # Drafted tokens may be taken back: the token after the final ones must then find what it needs.
+                self.pages.append(cached, count, start=draft.past.final)
             ranges.append(TokenRange(cached, start, count))
             ids += self._in_vocabulary(draft.next_inputs(count))
             positions += range(start, start + count)

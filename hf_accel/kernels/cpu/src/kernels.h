@@ -30,7 +30,9 @@
   KERNEL(topk, LogitsCall)                \
   KERNEL(attention, AttentionCall)        \
   KERNEL(position_scores, PositionScoresCall) \
-  KERNEL(write_pages, WriteCall)
+  KERNEL(write_pages, WriteCall)          \
+  KERNEL(delta_rule, DeltaCall)           \
+  KERNEL(short_conv, ConvCall)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
 
@@ -328,6 +330,42 @@ struct LayerCall {
   const void* position_queries;
   const int32_t* position_rows;
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
+};
+
+// -- recurrent states ------------------------------------------------------------------------------------------------
+
+// The gated delta rule over sequences of tokens, which stand end to end; see kernels/delta_rule.cpp. All is float32.
+// Value heads that follow each other share a key head.
+struct DeltaCall {
+  const float* q;  // [tokens, key_heads, key_dim]
+  const float* k;
+  const float* v;          // [tokens, value_heads, value_dim]
+  const float* a;          // [tokens, value_heads], contiguous
+  const float* b;          // likewise
+  const float* rate;       // [value_heads]
+  const float* bias;       // likewise
+  float* out;              // [tokens, value_heads, value_dim], contiguous
+  float* states;           // [slots, value_heads, key_dim, value_dim], contiguous
+  const int64_t* starts;   // [sequences + 1]
+  const int64_t* before;   // [sequences]: the slot of the state before the first token; -1 for zeros
+  const int64_t* slots;    // [tokens]: the slot that a token's state is written to; -1 for none
+  int64_t q_stride, k_stride, v_stride;  // of tokens
+  int64_t sequences, key_heads, value_heads, key_dim, value_dim;
+  int32_t dtype, threads;  // dtype: what beta is rounded to
+};
+
+// A causal convolution of each channel over sequences of tokens, which stand end to end, and the activation after it.
+struct ConvCall {
+  const void* x;           // [tokens, channels] of dtype
+  const void* weight;      // [channels, length] of weight_dtype, contiguous; the last is a token's own
+  float* out;              // [tokens, channels], contiguous
+  float* kept;             // [slots, length - 1, channels], contiguous: the last inputs up to a token
+  const int64_t* starts;   // [sequences + 1]
+  const int64_t* before;   // [sequences]: the slot of the inputs before the first token; -1 for zeros
+  const int64_t* slots;    // [tokens]: the slot that the inputs up to a token are written to; -1 for none
+  int64_t x_stride, sequences, channels, length;
+  int32_t activation;      // an Activation
+  int32_t dtype, weight_dtype, threads;
 };
 
 // -- the tables ------------------------------------------------------------------------------------------------------

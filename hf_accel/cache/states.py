@@ -1,0 +1,174 @@
+"""States of fixed size: what a recurrent layer keeps after a token, in pages of one block for each state.
+
+A token's result needs the state after the token before it. A pass keeps the states of few tokens, so that drafts can
+be taken back, and of many tokens the last one alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+from ..kernels.layouts import Ragged
+from ..tensors import integers
+from .group import GroupStep, PageGroup
+from .pool import BlockPool, BlockTable, Copy, copy_nothing
+
+WINDOW = 2  # a token's result needs the state before it, and the pass makes its own
+MOST_STATES = 32  # of a pass whose tokens may be taken back
+FIRST_STATES = 8  # the initial capacity of a pool that grows
+
+
+class StateTable(BlockTable):
+    """The blocks of one sequence that hold its states.
+
+    blocks[i] holds the state after token tokens[i]; other tokens have no state.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self.tokens: list[int] = []
+
+    @property
+    def num_held_tokens(self) -> int:
+        return len(self.blocks)
+
+    def blocks_needed(self, num_tokens: int, *, each: bool = False) -> int:
+        return num_tokens if each and num_tokens <= MOST_STATES else min(num_tokens, 1)
+
+    def has_slots(self, num_tokens: int) -> bool:
+        return False
+
+    def slots_with(self, num_blocks: int, *, each: bool = False) -> int:
+        return min(num_blocks, MOST_STATES) if each else sys.maxsize if num_blocks else 0
+
+    def append(self, num_tokens: int, copy: Copy = copy_nothing, *, each: bool = False) -> list[tuple[int, int]]:
+        count = self.blocks_needed(num_tokens, each=each)
+        self.pool.require(count)
+        self.num_tokens += num_tokens
+        self.tokens += range(self.num_tokens - count, self.num_tokens)
+        self.blocks += [self.pool.allocate() for _ in range(count)]
+        return []
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """The slots of the states after tokens start..stop-1, of those that have one."""
+        return [block for token, block in zip(self.tokens, self.blocks, strict=True) if start <= token < stop]
+
+    def slot_before(self, token: int) -> int:
+        """The slot of the state before a token; -1 before the first. Raises ValueError if it is not held."""
+        if token == 0:
+            return -1
+        if token - 1 not in self.tokens:
+            raise ValueError(f"the state before token {token} is not held; the table has those after {self.tokens}")
+        return self.blocks[self.tokens.index(token - 1)]
+
+    def missing(self, num_tokens: int, window: int | None) -> str | None:
+        if num_tokens in (0, self.num_tokens) or num_tokens - 1 in self.tokens:
+            return None
+        return f"the recurrent state after them was not kept, and of {self.num_tokens} those after {self.tokens} were"
+
+    def truncate(self, num_tokens: int) -> None:
+        """Go back to the first `num_tokens` tokens. Raises ValueError if the state after them is not held."""
+        missing = self.missing(num_tokens, None)
+        if missing is not None:
+            raise ValueError(f"cannot go back to {num_tokens} tokens: {missing}")
+        while self.tokens and self.tokens[-1] >= num_tokens:
+            self.pool.release(self.blocks.pop())
+            self.tokens.pop()
+        self.num_tokens = num_tokens
+
+    def fork(self) -> StateTable:
+        other = StateTable(self.pool)
+        other._retain(self.blocks)
+        other.num_tokens, other.tokens = self.num_tokens, list(self.tokens)
+        return other
+
+    def adopt(self, blocks: Sequence[int], num_tokens: int) -> None:
+        raise ValueError("a beginning that sequences share has no state; such models share none")
+
+    def drop_before(self, token: int) -> None:
+        while self.tokens and self.tokens[0] < token:
+            self.pool.release(self.blocks.pop(0))
+            self.tokens.pop(0)
+
+    def release(self) -> None:
+        super().release()
+        self.tokens = []
+
+
+@dataclass
+class StateStep:
+    """The states that a pass over B sequences of N tokens reads and writes.
+
+    starts: [B + 1] int64, where each sequence begins in the row. before: [B] int64, the slots of the states before
+    their first tokens, -1 for none. slots: [N] int64, where the state after each token is written, -1 for nowhere.
+    """
+
+    starts: Tensor
+    before: Tensor
+    slots: Tensor
+
+
+class StateGroup(PageGroup):
+    """The pages of recurrent layers; a block holds the state after one token. They are never quantized.
+
+    A state is large, so there are pages for as many as were in use at a time, and not for all of the pool.
+    """
+
+    def __init__(self, *, num_blocks: int, growable: bool) -> None:
+        super().__init__(
+            window=WINDOW,
+            num_blocks=num_blocks,
+            block_size=1,
+            growable=growable,
+            prefix_sharing=False,
+            quantized=None,
+        )
+        self._num_rows = FIRST_STATES
+
+    @property
+    def num_stored(self) -> int:
+        return self._num_rows
+
+    @property
+    def used_bytes(self) -> float:
+        return self.nbytes * self.pool.num_used / self._num_rows
+
+    def append(self, table: BlockTable, num_tokens: int, *, each: bool = False) -> None:
+        # The pool gives a block that was never used only if all before it are in use: so these are the first ones.
+        needed = self.pool.num_used + table.blocks_needed(num_tokens, each=each)
+        if needed > self._num_rows:
+            rows = max(needed, 2 * self._num_rows)
+            for storage in self.storages.values():
+                storage.grow(rows)
+            self._num_rows = rows
+        table.append(num_tokens, each=each)
+
+    def table(self) -> StateTable:
+        return StateTable(self.pool)
+
+    def has_columns(self, layer_idx: int) -> bool:
+        return False
+
+    def step(
+        self, tables: Sequence[BlockTable], spans: Sequence[range], firsts: Sequence[int], cu_q: Tensor
+    ) -> GroupStep:
+        """Make the part of a Step for these layers.
+
+        spans: the tokens that the pass computes of each sequence. firsts: the first of them whose state is written.
+        """
+        slots: list[int] = []
+        before: list[int] = []
+        for table, span, first in zip(tables, spans, firsts, strict=True):
+            assert isinstance(table, StateTable)
+            written = {token: slot for token, slot in zip(table.tokens, table.blocks, strict=True) if token >= first}
+            slots += [written.get(token, -1) for token in span]
+            before.append(table.slot_before(span.start))
+        starts = [0, *accumulate(map(len, spans))]
+        own = StateStep(starts=integers(starts), before=integers(before), slots=integers(slots))
+        ragged = Ragged(cu_q, kv_len=cu_q[1:] - cu_q[:-1], max_q=0, max_kv=0)
+        return GroupStep(own.slots, None, ragged, own)

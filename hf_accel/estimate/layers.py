@@ -1,0 +1,113 @@
+"""The layers of a model that attend or keep a state: the bytes that each keeps of a sequence, and its operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import DynamicCache
+
+from ..cache.hf import layer_kind, layer_names
+from ..cache.quantized import head_bytes
+from ..errors import UnsupportedError
+from ..models import head_dim, num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayer:
+    """One layer that attends; `tokens` are what a query sees of a sequence (at most the layer's window).
+
+    caches: whether it keeps keys and values for later tokens; else each query sees tokens on both sides.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    caches: bool = True
+
+    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
+        """Return the bytes of the keys and values of one sequence.
+
+        quantized: the dtype of pages with a scale per token and head.
+        """
+        if not self.caches:
+            return 0
+        return 2 * self.kv_heads * self.tokens * head_bytes(self.head_dim, dtype, quantized)
+
+    @property
+    def decode_operations(self) -> int:
+        """Return the operations of one query: two products, and two operations per multiply-add."""
+        return 4 * self.heads * self.head_dim * self.tokens
+
+    def prefill_operations(self, context: int) -> int:
+        """Return the operations of `context` queries, each of which sees itself and the tokens before it within the
+        window.
+        """
+        pairs = self.tokens * context
+        if self.caches:
+            pairs -= self.tokens * (self.tokens - 1) // 2
+        return 4 * self.heads * self.head_dim * pairs
+
+
+class ConvolutionLayer(AttentionLayer):
+    """One layer with a short convolution, whose inputs stay in pages as they are."""
+
+    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
+        """Return the bytes of the inputs that one sequence keeps, in `dtype` whatever the pages of others have."""
+        return super().kv_bytes(dtype=dtype, quantized=None)
+
+
+class RecurrentLayer(AttentionLayer):
+    """One layer that keeps a state after each of `tokens` tokens; head_dim: the numbers of one, in float32."""
+
+    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
+        """Return the bytes of the states that one sequence keeps, whatever `dtype` the pages of others have."""
+        return self.tokens * self.head_dim * torch.float32.itemsize
+
+
+def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
+    """Return the layers that have a cache of their own, as transformers' cache counts them.
+
+    Layers that reuse another's keys and values are left out. Raises UnsupportedError for layers of other kinds.
+    """
+    layers, cache = [], cast(Any, DynamicCache(config=config))
+    # Layers that reuse others' come last. The cache of older transformers ends before them.
+    names = layer_names(config, len(cache.layers))
+    for layer, shape, name in zip(cache.layers, config.per_layer_config, names, strict=False):
+        if type(layer).__name__ == "DummyLayer":
+            continue
+        kind = layer_kind(layer, name, config)
+        if kind is None:
+            raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
+        tokens = context if kind.window is None else min(context, kind.window)
+        make = _recurrent if kind.recurs else _convolution if kind.convolves else _layer
+        layers.append(make(shape, tokens=tokens))
+    return layers
+
+
+def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
+    """Return the layers of an encoder, which caches nothing."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "local_attention", None) or context  # ModernBERT's, of both sides together
+    seen = {True: min(context, window), False: context}
+    return [_layer(config, tokens=seen["sliding" in kind], caches=False) for kind in kinds]
+
+
+def _convolution(config: Any, *, tokens: int) -> AttentionLayer:
+    """Return the layer whose one head has half of the inputs of a short convolution as keys, and half as values."""
+    return ConvolutionLayer(heads=1, kv_heads=1, head_dim=config.hidden_size // 2, tokens=tokens)
+
+
+def _recurrent(config: Any, *, tokens: int) -> AttentionLayer:
+    """Return the layer whose one head has a state, and the inputs of the convolution before it that go with it."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    inputs = (config.linear_conv_kernel_dim - 1) * (2 * keys + values)
+    return RecurrentLayer(heads=1, kv_heads=1, head_dim=config.linear_key_head_dim * values + inputs, tokens=tokens)
+
+
+def _layer(config: Any, *, tokens: int, caches: bool = True) -> AttentionLayer:
+    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
+    return AttentionLayer(heads=heads, kv_heads=kv_heads, head_dim=head_dim(config), tokens=tokens, caches=caches)

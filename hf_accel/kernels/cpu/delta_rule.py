@@ -1,0 +1,76 @@
+"""The gated delta rule over states in pages (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464)."""
+
+from __future__ import annotations
+
+from ctypes import Structure
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .library import DTYPES, fields, kernel, refuse_gradients, threads
+
+EPSILON = 1e-6  # is added to the square of a length
+
+
+class DeltaCall(Structure):
+    _fields_ = fields(
+        pointers="q k v a b rate bias out states starts before slots",
+        sizes="q_stride k_stride v_stride sequences key_heads value_heads key_dim value_dim",
+        ints="dtype threads",
+    )
+
+
+_delta_rule = kernel("delta_rule", DeltaCall)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, rate: Tensor, bias: Tensor, states: Tensor,
+    starts: Tensor, before: Tensor, slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """Compute S = decay S; S = S + k (beta (v - k S)); out = q S for the tokens of B sequences.
+
+    decay is exp(-rate softplus(a + bias)), and beta is sigmoid(b). The sequences stand end to end. q, k: [N, Hk, Dk]
+    float32, which are divided by their lengths, and q by the root of Dk. v: [N, Hv, Dv] float32. a, b: [N, Hv] of a
+    dtype of FLOATS. rate, bias: [Hv] float32. states: [slots, Hv, Dk, Dv] float32, contiguous.
+    starts: [B + 1] int64. before: [B] int64, the slot of S before a sequence's first token, -1 for zeros. slots: [N]
+    int64, where S is written after a token, -1 for nowhere. Each slot is written once, and none of `before` is.
+    Returns [N, Hv, Dv] float32. Raises UnsupportedError if a gradient is needed.
+    """
+    refuse_gradients("delta_rule", q, k, v, a, b)
+    q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+    dtype, a, b = b.dtype, a.float().contiguous(), b.float().contiguous()
+    out = torch.empty(v.shape, dtype=torch.float32, device="cpu")
+    _delta_rule(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), a.data_ptr(), b.data_ptr(), rate.data_ptr(), bias.data_ptr(),
+        out.data_ptr(), states.data_ptr(), starts.data_ptr(), before.data_ptr(), slots.data_ptr(),
+        q.stride(0), k.stride(0), v.stride(0), len(before), k.shape[1], v.shape[1], k.shape[2], v.shape[2],
+        DTYPES[dtype], threads(),
+    )  # fmt: skip
+    return out
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, rate: Tensor, bias: Tensor, states: Tensor,
+    starts: Tensor, before: Tensor, slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """Compute what `delta_rule` computes, by torch's operators. The states are written in place."""
+    decay, beta = torch.exp(-rate * F.softplus(a.float() + bias)), b.sigmoid().float()
+    repeats, size = v.shape[1] // k.shape[1], k.shape[2]
+    k = _divided(k).repeat_interleave(repeats, 1)
+    q = (_divided(q) / size**0.5).repeat_interleave(repeats, 1)
+    out: list[Tensor] = []
+    for sequence, slot in enumerate(before.tolist()):
+        state = states.new_zeros(states.shape[1:]) if slot < 0 else states[slot].clone()
+        for t in range(int(starts[sequence]), int(starts[sequence + 1])):
+            state = state * decay[t, :, None, None]
+            memory = (state * k[t, :, :, None]).sum(1)
+            state = state + k[t, :, :, None] * ((v[t] - memory) * beta[t, :, None])[:, None]
+            out.append((state * q[t, :, :, None]).sum(1))
+            if slots[t] >= 0:
+                states[slots[t]] = state.detach()
+    return torch.stack(out) if out else v.new_empty(v.shape)
+
+
+def _divided(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)

@@ -1,0 +1,113 @@
+// The gated delta rule, token by token (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464). With k and q
+// divided by their lengths, and q by the root of key_dim:
+//   decay = exp(-rate softplus(a + bias)),  beta = sigmoid(b)
+//   S = decay S;  S = S + k (beta (v - k S));  out = q S
+// A token's numbers do not depend on which other tokens are computed with it, so that chunks of a prompt and drafts
+// change no bit.
+#include <cmath>
+
+#include "../kernels.h"
+#include "../parallel.h"
+#include "any_dtype.h"
+
+namespace {
+
+constexpr int VECTORS = 4;  // of columns that a task computes
+
+// The factor that divides x by its length.
+inline float inverse_length(const float* x, int64_t n) {
+  F sum = zero();
+  for (int64_t i = 0; i < n; i += LANES) {
+    const F part = load_upto(x + i, n - i);
+    sum = fmadd(part, part, sum);
+  }
+  return 1.0f / std::sqrt(reduce_add(sum) + 1e-6f);
+}
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }  // torch's
+
+inline float rounded(float x, int32_t dtype) {
+  float result = x;
+  for_dtype(dtype, [&](auto* null) {
+    std::remove_pointer_t<decltype(null)> stored;
+    from_float(x, stored);
+    result = to_float(stored);
+  });
+  return result;
+}
+
+// A token's state: `width` columns of [key_dim, value_dim], and the elements from one row to the next.
+struct Part {
+  float* numbers;
+  int64_t stride;
+};
+
+template <int WIDTH>
+inline HFA_INLINE void token(const DeltaCall& c, Part from, Part to, const float* k, const float* q, const float* v,
+                             float* out, float decay, float beta, int64_t left) {
+  F memory[WIDTH], delta[WIDTH], sum[WIDTH];
+  const auto read = [&](const float* p, int j) { return WIDTH > 1 ? load(p + j * LANES) : load_upto(p, left); };
+  const auto write = [&](float* p, int j, F x) { WIDTH > 1 ? store(p + j * LANES, x) : store_upto(p, x, left); };
+  unrolled<WIDTH>([&](auto j) { memory[j] = sum[j] = zero(); });
+  for (int64_t i = 0; i < c.key_dim; ++i) {
+    const float* row = from.numbers + i * from.stride;
+    const F key = set1(k[i]);
+    unrolled<WIDTH>([&](auto j) { memory[j] = fmadd(read(row, j), key, memory[j]); });
+  }
+  const F kept = set1(decay), rate = set1(beta);
+  unrolled<WIDTH>([&](auto j) { delta[j] = mul(rate, sub(read(v, j), mul(kept, memory[j]))); });
+  for (int64_t i = 0; i < c.key_dim; ++i) {
+    const float* row = from.numbers + i * from.stride;
+    float* result = to.numbers + i * to.stride;
+    const F key = set1(k[i]), query = set1(q[i]);
+    unrolled<WIDTH>([&](auto j) {
+      const F state = fmadd(key, delta[j], mul(kept, read(row, j)));
+      write(result, j, state);
+      sum[j] = fmadd(query, state, sum[j]);
+    });
+  }
+  unrolled<WIDTH>([&](auto j) { write(out, j, sum[j]); });
+}
+
+// Columns column.. of a head of a sequence. part: room for key_dim rows of them; k, q: for key_dim numbers.
+template <int WIDTH>
+void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column, float* part, float* k, float* q) {
+  const int64_t own = head / (c.value_heads / c.key_heads), size = c.key_dim * c.value_dim;
+  const auto page = [&](int64_t slot) {
+    return Part{c.states + (slot * c.value_heads + head) * size + column, c.value_dim};
+  };
+  const Part free{part, WIDTH * LANES};
+  Part state = free;
+  if (c.before[sequence] >= 0) state = page(c.before[sequence]);
+  else
+    for (int64_t i = 0; i < c.key_dim * WIDTH * LANES; ++i) part[i] = 0.0f;
+  for (int64_t t = c.starts[sequence]; t < c.starts[sequence + 1]; ++t) {
+    const float *key = c.k + t * c.k_stride + own * c.key_dim, *query = c.q + t * c.q_stride + own * c.key_dim;
+    const float key_factor = inverse_length(key, c.key_dim);
+    const float query_factor = inverse_length(query, c.key_dim) / std::sqrt(static_cast<float>(c.key_dim));
+    for (int64_t i = 0; i < c.key_dim; ++i) k[i] = key[i] * key_factor, q[i] = query[i] * query_factor;
+    const Part next = c.slots[t] >= 0 ? page(c.slots[t]) : free;
+    const int64_t at = t * c.value_heads + head;
+    const float decay = std::exp(-c.rate[head] * softplus(c.a[at] + c.bias[head]));
+    const float beta = rounded(1.0f / (1.0f + std::exp(-c.b[at])), c.dtype);
+    token<WIDTH>(c, state, next, k, q, c.v + t * c.v_stride + head * c.value_dim + column,
+                 c.out + at * c.value_dim + column, decay, beta, c.value_dim - column);
+    state = next;
+  }
+}
+
+}  // namespace
+
+void HFA_NAMESPACE::delta_rule(const DeltaCall& call) {
+  constexpr int64_t WIDTH = VECTORS * LANES;
+  const int64_t parts = ceil_div(call.value_dim, WIDTH);
+  parallel_for(call.sequences * call.value_heads * parts, call.threads, [&](int64_t task) {
+    const int64_t column = task % parts * WIDTH, head = task / parts % call.value_heads;
+    struct Own;
+    float* part = static_cast<float*>(scratch<Own>(static_cast<size_t>(call.key_dim * (WIDTH + 2)) * sizeof(float)));
+    float *k = part + call.key_dim * WIDTH, *q = k + call.key_dim;
+    const int64_t sequence = task / parts / call.value_heads, end = at_most(call.value_dim, column + WIDTH);
+    if (end - column == WIDTH) return columns<VECTORS>(call, sequence, head, column, part, k, q);
+    for (int64_t each = column; each < end; each += LANES) columns<1>(call, sequence, head, each, part, k, q);
+  });
+}
