@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
 from ..linear import LinearSpec
 from ..models import model_of
-from .layers import attention_layers, encoder_layers
+from .layer_bytes import attention_layers, encoder_layers
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
 from .shapes import (

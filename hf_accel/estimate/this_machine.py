@@ -31,7 +31,7 @@ from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import LinearSpec, choose
 from ..linear.backends.registry import example, timed_outputs
-from .layers import AttentionLayer
+from .layer_bytes import AttentionLayer
 from .roofline import ByRows, Machine
 from .workload import MULTIPLIED, WeightTensor, Workload
 

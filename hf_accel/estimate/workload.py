@@ -23,7 +23,7 @@ from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
 from ..patching.survey import linear_sites, sites_for, sites_named
 from ..patching.weight_sites import LinearSite
-from .layers import AttentionLayer
+from .layer_bytes import AttentionLayer
 from .roofline import Work
 from .shapes import decoder_config
 

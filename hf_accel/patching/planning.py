@@ -91,7 +91,6 @@ def make_plan(
     stock_loop = _stock_loop(inner, config, stock_cache)
     context = context_parallel(inner, config, stock_attention or stock_loop)
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
-    after = before + sum(p.bytes_held for p in linears)
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
@@ -108,7 +107,7 @@ def make_plan(
         stock_loop=stock_loop,
         lines=(),
         bytes_before=before,
-        bytes_after=after,
+        bytes_after=before + sum(p.bytes_held for p in linears),
         bandwidth=bandwidth,
         seconds_before=read_before / bandwidth,
         seconds_after=read_after / bandwidth,

@@ -69,11 +69,13 @@ class PagedDeltaRule(Mixin):
         convolve, rule = NATIVE if is_native else REFERENCE
         convolved = convolve(mixed, own.conv1d.weight.squeeze(1), kept=inputs.view(-1, kept, channels), **places)
         query, key, value = convolved.split([own.key_dim, own.key_dim, own.value_dim], dim=-1)
-        core = rule(
+        given = delta_rule.DeltaInputs(
             query.unflatten(-1, (-1, own.head_k_dim)), key.unflatten(-1, (-1, own.head_k_dim)),
             value.unflatten(-1, (-1, own.head_v_dim)), a, b,
             rate=own.A_log.float().exp(), bias=own.dt_bias.float(),
-            states=states.view(-1, own.num_v_heads, own.head_k_dim, own.head_v_dim), **places,
+        )  # fmt: skip
+        core = rule(
+            given, states=states.view(-1, own.num_v_heads, own.head_k_dim, own.head_v_dim), **places,
         ).to(mixed.dtype)  # fmt: skip
         layer.pass_done(found.step)
         normed = _normed(own.norm, core.view(-1, own.head_v_dim), z.reshape(-1, own.head_v_dim), is_native=is_native)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +25,31 @@ class DeltaCall(Structure):
 _delta_rule = kernel("delta_rule", DeltaCall)
 
 
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, rate: Tensor, bias: Tensor, states: Tensor,
-    starts: Tensor, before: Tensor, slots: Tensor,
-) -> Tensor:  # fmt: skip
+class DeltaInputs(NamedTuple):
+    """The numbers that the rule reads of the N tokens of all sequences, which stand end to end.
+
+    q, k: [N, Hk, Dk] float32, which are divided by their lengths, and q by the root of Dk. v: [N, Hv, Dv] float32.
+    a, b: [N, Hv] of a dtype of FLOATS. rate, bias: of the heads, [Hv] float32.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    rate: Tensor
+    bias: Tensor
+
+
+def delta_rule(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute S = decay S; S = S + k (beta (v - k S)); out = q S for the tokens of B sequences.
 
-    decay is exp(-rate softplus(a + bias)), and beta is sigmoid(b). The sequences stand end to end. q, k: [N, Hk, Dk]
-    float32, which are divided by their lengths, and q by the root of Dk. v: [N, Hv, Dv] float32. a, b: [N, Hv] of a
-    dtype of FLOATS. rate, bias: [Hv] float32. states: [slots, Hv, Dk, Dv] float32, contiguous.
+    decay is exp(-rate softplus(a + bias)), and beta is sigmoid(b). states: [slots, Hv, Dk, Dv] float32, contiguous.
     starts: [B + 1] int64. before: [B] int64, the slot of S before a sequence's first token, -1 for zeros. slots: [N]
     int64, where S is written after a token, -1 for nowhere. Each slot is written once, and none of `before` is.
     Returns [N, Hv, Dv] float32. Raises UnsupportedError if a gradient is needed.
     """
+    q, k, v, a, b, rate, bias = inputs
     refuse_gradients("delta_rule", q, k, v, a, b)
     q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
     dtype, a, b = b.dtype, a.float().contiguous(), b.float().contiguous()
@@ -50,11 +63,9 @@ def delta_rule(
     return out
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, rate: Tensor, bias: Tensor, states: Tensor,
-    starts: Tensor, before: Tensor, slots: Tensor,
-) -> Tensor:  # fmt: skip
+def reference(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute what `delta_rule` computes, by torch's operators. The states are written in place."""
+    q, k, v, a, b, rate, bias = inputs
     decay, beta = torch.exp(-rate * F.softplus(a.float() + bias)), b.sigmoid().float()
     repeats, size = v.shape[1] // k.shape[1], k.shape[2]
     k = _divided(k).repeat_interleave(repeats, 1)

@@ -6,7 +6,7 @@ from transformers import JambaConfig, LlamaConfig
 
 from hf_accel.cache.quantized import INT4
 from hf_accel.errors import UnsupportedError
-from hf_accel.estimate.layers import AttentionLayer, attention_layers
+from hf_accel.estimate.layer_bytes import AttentionLayer, attention_layers
 from hf_accel.estimate.workload import AttentionBytes
 
 from .shapes import GEMMA2_2B, TINY

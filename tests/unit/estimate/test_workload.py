@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_accel.config import WeightConfig
-from hf_accel.estimate.layers import AttentionLayer
+from hf_accel.estimate.layer_bytes import AttentionLayer
 from hf_accel.estimate.workload import WeightTensor, Workload
 from hf_accel.linear import LinearSpec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.kernels.cpu.delta_rule import delta_rule, reference
+from hf_accel.kernels.cpu.delta_rule import DeltaInputs, delta_rule, reference
 
 # (key heads, value heads, key_dim, value_dim)
 SHAPES = [(1, 1, 1, 1), (1, 2, 4, 6), (2, 6, 8, 8), (2, 2, 3, 65), (1, 3, 16, 64), (2, 4, 32, 130), (1, 1, 128, 128)]
@@ -41,6 +42,11 @@ def pages(shape: tuple[int, int, int, int], slots: int) -> Tensor:
     return torch.randn(slots, shape[1], *shape[2:])
 
 
+def called(rule: Callable[..., Tensor], **given: Tensor) -> Tensor:
+    inputs = DeltaInputs(*(given.pop(name) for name in DeltaInputs._fields))
+    return rule(inputs, **given)
+
+
 def near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
@@ -52,7 +58,7 @@ def test_sequences_of_several_lengths(shape: tuple[int, int, int, int]) -> None:
     given = inputs(shape, 7) | places([3, 1, 3], [NONE, 4, 1], [NONE, NONE, 0, 2, 3, 5, 6])
     expected = pages(shape, 8)
     found = expected.clone()
-    near(delta_rule(**given, states=found), reference(**given, states=expected))
+    near(called(delta_rule, **given, states=found), called(reference, **given, states=expected))
     near(found, expected)
     assert torch.equal(found[[1, 4, 7]], expected[[1, 4, 7]])
 
@@ -62,17 +68,17 @@ def test_sequences_of_several_lengths(shape: tuple[int, int, int, int]) -> None:
 def test_bits_do_not_depend_on_the_pass(shape: tuple[int, int, int, int]) -> None:
     """Alone, in chunks, with its states kept or not, and beside others: a token's numbers are the same."""
     given, states = inputs(shape, 9), pages(shape, 12)
-    whole = delta_rule(**given, **places([9], [0], [NONE] * 8 + [1]), states=states)
+    whole = called(delta_rule, **given, **places([9], [0], [NONE] * 8 + [1]), states=states)
     steps = []
     for token, slot in enumerate(range(2, 11)):
         part = {name: value[token : token + 1] if name in EACH else value for name, value in given.items()}
-        steps.append(delta_rule(**part, **places([1], [slot - 1 if token else 0], [slot]), states=states))
+        steps.append(called(delta_rule, **part, **places([1], [slot - 1 if token else 0], [slot]), states=states))
     assert torch.equal(torch.cat(steps), whole) and torch.equal(states[10], states[1])
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         pairs = {n: torch.cat([value.flip(0), value]) if n in EACH else value for n, value in given.items()}
-        both = delta_rule(**pairs, **places([9, 9], [NONE, 0], [NONE] * 18), states=states)
+        both = called(delta_rule, **pairs, **places([9, 9], [NONE, 0], [NONE] * 18), states=states)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(both[9:], whole)
@@ -86,7 +92,7 @@ def test_tensors_that_are_parts_of_others() -> None:
     parts = row.split([32, 32, 128], 1)
     views: dict[str, Any] = {"q": parts[0].view(5, 2, 16), "k": parts[1].view(5, 2, 16), "v": parts[2].view(5, 4, 32)}
     settings = places([5], [NONE], [NONE] * 5) | {"states": pages(shape, 1)}
-    assert torch.equal(delta_rule(**given | views, **settings), delta_rule(**given, **settings))
+    assert torch.equal(called(delta_rule, **given | views, **settings), called(delta_rule, **given, **settings))
 
 
 @pytest.mark.usefixtures("isa")
@@ -101,7 +107,7 @@ def test_it_is_transformers_rule(name: str) -> None:
         repeated["q"], repeated["k"], given["v"][None], g=decay[None], beta=given["b"].sigmoid()[None],
         initial_state=first[None], output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    near(delta_rule(**given, **places([70], [0], [NONE] * 69 + [1]), states=states), expected[0])
+    near(called(delta_rule, **given, **places([70], [0], [NONE] * 69 + [1]), states=states), expected[0])
     near(states[1], last[0])
 
 
@@ -111,7 +117,7 @@ def test_beta_is_rounded_as_in_transformers(dtype: torch.dtype) -> None:
     shape = (1, 2, 8, 8)
     given = inputs(shape, 6) | places([6], [NONE], [NONE] * 6) | {"states": pages(shape, 1)}
     given["a"], given["b"] = given["a"].to(dtype), given["b"].to(dtype)
-    near(delta_rule(**given), reference(**given))
+    near(called(delta_rule, **given), called(reference, **given))
 
 
 @pytest.mark.usefixtures("isa")
@@ -119,16 +125,16 @@ def test_large_gates() -> None:
     shape = (1, 2, 8, 8)
     given = inputs(shape, 6) | places([6], [NONE], [NONE] * 6) | {"states": pages(shape, 1)}
     given["a"], given["b"] = given["a"] * 60, given["b"] * 60
-    near(delta_rule(**given), reference(**given))
+    near(called(delta_rule, **given), called(reference, **given))
 
 
 def test_no_sequences() -> None:
     given = inputs((1, 2, 4, 4), 0) | places([], [], []) | {"states": pages((1, 2, 4, 4), 1)}
-    assert delta_rule(**given).shape == reference(**given).shape == (0, 2, 4)
+    assert called(delta_rule, **given).shape == called(reference, **given).shape == (0, 2, 4)
 
 
 def test_gradients_are_refused() -> None:
     given = inputs((1, 1, 4, 4), 1) | places([1], [NONE], [NONE]) | {"states": pages((1, 1, 4, 4), 1)}
     given["q"].requires_grad_()
     with pytest.raises(UnsupportedError, match="delta_rule: the cpu kernel has no gradient"):
-        delta_rule(**given)
+        called(delta_rule, **given)
