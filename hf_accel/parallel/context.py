@@ -116,14 +116,12 @@ class ContextParallel(SharedContext):
         return merge_ranks(outs, lses)[0]
 
 
-def context_parallel(model: nn.Module, config: PatchConfig, refusal: str | None) -> ContextParallel | None:
-    """Return the ranks that share out the KV cache, for a config that asks for it; None for others.
+def context_parallel(model: nn.Module, config: PatchConfig, refusal: str | None) -> ContextParallel:
+    """Return the ranks that share out the KV cache, for a config that asks for it.
 
     refusal: why the model has no pages or no ragged passes, as one clause. Raises UnsupportedError for a model or an
     option that context parallel cannot serve.
     """
-    if config.context_parallel is None:
-        return None
     own: Any = model.config
     refusal = refusal or sharing_refusal(own)
     if config.weights is not None and config.weights.only_if_faster:

@@ -16,9 +16,8 @@ from ..attention.cpu import CpuBackend
 from ..attention.hf.stock import reading_once, stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
-from ..fused.hf.convolutions import convolution_sites
 from ..fused.hf.encoder_sites import encoder_sites
-from ..fused.hf.recurrences import recurrence_sites
+from ..fused.hf.recurrences import state_sites
 from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
@@ -89,7 +88,8 @@ def make_plan(
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
-    context = context_parallel(inner, config, stock_attention or stock_loop)
+    unshared, asked = stock_attention or stock_loop, config.context_parallel is not None
+    context = context_parallel(inner, config, unshared) if asked else None
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
@@ -100,7 +100,7 @@ def make_plan(
         config=config,
         linears=linears,
         attention=attention,
-        fused=fused if stock_cache else _with_states(fused, inner),
+        fused=fused if stock_cache else replace(fused, sites=(*fused.sites, *state_sites(inner))),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,
@@ -296,11 +296,6 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 
 # -- fused ---------------------------------------------------------------------------------------------
-
-
-def _with_states(fused: FusedPlan, model: PreTrainedModel) -> FusedPlan:
-    """Add the layers whose pages are read by no other forward, whatever fuse= says."""
-    return replace(fused, sites=(*fused.sites, *convolution_sites(model), *recurrence_sites(model)))
 
 
 def _plan_fused(

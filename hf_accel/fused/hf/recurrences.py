@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ...cache.hf import CacheOverPages, RaggedCache
+from ...cache.hf import CacheOverPages, RaggedCache, layer_kinds
 from ...cache.pages import Pages, TokenRange
 from ...cache.states import StateGroup
 from ...errors import NotRaggedError
@@ -24,7 +25,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, mixed_class, original_class
-from .convolutions import causal_refusal, keyword_refusal
+from .convolutions import causal_refusal, convolution_sites, keyword_refusal
 from .sites import FusedSite
 
 RECURRENCE = "recurrence"  # the kind in the plan
@@ -132,7 +133,14 @@ def recurrent_pages_refusal(device: torch.device) -> str | None:
     return None if cpu.refusal() is None else f"whose states only our kernels read in pages ({cpu.refusal()})"
 
 
-def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
+def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
+    """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
+    if any(kind.convolves or kind.recurs for kind in layer_kinds(model.config)):
+        yield from convolution_sites(model)
+        yield from _recurrence_sites(model)
+
+
+def _recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the recurrent layers of a model, which get a forward over pages."""
     for name, module in model.named_modules():
         if is_known_recurrence(module):
