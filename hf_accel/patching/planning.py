@@ -88,8 +88,7 @@ def make_plan(
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
-    unshared, asked = stock_attention or stock_loop, config.context_parallel is not None
-    context = context_parallel(inner, config, unshared) if asked else None
+    context = context_parallel(inner, config, stock_attention or stock_loop) if config.context_parallel else None
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
