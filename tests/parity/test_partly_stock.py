@@ -20,9 +20,9 @@ from transformers import (
     FalconForCausalLM,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -196,12 +196,11 @@ def test_what_needs_pages_is_refused_in_our_words() -> None:
 
 
 def test_layers_with_a_state_have_no_pages() -> None:
-    config = Qwen3_5TextConfig(
-        **TINY, intermediate_size=64, num_key_value_heads=2, head_dim=8, linear_num_key_heads=2,
-        linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    config = MiniMaxConfig(
+        **TINY, intermediate_size=64, num_key_value_heads=2, head_dim=8, num_local_experts=2,
         layer_types=["linear_attention", "full_attention"],
     )  # fmt: skip
-    model = build(lambda: Qwen3_5ForCausalLM(config))
+    model = build(lambda: MiniMaxForCausalLM(config))
     expected = run(model)
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(run(model), expected)
