@@ -20,14 +20,13 @@ from hf_accel.fused.hf.convolutions import PagedConvolution, is_known_convolutio
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import OracleDrafter, requests
+from .together import NEW_TOKENS, PROMPTS, alone, in_passes, padded, together
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 LAYERS = ["conv", "full_attention", "conv", "conv", "full_attention"]
-PROMPTS = requests(5, longest=40, seed=6, shared=9)
-NEW_TOKENS = 20
 WAIT = 60
 
 
@@ -40,20 +39,6 @@ def model_of(kind: str = "lfm2", layers: Sequence[str] = LAYERS, tokens: int = 3
     return Lfm2MoeForCausalLM(Lfm2MoeConfig(**sizes, **experts)).eval()
 
 
-def alone(model: Any, prompt: list[int], count: int = NEW_TOKENS, **settings: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    settings = {"do_sample": False} | settings
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **settings)
-    return out[0, len(prompt) :].tolist()
-
-
-def padded(side: str) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, PROMPTS))
-    rows = [[0] * (longest - len(p)) + p if side == "left" else p + [0] * (longest - len(p)) for p in PROMPTS]
-    ids = torch.tensor(rows)
-    return ids, (ids != 0).long()
-
-
 @pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
 @pytest.mark.parametrize("tokens", [2, 3, 5])
 def test_requests_together_give_the_tokens_of_each_alone(kind: str, tokens: int) -> None:
@@ -62,8 +47,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str, tokens: int)
     hf_accel.patch(model, weights=None)
     assert [alone(model, prompt) for prompt in PROMPTS] == expected
     assert hf_accel.stats(model)["loop"] == "ragged"
-    found = model.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert [output.generated_tokens for output in found.values()] == expected
+    assert together(model) == expected
     ids, mask = padded("left")
     rows = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert rows[:, ids.shape[1] :].tolist() == expected
@@ -112,20 +96,11 @@ def test_passes_over_a_paged_cache(side: str, cuts: list[int]) -> None:
     for row, count in enumerate((0, 5, 11)):
         places = {"left": range(count), "right": range(40 - count, 40), "gaps": numbers.sample(range(9, 40), count)}
         mask[row, list(places[side])] = 0
-    passes = []
-    for patched in (False, True):
-        if patched:
-            hf_accel.patch(model, weights=None)
-        cache = PagedCache(model.config) if patched else None
-        start, logits = 0, []
-        for count in cuts:
-            part = slice(start, start + count)
-            output = model(ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache, use_cache=True)
-            cache, start = output.past_key_values, part.stop
-            logits.append(output.logits)
-        passes.append(torch.cat(logits, 1))
+    expected = in_passes(model, ids, mask, cuts, None)
+    hf_accel.patch(model, weights=None)
+    found = in_passes(model, ids, mask, cuts, PagedCache(model.config))
     real = mask.bool()
-    torch.testing.assert_close(passes[1][real], passes[0][real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_goes_back_and_forks() -> None:
@@ -148,15 +123,13 @@ def test_inputs_of_convolutions_are_never_quantized() -> None:
     model(torch.tensor([PROMPTS[0]]), past_key_values=cache)
     dtypes = [layer.group.storages[layer.layer_idx].pages.k.dtype for layer in cache.paged_layers]
     assert dtypes == [torch.float32 if name == "conv" else torch.int8 for name in LAYERS]
-    found = model.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert [output.generated_tokens for output in found.values()] == [alone(model, prompt) for prompt in PROMPTS]
+    assert together(model) == [alone(model, prompt) for prompt in PROMPTS]
 
 
 def test_quantized_weights_batch_exactly() -> None:
     model = hf_accel.patch(model_of())
     expected = [alone(model, prompt) for prompt in PROMPTS]
-    found = model.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert [output.generated_tokens for output in found.values()] == expected
+    assert together(model) == expected
 
 
 @pytest.mark.parametrize("fuse", [True, False])

@@ -28,6 +28,7 @@ from hf_accel.kernels.cpu import refusal
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import OracleDrafter, requests
+from .together import NEW_TOKENS, PROMPTS, alone, in_passes, padded, together
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
 
@@ -44,8 +45,6 @@ WIDE = {"hidden_size": 64, "intermediate_size": 64, "linear_value_head_dim": 16}
 LINEAR, FULL = "linear_attention", "full_attention"
 LAYERS = [LINEAR, FULL, LINEAR, LINEAR, FULL]
 KINDS = ("next", "next_moe", "3.5", "3.5_moe")
-PROMPTS = requests(5, longest=40, seed=6, shared=9)
-NEW_TOKENS = 20
 WAIT = 60
 
 
@@ -62,25 +61,6 @@ def model_of(
     if kind == "3.5":
         return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes)).eval()
     return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes, **EXPERTS)).eval()
-
-
-def alone(model: Any, prompt: list[int], count: int = NEW_TOKENS, **settings: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    settings = {"do_sample": False} | settings
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **settings)
-    return out[0, len(prompt) :].tolist()
-
-
-def padded(side: str) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, PROMPTS))
-    rows = [[0] * (longest - len(p)) + p if side == "left" else p + [0] * (longest - len(p)) for p in PROMPTS]
-    ids = torch.tensor(rows)
-    return ids, (ids != 0).long()
-
-
-def together(model: Any) -> list[list[int]]:
-    found = model.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return [output.generated_tokens for output in found.values()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -194,23 +174,12 @@ def test_passes_over_a_paged_cache(kind: str, cuts: list[int], gradients: bool) 
     ids = torch.randint(1, VOCABULARY, (3, 40))
     mask = torch.ones_like(ids)
     mask[1, :5] = mask[2, :11] = 0
-    passes = []
-    for patched in (False, True):
-        if patched:
-            hf_accel.patch(model, weights=None)
-        cache = PagedCache(model.config) if patched else None
-        start, logits = 0, []
-        for count in cuts:
-            part = slice(start, start + count)
-            with torch.set_grad_enabled(gradients):
-                output = model(
-                    ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache, use_cache=True
-                )
-            cache, start = output.past_key_values, part.stop
-            logits.append(output.logits)
-        passes.append(torch.cat(logits, 1))
+    with torch.set_grad_enabled(gradients):
+        expected = in_passes(model, ids, mask, cuts, None)
+        hf_accel.patch(model, weights=None)
+        found = in_passes(model, ids, mask, cuts, PagedCache(model.config))
     real = mask.bool()
-    torch.testing.assert_close(passes[1][real], passes[0][real], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-3, atol=1e-3)
 
 
 def test_padding_behind_tokens_stays_on_transformers_cache() -> None:

@@ -41,11 +41,7 @@ class PagedConvolution(Mixin):
             )
             return stock
         own: Any = self
-        refusal = convolution_refusal(own) or keyword_refusal(kwargs)
-        if refusal is not None:
-            raise NotRaggedError(
-                f"{type(self).__name__} {own.layer_idx} cannot read pages: {refusal}; patch this model with cache=None"
-            )
+        require_pages(own, convolution_refusal(own), kwargs)
         if attention_mask is not None:  # [B, Q], as transformers makes it for these layers
             hidden_states = hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)
         before, after, x = own.in_proj(hidden_states).chunk(3, dim=-1)
@@ -66,10 +62,18 @@ def convolve(inputs: Tensor, conv: nn.Conv1d) -> Tensor:
     return (total if conv.bias is None else total + conv.bias.float()).to(inputs.dtype)
 
 
-def keyword_refusal(given: dict[str, Any]) -> str | None:
-    """Return why a layer that reads pages cannot take these keywords, as one clause; None if it can."""
+def require_pages(module: Any, refusal: str | None, given: dict[str, Any]) -> None:
+    """Raise NotRaggedError if a layer cannot read pages.
+
+    refusal: the reason, as one clause; None if only the keywords that it is given can be one.
+    """
     unknown = [name for name, value in given.items() if value is not None and name not in OTHER_ARGUMENTS]
-    return f"it is given {unknown[0]}=" if unknown else None
+    refusal = refusal or (f"it is given {unknown[0]}=" if unknown else None)
+    if refusal is not None:
+        raise NotRaggedError(
+            f"{type(module).__name__} {module.layer_idx} cannot read pages: {refusal}; patch this model with "
+            "cache=None"
+        )
 
 
 def convolution_refusal(module: nn.Module) -> str | None:
@@ -110,16 +114,8 @@ def is_known_convolution(module: nn.Module) -> bool:
 def _agrees(module: nn.Module) -> bool:
     known: Any = module.conv
     numbers, width, length = RandomNumbers(), 8, int(known.kernel_size[0])
-    conv = nn.utils.skip_init(
-        nn.Conv1d,
-        width,
-        width,
-        length,
-        groups=width,
-        padding=length - 1,
-        bias=known.bias is not None,
-    )
-    parts = {"conv": conv, "in_proj": _linear(width, 3 * width), "out_proj": _linear(width, width)}
+    conv = empty_convolution(width, length, bias=known.bias is not None)
+    parts = {"conv": conv, "in_proj": empty_linear(width, 3 * width), "out_proj": empty_linear(width, width)}
     for part in parts.values():
         for parameter in part.parameters():
             parameter.copy_(numbers(*parameter.shape))
@@ -133,8 +129,17 @@ def _agrees(module: nn.Module) -> bool:
     )
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
+def empty_linear(inputs: int, outputs: int) -> nn.Linear:
+    """Make a linear layer for a trial, without a bias; takes none of the user's random numbers."""
     made: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+    return made
+
+
+def empty_convolution(channels: int, length: int, *, bias: bool) -> nn.Conv1d:
+    """Make a causal convolution of each channel for a trial; takes none of the user's random numbers."""
+    made: nn.Conv1d = nn.utils.skip_init(
+        nn.Conv1d, channels, channels, length, groups=channels, padding=length - 1, bias=bias
+    )
     return made
 
 

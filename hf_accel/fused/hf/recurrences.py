@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from ...cache.hf import CacheOverPages, RaggedCache, layer_kinds
 from ...cache.pages import Pages, TokenRange
 from ...cache.states import StateGroup
-from ...errors import NotRaggedError
 from ...kernels import cpu
 from ...kernels.cpu import delta_rule, short_conv
 from ...kernels.cpu.library import FLOATS
@@ -25,7 +24,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, mixed_class, original_class
-from .convolutions import causal_refusal, convolution_sites, keyword_refusal
+from .convolutions import causal_refusal, convolution_sites, empty_convolution, empty_linear, require_pages
 from .sites import FusedSite
 
 RECURRENCE = "recurrence"  # the kind in the plan
@@ -51,11 +50,7 @@ class PagedDeltaRule(Mixin):
             )
             return stock
         own: Any = self
-        refusal = recurrence_refusal(own) or keyword_refusal(kwargs)
-        if refusal is not None:
-            raise NotRaggedError(
-                f"{type(self).__name__} {own.layer_idx} cannot read pages: {refusal}; patch this model with cache=None"
-            )
+        require_pages(own, recurrence_refusal(own), kwargs)
         kept, channels = own.conv1d.kernel_size[0] - 1, own.conv1d.in_channels
         state = own.num_v_heads * own.head_k_dim * own.head_v_dim
         layer = cache_params.layers[own.layer_idx]
@@ -167,11 +162,9 @@ def _agrees(module: Any) -> bool:
         "in_proj_qkvz": channels + value_width, "in_proj_ba": 2 * values,
         "in_proj_qkv": channels, "in_proj_z": value_width, "in_proj_b": values, "in_proj_a": values,
     }  # fmt: skip
-    parts: dict[str, Any] = {name: _linear(width, sizes[name]) for name in module._modules if name in sizes}
-    parts["conv1d"] = nn.utils.skip_init(
-        nn.Conv1d, channels, channels, length, groups=channels, padding=length - 1, bias=False
-    )
-    parts["out_proj"] = _linear(value_width, width)
+    parts: dict[str, Any] = {name: empty_linear(width, sizes[name]) for name in module._modules if name in sizes}
+    parts["conv1d"] = empty_convolution(channels, length, bias=False)
+    parts["out_proj"] = empty_linear(value_width, width)
     for part in parts.values():
         part.weight.copy_(numbers(*part.weight.shape))
     parts["norm"] = unwatched_twin(module.norm, _parameters={"weight": nn.Parameter(numbers(value_dim))})
@@ -203,8 +196,3 @@ def _in_passes(module: Any, x: Tensor, counts: tuple[int, ...]) -> Tensor:
         results.append(part.view(len(x), count, -1))
         start += count
     return torch.cat(results, dim=1)
-
-
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    made: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
-    return made
