@@ -114,8 +114,8 @@ def is_known_convolution(module: nn.Module) -> bool:
 def _agrees(module: nn.Module) -> bool:
     known: Any = module.conv
     numbers, width, length = RandomNumbers(), 8, int(known.kernel_size[0])
-    conv = empty_convolution(width, length, bias=known.bias is not None)
-    parts = {"conv": conv, "in_proj": empty_linear(width, 3 * width), "out_proj": empty_linear(width, width)}
+    conv = trial_convolution(width, length, bias=known.bias is not None)
+    parts = {"conv": conv, "in_proj": trial_linear(width, 3 * width), "out_proj": trial_linear(width, width)}
     for part in parts.values():
         for parameter in part.parameters():
             parameter.copy_(numbers(*parameter.shape))
@@ -129,13 +129,13 @@ def _agrees(module: nn.Module) -> bool:
     )
 
 
-def empty_linear(inputs: int, outputs: int) -> nn.Linear:
+def trial_linear(inputs: int, outputs: int) -> nn.Linear:
     """Make a linear layer for a trial, without a bias; takes none of the user's random numbers."""
     made: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
     return made
 
 
-def empty_convolution(channels: int, length: int, *, bias: bool) -> nn.Conv1d:
+def trial_convolution(channels: int, length: int, *, bias: bool) -> nn.Conv1d:
     """Make a causal convolution of each channel for a trial; takes none of the user's random numbers."""
     made: nn.Conv1d = nn.utils.skip_init(
         nn.Conv1d, channels, channels, length, groups=channels, padding=length - 1, bias=bias

@@ -24,7 +24,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, mixed_class, original_class
-from .convolutions import causal_refusal, convolution_sites, empty_convolution, empty_linear, require_pages
+from .convolutions import causal_refusal, convolution_sites, require_pages, trial_convolution, trial_linear
 from .sites import FusedSite
 
 RECURRENCE = "recurrence"  # the kind in the plan
@@ -162,9 +162,9 @@ def _agrees(module: Any) -> bool:
         "in_proj_qkvz": channels + value_width, "in_proj_ba": 2 * values,
         "in_proj_qkv": channels, "in_proj_z": value_width, "in_proj_b": values, "in_proj_a": values,
     }  # fmt: skip
-    parts: dict[str, Any] = {name: empty_linear(width, sizes[name]) for name in module._modules if name in sizes}
-    parts["conv1d"] = empty_convolution(channels, length, bias=False)
-    parts["out_proj"] = empty_linear(value_width, width)
+    parts: dict[str, Any] = {name: trial_linear(width, sizes[name]) for name in module._modules if name in sizes}
+    parts["conv1d"] = trial_convolution(channels, length, bias=False)
+    parts["out_proj"] = trial_linear(value_width, width)
     for part in parts.values():
         part.weight.copy_(numbers(*part.weight.shape))
     parts["norm"] = unwatched_twin(module.norm, _parameters={"weight": nn.Parameter(numbers(value_dim))})
