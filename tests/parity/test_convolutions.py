@@ -96,9 +96,9 @@ def test_passes_over_a_paged_cache(side: str, cuts: list[int]) -> None:
     for row, count in enumerate((0, 5, 11)):
         places = {"left": range(count), "right": range(40 - count, 40), "gaps": numbers.sample(range(9, 40), count)}
         mask[row, list(places[side])] = 0
-    expected = in_passes(model, ids, mask, cuts, None)
+    expected = in_passes(model, ids, mask, cuts, cache=None)
     hf_accel.patch(model, weights=None)
-    found = in_passes(model, ids, mask, cuts, PagedCache(model.config))
+    found = in_passes(model, ids, mask, cuts, cache=PagedCache(model.config))
     real = mask.bool()
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 

@@ -175,9 +175,9 @@ def test_passes_over_a_paged_cache(kind: str, cuts: list[int], gradients: bool) 
     mask = torch.ones_like(ids)
     mask[1, :5] = mask[2, :11] = 0
     with torch.set_grad_enabled(gradients):
-        expected = in_passes(model, ids, mask, cuts, None)
+        expected = in_passes(model, ids, mask, cuts, cache=None)
         hf_accel.patch(model, weights=None)
-        found = in_passes(model, ids, mask, cuts, PagedCache(model.config))
+        found = in_passes(model, ids, mask, cuts, cache=PagedCache(model.config))
     real = mask.bool()
     torch.testing.assert_close(found[real], expected[real], rtol=1e-3, atol=1e-3)
 

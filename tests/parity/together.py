@@ -35,7 +35,7 @@ def together(model: Any) -> list[list[int]]:
     return [output.generated_tokens for output in found.values()]
 
 
-def in_passes(model: Any, ids: Tensor, mask: Tensor, cuts: list[int], cache: Any) -> Tensor:
+def in_passes(model: Any, ids: Tensor, mask: Tensor, cuts: list[int], *, cache: Any) -> Tensor:
     """The logits of ids [B, T] in passes over so many columns each, over one cache."""
     start, logits = 0, []
     for count in cuts:
