@@ -77,6 +77,12 @@ class PaddedBatch:
         self.token_mask = token_mask
         return step
 
+    def mask_with(self, num_new: int) -> Tensor | None:
+        """Return the mask of all columns if `num_new` more of them hold tokens; None if there is no padding."""
+        if self.token_mask is None:
+            return None
+        return torch.cat([self.token_mask, self.token_mask.new_ones(len(self.token_mask), num_new)], 1)
+
     def take_back(self) -> None:
         """Undo the last `prepare`, because its pass failed. The blocks that it published leave the prefix index."""
         sequences, starts, self.num_columns, self.token_mask = self._before

@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from transformers import DynamicCache
 
-from ..cache.hf import layer_kind, layer_names
+from ..cache.hf import kinds_of_layer, layer_names
+from ..cache.hf.state_sizes import state_sizes
 from ..cache.quantized import head_bytes
 from ..errors import UnsupportedError
 from ..models import head_dim, num_kv_heads
@@ -76,14 +77,15 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     # Layers that reuse others' come last. The cache of older transformers ends before them.
     names = layer_names(config, len(cache.layers))
     for layer, shape, name in zip(cache.layers, config.per_layer_config, names, strict=False):
-        if type(layer).__name__ == "DummyLayer":
+        kinds = kinds_of_layer(layer, name, config)
+        if kinds is None and type(layer).__name__ == "DummyLayer":  # it reuses the keys and values of another
             continue
-        kind = layer_kind(layer, name, config)
-        if kind is None:
+        if kinds is None:
             raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
-        tokens = context if kind.window is None else min(context, kind.window)
-        make = _recurrent if kind.recurs else _convolution if kind.convolves else _layer
-        layers.append(make(shape, tokens=tokens))
+        for kind in kinds:
+            tokens = context if kind.window is None else min(context, kind.window)
+            make = _recurrent if kind.recurs else _convolution if kind.convolves else _layer
+            layers.append(make(shape, tokens=tokens))
     return layers
 
 
@@ -102,10 +104,9 @@ def _convolution(config: Any, *, tokens: int) -> AttentionLayer:
 
 def _recurrent(config: Any, *, tokens: int) -> AttentionLayer:
     """Return the layer whose one head has a state, and the inputs of the convolution before it that go with it."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    inputs = (config.linear_conv_kernel_dim - 1) * (2 * keys + values)
-    return RecurrentLayer(heads=1, kv_heads=1, head_dim=config.linear_key_head_dim * values + inputs, tokens=tokens)
+    sizes = state_sizes(config)
+    assert sizes is not None  # which made it a layer with a state
+    return RecurrentLayer(heads=1, kv_heads=1, head_dim=sum(sizes), tokens=tokens)
 
 
 def _layer(config: Any, *, tokens: int, caches: bool = True) -> AttentionLayer:

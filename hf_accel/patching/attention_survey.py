@@ -12,16 +12,17 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.stock import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
-from ..cache.hf import NOT_PAGED, layer_kinds, layer_windows
+from ..cache.hf import NOT_PAGED, keeps_states_alone, kinds_of, layer_windows
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import is_known_convolution
-from ..fused.hf.recurrences import is_known_recurrence, recurrent_pages_refusal
+from ..fused.hf.recurrences import known_recurrence, recurrent_pages_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of, source_of
+from ..recognition.generation_code import counts_nothing, only_passes_on
 from ..tensors import model_device
 from .survey import split_of
 
@@ -52,6 +53,11 @@ def model_attention_refusal(model: PreTrainedModel) -> str | None:
     return _function_refusal(model)
 
 
+def attends_nowhere(model: PreTrainedModel) -> bool:
+    """Return whether no layer of the model attends: each keeps a recurrent state, and nothing else."""
+    return keeps_states_alone(model.config) and not attention_modules(model) and not attention_refusals(model)
+
+
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """List the modules that call an attention function of transformers' interface, without parts that keep theirs."""
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
@@ -77,7 +83,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     if not model.can_generate():
         return f"{name} does not generate text"
-    refusal = model_attention_refusal(model)
+    refusal = None if attends_nowhere(model) else model_attention_refusal(model)
     if refusal is not None:
         return refusal
     if getattr(layers_config(model.config), "kv_lora_rank", None):
@@ -86,10 +92,10 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
         unpaged = code_of(module).unpaged
-        if unpaged is not None and not (is_known_convolution(module) or is_known_recurrence(module)):
+        if unpaged is not None and not (is_known_convolution(module) or known_recurrence(module)):
             return unpaged
     try:
-        kinds = layer_kinds(model.config)
+        kinds = kinds_of(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     if any(kind.convolves for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
@@ -108,7 +114,7 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
     name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
-    if "position_ids" not in parameters:
+    if "position_ids" not in parameters and not (attends_nowhere(model) and counts_nothing(model)):
         return f"{name} takes no position_ids"
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if set(needed) - {"self", "input_ids"}:
@@ -119,7 +125,8 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} keeps a recurrent state that cannot go back"
     for method in OWN_METHODS:
         own = getattr(type(model), method)
-        if own is not getattr(GenerationMixin, method) and LONG_ROPE not in own.__code__.co_names:
+        known = LONG_ROPE in own.__code__.co_names or only_passes_on(type(model), method)
+        if own is not getattr(GenerationMixin, method) and not known:
             return f"{name} has a {method} of its own"
     return None
 

@@ -48,8 +48,8 @@ def test_a_pass_stays_on_the_device(family: str, dtype: Any) -> None:
     """A prefill of several prompts, decode beside it, and verification."""
     settings = hf_accel.CacheConfig(block_size=4, dtype=dtype)
     model: Any = hf_accel.patch(build(family), weights=None, fuse=False, attention="tape", cache=settings).to(META)
-    groups, group_of_layer = page_groups(model.config, settings)
-    runner, pages = ModelRunner(model, groups, group_of_layer), Pages(groups)
+    groups, groups_of_layer = page_groups(model.config, settings)
+    runner, pages = ModelRunner(model, groups, groups_of_layer), Pages(groups)
     assert runner.device == META
     for counts, past, everything in (([7, 3, 1], [0, 0, 0], False), ([1, 9], [7, 3], False), ([4, 4], [8, 12], True)):
         inputs = pass_of(pages, counts, past, everything=everything).to(META)

@@ -30,8 +30,8 @@ PROMPTS = requests(5, longest=14, seed=4, shared=9)
 
 
 def batcher_of(model: Any, settings: CacheConfig, drafter: Any, num_draft: int) -> Batcher:
-    groups, group_of_layer = page_groups(model.config, settings)
-    runner, pages = ModelRunner(model, groups, group_of_layer), Pages(groups)
+    groups, groups_of_layer = page_groups(model.config, settings)
+    runner, pages = ModelRunner(model, groups, groups_of_layer), Pages(groups)
     config, lengths = SpeculativeConfig(drafter=drafter), Controller(num_draft)  # which may be 0
     return Batcher(runner, pages, make_speculation(config, runner, pages, lengths))
 
@@ -39,7 +39,7 @@ def batcher_of(model: Any, settings: CacheConfig, drafter: Any, num_draft: int) 
 def held(batcher: Batcher, cached: CachedSequence, layer: int) -> tuple[Tensor, Tensor, int]:
     """K and V [T, H, D] of the tokens that a layer holds of a row, and which is the first."""
     runner: Any = batcher.runner
-    number = runner.group_of_layer[layer]
+    (number,) = runner.groups_of_layer[layer]
     group, table = batcher.pages.groups[number], cached.tables[number]
     first = table.num_dropped_blocks * group.pool.block_size
     return *group.storages[layer].read(torch.tensor(table.slots(first, table.num_tokens))), first

@@ -1,6 +1,16 @@
 """Paged KV caches as transformers' Cache: PagedCache for padded batches, RaggedCache for ragged passes."""
 
-from .kinds import NOT_PAGED, layer_kind, layer_kinds, layer_names, layer_windows, page_groups, sharing_refusal
+from .kinds import (
+    NOT_PAGED,
+    keeps_states_alone,
+    kinds_of,
+    kinds_of_layer,
+    layer_names,
+    layer_windows,
+    page_groups,
+    sharing_refusal,
+    windows_of,
+)
 from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass
 from .paged import PagedCache
 from .room import fixed_settings, share_settings
@@ -14,11 +24,13 @@ __all__ = [
     "RaggedCache",
     "RecurrentPass",
     "fixed_settings",
-    "layer_kind",
-    "layer_kinds",
+    "keeps_states_alone",
+    "kinds_of",
+    "kinds_of_layer",
     "layer_names",
     "layer_windows",
     "page_groups",
     "share_settings",
     "sharing_refusal",
+    "windows_of",
 ]

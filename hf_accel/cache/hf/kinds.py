@@ -12,20 +12,17 @@ from ...errors import UnsupportedError
 from ..group import PageGroup, SharedContext
 from ..quantized import QUANTIZED
 from ..states import FIRST_STATES, MOST_STATES, WINDOW, StateGroup
+from .state_sizes import state_sizes
 
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
 CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many tokens its convolutions see
-# The settings of layers with the gated delta rule.
-RECURRENT_SETTINGS = (
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)  # fmt: skip
+WITHOUT_STATE = ("moe", "mlp")  # what configs call layers that keep nothing
 FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
 
 
 class LayerKind(NamedTuple):
-    """The state that a decoder layer keeps of its tokens: keys and values, or one of the two below.
+    """What a decoder layer keeps of its tokens in one group of pages: keys and values, or one of the two below.
 
     window: the number of last tokens that it keeps; None for all. convolves: whether it keeps the inputs of a short
     convolution. recurs: whether it keeps a state of fixed size after a token.
@@ -36,12 +33,41 @@ class LayerKind(NamedTuple):
     recurs: bool = False
 
 
+KEYS_AND_VALUES = LayerKind(None)
+STATE = LayerKind(WINDOW, recurs=True)
+# What a layer keeps: one kind; keys and values, and then a state; or nothing.
+LayerKinds = tuple[LayerKind, ...]
+
+
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the window of each decoder layer, None for full attention. Raises what `layer_kinds` raises."""
-    return [kind.window for kind in layer_kinds(config)]
+    """Return the window of what each decoder layer keeps first; None for all, and for nothing.
+
+    Raises what `layer_kinds` raises.
+    """
+    return [kinds[0].window if kinds else None for kinds in layer_kinds(config)]
 
 
-def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
+def windows_of(groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> list[int | None]:
+    """Return what `layer_windows` returns for the config of which `page_groups` made these."""
+    return [groups[own[0]].window if own else None for own in groups_of_layer]
+
+
+def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
+    """Return the kinds of pages that a decoder's layers need, each once. Raises what `layer_kinds` raises."""
+    # States come last, so that the first group has the blocks of a sequence's tokens, if there are any.
+    kinds = [kind for own in layer_kinds(config) for kind in own]
+    return sorted(dict.fromkeys(kinds), key=lambda kind: kind.recurs)
+
+
+def keeps_states_alone(config: PreTrainedConfig) -> bool:
+    """Return whether the layers of a decoder keep recurrent states and nothing else: no layer attends."""
+    try:
+        return all(kind.recurs for kind in kinds_of(config))
+    except UnsupportedError:
+        return False
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[LayerKinds]:
     """Return what each decoder layer keeps, as in transformers' DynamicCache.
 
     Raises UnsupportedError for a layer that caches anything else.
@@ -51,21 +77,21 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     decoder = config.get_text_config(decoder=True)
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
         raise UnsupportedError(f"a paged cache cannot hold chunked attention layers; {NOT_PAGED}")
-    kinds: list[LayerKind] = []
+    found: list[LayerKinds] = []
     try:
         layers = DynamicCache(config=decoder).layers
     except (AttributeError, RuntimeError) as error:
         raise UnsupportedError(f"transformers makes no cache from a {type(decoder).__name__}; {NOT_PAGED}") from error
     for layer, name in zip(layers, layer_names(decoder, len(layers)), strict=False):
-        kind = layer_kind(layer, name, decoder)
-        if kind is None:
+        kinds = kinds_of_layer(layer, name, decoder)
+        if kinds is None:
             raise UnsupportedError(f"a paged cache cannot hold a {type(layer).__name__}; {NOT_PAGED}")
-        kinds.append(kind)
-    if not kinds:
+        found.append(kinds)
+    if not any(found):
         raise UnsupportedError(
             f"{type(config).__name__} describes no decoder layers, and a paged cache needs some; {NOT_PAGED}"
         )
-    return kinds
+    return found
 
 
 def layer_names(decoder: Any, count: int) -> list[str | None]:
@@ -73,21 +99,33 @@ def layer_names(decoder: Any, count: int) -> list[str | None]:
     return list(getattr(decoder, "layer_types", None) or [None] * count)
 
 
-def layer_kind(layer: Any, name: str | None, decoder: Any) -> LayerKind | None:
+def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | None:
     """Return what a layer of transformers' DynamicCache keeps; None if pages cannot hold it.
 
     name: what the decoder's config calls the layer.
     """
-    if type(layer) is DynamicLayer:
-        return LayerKind(None)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return LayerKind(layer.sliding_window)
+    if name in WITHOUT_STATE:
+        return ()
+    attends = _attending(layer)
+    if attends is not None and name not in ("hybrid", "hybrid_sliding"):
+        return (attends,) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else None
     window = getattr(decoder, CONVOLVED_TOKENS, None)
-    if name == "linear_attention" and type(layer) is LinearAttentionLayer:
-        return LayerKind(WINDOW, recurs=True) if all(hasattr(decoder, each) for each in RECURRENT_SETTINGS) else None
+    if not isinstance(layer, LinearAttentionLayer):
+        return None
     if name == "conv" and type(layer) is LinearAttentionLayer and isinstance(window, int):
-        return LayerKind(window, convolves=True)
-    return None
+        return (LayerKind(window, convolves=True),)
+    if state_sizes(decoder) is None or getattr(layer, "number_of_states", 1) != 1:
+        return None
+    if name == "linear_attention" and type(layer) is LinearAttentionLayer:
+        return (STATE,)
+    return None if attends is None else (attends, STATE)
+
+
+def _attending(layer: Any) -> LayerKind | None:
+    """Return the kind of the keys and values that a layer keeps, beside a state or alone; None if it keeps none."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return LayerKind(layer.sliding_window)
+    return KEYS_AND_VALUES if isinstance(layer, DynamicLayer) else None
 
 
 def page_groups(
@@ -96,15 +134,15 @@ def page_groups(
     *,
     capacity: int = FIRST_TOKENS,
     context: SharedContext | None = None,
-) -> tuple[list[PageGroup], list[int]]:
-    """Make a PageGroup for each kind of layer, and return them with the index of each layer's group.
+) -> tuple[list[PageGroup], list[tuple[int, ...]]]:
+    """Make a PageGroup for each kind of pages, and return them with the indices of each layer's groups.
+
+    A layer that keeps keys and values and a state has two, in this order, and one that keeps nothing has none.
 
     capacity: the tokens that a growing cache has room for at first. context: the ranks that share out the blocks.
     """
-    kinds = layer_kinds(config)
+    distinct_kinds = kinds_of(config)
     tokens = capacity if settings.max_tokens is None else settings.max_tokens
-    # States come last, so that the first group has the blocks of a sequence's tokens, if there are any.
-    distinct_kinds = sorted(dict.fromkeys(kinds), key=lambda kind: kind.recurs)
     num_blocks, growable = max(1, -(-tokens // settings.block_size)), settings.max_tokens is None
     groups = [
         StateGroup(num_blocks=FIRST_STATES if growable else most_states(num_blocks), growable=growable)
@@ -121,7 +159,7 @@ def page_groups(
     ]
     for group in groups:
         group.context = context
-    return groups, [distinct_kinds.index(kind) for kind in kinds]
+    return groups, [tuple(map(distinct_kinds.index, kinds)) for kinds in layer_kinds(config)]
 
 
 def most_states(num_blocks: int) -> int:
@@ -134,7 +172,7 @@ def most_states(num_blocks: int) -> int:
 
 def sharing_refusal(config: PreTrainedConfig) -> str | None:
     """Return why ranks cannot share out the pages of a model, as one clause; None if they can."""
-    if any(kind.convolves or kind.recurs for kind in layer_kinds(config)):
+    if any(kind.convolves or kind.recurs for kind in kinds_of(config)):
         return "layers that are no attention need all that they keep on each rank"
     return None
 

@@ -32,6 +32,23 @@ class CacheOverPages(Cache):
 
     unread: LayerOverPages | None = None
     known_pass: Any = None
+    paged_layers: list[Any]
+
+    def _lay_out(
+        self, kind: type[LayerOverPages], groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]
+    ) -> list[Any]:
+        """Make the LayerOverPages of each decoder layer, and return what stands for it in `layers`.
+
+        A layer that keeps keys and values and a state has one for each, see `state_layer`.
+        """
+        parts = [[kind(self, i, groups[g], g) for g in own] for i, own in enumerate(groups_of_layer)]
+        self.paged_layers = [part for own in parts for part in own]
+        self._state_layers: dict[int, Any] = {i: own[-1] for i, own in enumerate(parts) if own}
+        return [own[0] if own else LayerWithoutPages(self.paged_layers[0]) for own in parts]
+
+    def state_layer(self, layer_idx: int) -> Any:
+        """Return the LayerOverPages that keeps the state of a recurrent layer."""
+        return self._state_layers[layer_idx]
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Raise UnsupportedError: transformers' convolutions and recurrent layers read no pages."""
@@ -123,6 +140,33 @@ class LayerOverPages(CacheLayerMixin):
     def columns(self) -> tuple[Tensor, Tensor] | None:
         """Return K and V of all columns, [B, Hkv, T, D], or None if the tokens of a pass are of many sequences."""
         return None
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class LayerWithoutPages(CacheLayerMixin):
+    """The place in a cache of a decoder layer that keeps nothing. other: a layer that has pages, as many columns."""
+
+    is_sliding = True  # so that transformers does not ask this layer about the mask of full attention
+    is_croppable = True
+    is_initialized = True
+
+    def __init__(self, other: LayerOverPages) -> None:
+        self.other = other
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise UnsupportedError(f"a layer got keys and values that by the model's config keeps none; {NOT_PAGED}")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.lazy_initialization(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        sizes: tuple[int, int] = self.other.get_mask_sizes(query_length)
+        return sizes
+
+    def get_seq_length(self) -> int:
+        return self.other.get_seq_length()
 
     def get_max_length(self) -> int:
         return -1
@@ -251,10 +295,10 @@ class RaggedCache(CacheOverPages):
 
     step: Step
 
-    def __init__(self, groups: list[PageGroup], group_of_layer: list[int]) -> None:
+    def __init__(self, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> None:
         self._groups = groups
         self._slots_before: tuple[Step | None, dict[int, Tensor]] = (None, {})
-        super().__init__(layers=[RaggedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)])
+        super().__init__(layers=self._lay_out(RaggedLayer, groups, groups_of_layer))
 
     def step_for(self, layer: RaggedLayer, keys: Tensor) -> Step:
         return self.step

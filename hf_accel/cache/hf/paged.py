@@ -17,7 +17,7 @@ from ...keywords import check_keywords
 from ..group import PageGroup, SharedContext, Step
 from ..padded import PaddedBatch, last_columns
 from ..pages import CachedSequence, Pages
-from .kinds import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups
+from .kinds import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups, windows_of
 from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
 
 
@@ -128,19 +128,19 @@ class PagedCache(CacheOverPages):
             known = [*(field.name for field in dataclasses.fields(CacheConfig)), "cache_config", "capacity", "context"]
             check_keywords("PagedCache", keywords, known, {"max_cache_len": "max_tokens="})
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
-        groups, group_of_layer = page_groups(config, settings, capacity=capacity, context=context)
-        self._bind(settings, PaddedBatch(Pages(groups)), group_of_layer)
+        groups, groups_of_layer = page_groups(config, settings, capacity=capacity, context=context)
+        self._bind(settings, PaddedBatch(Pages(groups)), groups_of_layer)
         self._checked_config: PreTrainedConfig | None = config
 
     @classmethod
     def over(
-        cls, groups: list[PageGroup], group_of_layer: list[int], settings: CacheConfig, config: PreTrainedConfig
+        cls, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], settings: CacheConfig, config: PreTrainedConfig
     ) -> PagedCache:
         """Make an empty cache over pages that were made for the same settings and config, and that nobody uses."""
         cache = object.__new__(cls)
         pages = Pages(groups)
         pages.clear_prefixes()  # so that equal calls compute the same
-        cache._bind(settings, PaddedBatch(pages), group_of_layer)
+        cache._bind(settings, PaddedBatch(pages), groups_of_layer)
         cache._checked_config = config
         return cache
 
@@ -152,11 +152,11 @@ class PagedCache(CacheOverPages):
         is_known = config is self._checked_config
         if is_known and self.padded.num_columns:
             return
-        own = [layer.group.window for layer in self.paged_layers]
+        own = windows_of(self.pages.groups, self.groups_of_layer)
         if is_known and own != layer_windows(config):
             context = self.pages.groups[0].context
-            groups, group_of_layer = page_groups(config, self.settings, context=context)
-            self._bind(self.settings, PaddedBatch(Pages(groups)), group_of_layer)
+            groups, groups_of_layer = page_groups(config, self.settings, context=context)
+            self._bind(self.settings, PaddedBatch(Pages(groups)), groups_of_layer)
         elif not is_known:
             check_windows(own, config)
         self._checked_config = config
@@ -169,13 +169,11 @@ class PagedCache(CacheOverPages):
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _bind(self, settings: CacheConfig, padded: PaddedBatch, group_of_layer: list[int]) -> None:
-        self.settings, self.padded, self.group_of_layer = settings, padded, group_of_layer
+    def _bind(self, settings: CacheConfig, padded: PaddedBatch, groups_of_layer: list[tuple[int, ...]]) -> None:
+        self.settings, self.padded, self.groups_of_layer = settings, padded, groups_of_layer
         self.step: Step | None = None
         self._column_slots: dict[int, Tensor] = {}  # for each group, the column slots of the current pass
-        groups = padded.pages.groups
-        self.paged_layers = [PagedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)]
-        super().__init__(layers=list(self.paged_layers))
+        super().__init__(layers=self._lay_out(PagedLayer, padded.pages.groups, groups_of_layer))
 
     @property
     def pages(self) -> Pages:
@@ -312,7 +310,7 @@ class PagedCache(CacheOverPages):
         self._settle()
         fork = object.__new__(type(self))
         memo[id(self)] = fork
-        fork._bind(self.settings, self.padded.fork(), self.group_of_layer)
+        fork._bind(self.settings, self.padded.fork(), self.groups_of_layer)
         fork._checked_config = self._checked_config
         fork._set_columns()
         return fork

@@ -128,8 +128,8 @@ class _Drafters:
         draft = _twin(self.state, model, None)
         # As many tokens as the target has pages for, where that is known; they grow if shared prefixes need more.
         capacity: dict[str, Any] = {} if self.pages.capacity is None else {"capacity": self.pages.capacity}
-        groups, group_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False), **capacity)
-        return self._drafter(make_runner(draft, groups, group_of_layer), Pages(groups))
+        groups, groups_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False), **capacity)
+        return self._drafter(make_runner(draft, groups, groups_of_layer), Pages(groups))
 
     def _self_int4(self) -> ModelDrafter:
         """Make a drafter from the target with its linears in INT4. It shares the target's pages."""
@@ -139,7 +139,7 @@ class _Drafters:
                 "weights=None, or use 'suffix', 'ngram' or a draft model"
             )
         draft = _twin(self.state, self.target, "int4")
-        return self._drafter(make_runner(draft, self.pages.groups, self.runner.group_of_layer), None)
+        return self._drafter(make_runner(draft, self.pages.groups, self.runner.groups_of_layer), None)
 
     def _drafter(self, runner: ModelRunner, pages: Pages | None) -> ModelDrafter:
         return ModelDrafter(

@@ -18,6 +18,7 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
+from .model_runner import cache_name
 from .model_watch import ModelWatch
 
 # Maps (model, weights) to a patched model over the same Parameters. The given model is not changed.
@@ -71,7 +72,7 @@ class LoopCall:
 
     @property
     def cache(self) -> Any:
-        return self.inputs.get("past_key_values")
+        return self.inputs.get(cache_name(self.model))
 
     @property
     def num_columns(self) -> int:

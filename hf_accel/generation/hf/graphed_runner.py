@@ -70,12 +70,12 @@ class GraphedRunner(ModelRunner):
         self,
         model: PreTrainedModel,
         groups: list[PageGroup],
-        group_of_layer: list[int],
+        groups_of_layer: list[tuple[int, ...]],
         *,
         maker: GraphMaker,
         invariant_rows: int | None = None,
     ) -> None:
-        super().__init__(model, groups, group_of_layer)
+        super().__init__(model, groups, groups_of_layer)
         self.groups, self.maker = groups, maker
         self.most_rows = MOST_ROWS if invariant_rows is None else min(MOST_ROWS, invariant_rows)
         self.most_bytes, self.least_free_bytes = MOST_BYTES, LEAST_FREE_BYTES
@@ -124,7 +124,7 @@ class GraphedRunner(ModelRunner):
         if autocast_dtype(self.device.type) is not None:
             return "torch.autocast is on"
         storages = [storage for group in self.groups for storage in group.storages.values()]
-        if len(storages) < len(self.group_of_layer):
+        if len(storages) < sum(map(len, self.groups_of_layer)):
             return "the first pass makes the pages"
         pages = [storage.pages.k.data_ptr() for storage in storages]
         if pages != self._pages:
@@ -218,7 +218,7 @@ MOST_KEPT_BYTES = 2 * 2**30  # of pages that nobody uses
 
 
 def make_runner(
-    model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int], invariant_rows: int | None = None
+    model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], invariant_rows: int | None = None
 ) -> ModelRunner:
     """The ModelRunner of a model over these pages, with graphs where its device has them."""
     state = find_state(model)
@@ -228,11 +228,11 @@ def make_runner(
         kept.model, call.runner = model, None
         kept.statistics = GraphStatistics(nbytes=kept.statistics.nbytes)
         return kept
-    runner = ModelRunner(model, groups, group_of_layer)
+    runner = ModelRunner(model, groups, groups_of_layer)
     maker = make_graphs(runner.device)
     if maker is None:
         return runner
-    return GraphedRunner(model, groups, group_of_layer, maker=maker, invariant_rows=invariant_rows)
+    return GraphedRunner(model, groups, groups_of_layer, maker=maker, invariant_rows=invariant_rows)
 
 
 def keep_runner(state: GenerationState, runner: GraphedRunner, settings: CacheConfig) -> None:
@@ -256,7 +256,7 @@ def cache_of_kept(state: GenerationState, config: Any, capacity: int) -> PagedCa
     if is_used or any(group.pool.num_blocks * group.pool.block_size < capacity for group in runner.groups):
         return None
     state.call.runner = runner
-    return PagedCache.over(runner.groups, runner.group_of_layer, runner.settings, config)
+    return PagedCache.over(runner.groups, runner.groups_of_layer, runner.settings, config)
 
 
 SCALARS = (bool, int, float, str, NoneType, torch.dtype)

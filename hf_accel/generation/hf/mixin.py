@@ -27,7 +27,7 @@ from .drafting import assistant_refusal, assisted
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
-from .model_runner import other_input, positions_count_tokens, weights_salt
+from .model_runner import cache_name, other_input, positions_count_tokens, weights_salt
 from .refusals import (
     call_refusal,
     changed_refusal,
@@ -274,7 +274,8 @@ class AcceleratedGeneration(WritesModelCard):
         **kwargs: Any,
     ) -> None:
         state = self._generation_state
-        given = model_kwargs.get("past_key_values")
+        name = cache_name(self)  # type: ignore[arg-type]
+        given = model_kwargs.get(name)
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
@@ -292,12 +293,12 @@ class AcceleratedGeneration(WritesModelCard):
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
                 kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-            model_kwargs["past_key_values"] = kept
+            model_kwargs[name] = kept
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
             )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(name)
         if isinstance(cache, PagedCache):
             cache.check_config(self.config)  # type: ignore[attr-defined]
         if state.call is not None:
@@ -311,7 +312,7 @@ class AcceleratedGeneration(WritesModelCard):
         call = self._generation_state.call
         if call is not None:
             call.prompt_columns = input_ids.shape[1]
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(cache_name(self))  # type: ignore[arg-type]
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         text_only = other_input(model_kwargs) is None and ragged_refusal(self) is None  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...attention.hf import ATTENTION_NAME
 from ...cache.group import PageGroup, PassInputs, Step
-from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, layer_windows
+from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, keeps_states_alone, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...models import model_of, positions_depend_on_length
@@ -27,6 +27,7 @@ FOR_EACH_ROW = ("adapter_names", "alora_offsets")
 TEXT_INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
     "labels", "output_attentions", "output_hidden_states", "num_items_in_batch", "cache_position", "synced_gpus",
+    "cache_params",
 }  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     if args:
         kwargs = dict(zip(_parameters(model.original_class), args, strict=False)) | kwargs
-    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    cache, ids = kwargs.get(cache_name(model)), kwargs.get("input_ids")
     _check_context(model, cache, kwargs)
     source = kwargs.get("inputs_embeds") if ids is None else ids
     if source is not None and 0 in source.shape[:2]:
@@ -56,6 +57,8 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if keyword_for_each_row(model) is not None:
         ids = None  # rows of equal ids have different keys and values
     mask = None if mask is None else mask.bool()
+    if mask is None and keeps_states_alone(model.config):  # type: ignore[arg-type]
+        mask = cache.padded.mask_with(source.shape[1])  # transformers leaves it out behind the first pass
     fresh = cache.get_seq_length() == 0
     shareable = cache.settings.prefix_sharing and ids is not None and other_input(kwargs) is None
     if fresh and shareable:
@@ -77,7 +80,7 @@ def _check_context(model: nn.Module, cache: object, inputs: dict[str, Any]) -> N
     context = state_of(model).generation.context
     if context is None or cache is None:
         return
-    layers: Any = cache.layers if isinstance(cache, CacheOverPages) else ()
+    layers = cache.paged_layers if isinstance(cache, CacheOverPages) else ()
     if not layers or any(layer.group.context is not context for layer in layers):
         raise UnsupportedError(
             "ranks share out the context of this model, and the cache that it was given is whole; leave "
@@ -91,6 +94,12 @@ def _check_context(model: nn.Module, cache: object, inputs: dict[str, Any]) -> N
 def _parameters(kind: type) -> tuple[str, ...]:
     """The names of the parameters of a class's forward()."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def cache_name(model: nn.Module) -> str:
+    """Return the name of the cache among the arguments of a patched model."""
+    names = _parameters(model.original_class)  # type: ignore[arg-type]
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 def keyword_for_each_row(model: nn.Module) -> str | None:
@@ -153,7 +162,7 @@ def _is_empty(value: object) -> bool:
 def attention_refusal(config: Any) -> str | None:
     """Return why a model with this config cannot read pages, as one clause; None if it can."""
     now = config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
-    if now == ATTENTION_NAME:
+    if now == ATTENTION_NAME or keeps_states_alone(config):
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
 
@@ -178,15 +187,17 @@ def _known_pass(model: nn.Module) -> KnownPass | None:
 class ModelRunner:
     """Calls a patched model on the tokens of many sequences, which stand end to end in one row [1, N].
 
-    groups, group_of_layer: the pages, see cache.hf.page_groups.
+    groups, groups_of_layer: the pages, see cache.hf.page_groups.
     """
 
-    def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
+    def __init__(self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> None:
         self.model: Any = model
-        self.group_of_layer = group_of_layer
-        self.cache = RaggedCache(groups, group_of_layer)
+        self.groups_of_layer = groups_of_layer
+        self.cache = RaggedCache(groups, groups_of_layer)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
+        self._cache_name = cache_name(model)
+        self._positions = "position_ids" in _parameters(self.model.original_class)
 
     @property
     def device(self) -> torch.device:
@@ -217,7 +228,7 @@ class ModelRunner:
 
     def _changed(self) -> str | None:
         """Return the change to the model since its pages were made that keeps it from using them, and the way out."""
-        refusal, own = attention_refusal(self.model.config), len(self.group_of_layer)
+        refusal, own = attention_refusal(self.model.config), len(self.groups_of_layer)
         if refusal is None and (layers := len(layer_windows(self.model.config))) != own:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
@@ -225,14 +236,15 @@ class ModelRunner:
     def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
+        positions = {"position_ids": inputs.positions[None]} if self._positions else {}
         self.cache.known_pass = _known_pass(self.model)
         try:
             output = self.model(
                 input_ids=inputs.ids[None],
-                position_ids=inputs.positions[None],
-                past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
+                **{self._cache_name: self.cache},
+                **positions,
                 **selection,
             )
         finally:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...cache.hf import PagedCache, layer_kinds
+from ...cache.hf import PagedCache, keeps_states_alone, kinds_of
 from ...errors import HfAccelWarning, UnsupportedError
 from ...models import vocabulary_size
 from ...undo.state import state_of
@@ -88,7 +88,10 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "its mask and position_ids are not those of its token ids"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
-    if not positions_count_tokens(positions, None if mask is None else mask.bool()):
+    counts = keeps_states_alone(call.model.config) or positions_count_tokens(
+        positions, None if mask is None else mask.bool()
+    )
+    if not counts:
         return "position_ids do not count tokens"
     return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
 
@@ -106,7 +109,7 @@ def padding_refusal(model: PreTrainedModel, mask: object) -> str | None:
 
     In transformers, padding behind a token changes the state of a recurrent layer.
     """
-    if not isinstance(mask, Tensor) or _only_left_padded(mask) or not any(k.recurs for k in layer_kinds(model.config)):
+    if not isinstance(mask, Tensor) or _only_left_padded(mask) or not any(k.recurs for k in kinds_of(model.config)):
         return None
     return "padding stands behind or between tokens"
 

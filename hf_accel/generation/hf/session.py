@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
-from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups
+from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups, windows_of
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
@@ -64,7 +64,7 @@ class Session(Batcher):
         }  # fmt: skip
         self._given: Any = None if isinstance(cache, PagedCache) else (cache, keywords)  # makes its pages again
         if isinstance(cache, PagedCache):
-            pages, group_of_layer = cache.pages, cache.group_of_layer
+            pages, groups_of_layer = cache.pages, cache.groups_of_layer
         else:
             drafts = [] if speculative is None else speculative.drafters
             models = [draft for draft in drafts if isinstance(draft, PreTrainedModel)]
@@ -73,20 +73,20 @@ class Session(Batcher):
             if tokens is not None:  # of as much memory as this process has free
                 shares = state.context.size if state.context is not None and cache.max_tokens is None else 1
                 settings = replace(settings, max_tokens=state.agreement.least(tokens) * shares)
-            groups, group_of_layer = page_groups(model.config, settings, context=state.context)
+            groups, groups_of_layer = page_groups(model.config, settings, context=state.context)
             pages = Pages(groups)
         rows = state.invariant_rows
         if model_device(model).type in graphs.DEVICES:
-            runner = make_runner(model, pages.groups, group_of_layer, rows)
+            runner = make_runner(model, pages.groups, groups_of_layer, rows)
         else:
-            runner = ModelRunner(model, pages.groups, group_of_layer)
+            runner = ModelRunner(model, pages.groups, groups_of_layer)
         speculation = None
         if speculative is not None:
             speculation = make_speculation(speculative, runner, pages, controller)
         super().__init__(
             runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
         )
-        self.model, self._group_of_layer = model, group_of_layer
+        self.model, self._groups_of_layer = model, groups_of_layer
         self._looked, self._declared = float("-inf"), state.watch.declared
         self._learns = speculative if controller is None else None
 
@@ -101,7 +101,7 @@ class Session(Batcher):
 
     def _fit_windows(self) -> None:
         """Begin again, with other pages, if the sliding windows in the model's config were changed."""
-        windows = [self.pages.groups[index].window for index in self._group_of_layer]
+        windows = windows_of(self.pages.groups, self._groups_of_layer)
         if self._given is None or windows == layer_windows(self.model.config):
             return
         self.close()

@@ -16,7 +16,7 @@ EPSILON = 1e-6  # is added to the square of a length
 
 class DeltaCall(Structure):
     _fields_ = fields(
-        pointers="q k v a b rate bias out states starts before slots",
+        pointers="q k v a b log_rate bias out states starts before slots",
         sizes="q_stride k_stride v_stride sequences key_heads value_heads key_dim value_dim",
         ints="dtype threads",
     )
@@ -29,7 +29,7 @@ class DeltaInputs(NamedTuple):
     """The numbers that the rule reads of the N tokens of all sequences, which stand end to end.
 
     q, k: [N, Hk, Dk] float32, which are divided by their lengths, and q by the root of Dk. v: [N, Hv, Dv] float32.
-    a, b: [N, Hv] of a dtype of FLOATS. rate, bias: of the heads, [Hv] float32.
+    a, b: [N, Hv] of a dtype of FLOATS. log_rate, bias: of the heads, [Hv] float32.
     """
 
     q: Tensor
@@ -37,26 +37,26 @@ class DeltaInputs(NamedTuple):
     v: Tensor
     a: Tensor
     b: Tensor
-    rate: Tensor
+    log_rate: Tensor
     bias: Tensor
 
 
 def delta_rule(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute S = decay S; S = S + k (beta (v - k S)); out = q S for the tokens of B sequences.
 
-    decay is exp(-rate softplus(a + bias)), and beta is sigmoid(b). states: [slots, Hv, Dk, Dv] float32, contiguous.
+    decay is exp(-exp(log_rate) softplus(a + bias)), and beta is sigmoid(b). states: [slots, Hv, Dk, Dv] float32, contiguous.
     starts: [B + 1] int64. before: [B] int64, the slot of S before a sequence's first token, -1 for zeros. slots: [N]
     int64, where S is written after a token, -1 for nowhere. Each slot is written once, and none of `before` is.
     Returns [N, Hv, Dv] float32. Raises UnsupportedError if a gradient is needed.
     """
-    q, k, v, a, b, rate, bias = inputs
+    q, k, v, a, b, log_rate, bias = inputs
     refuse_gradients("delta_rule", q, k, v, a, b)
     q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
     dtype, a, b = b.dtype, a.float().contiguous(), b.float().contiguous()
     out = torch.empty(v.shape, dtype=torch.float32, device="cpu")
     _delta_rule(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), a.data_ptr(), b.data_ptr(), rate.data_ptr(), bias.data_ptr(),
-        out.data_ptr(), states.data_ptr(), starts.data_ptr(), before.data_ptr(), slots.data_ptr(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), a.data_ptr(), b.data_ptr(), log_rate.data_ptr(),
+        bias.data_ptr(), out.data_ptr(), states.data_ptr(), starts.data_ptr(), before.data_ptr(), slots.data_ptr(),
         q.stride(0), k.stride(0), v.stride(0), len(before), k.shape[1], v.shape[1], k.shape[2], v.shape[2],
         DTYPES[dtype], threads(),
     )  # fmt: skip
@@ -65,8 +65,8 @@ def delta_rule(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: T
 
 def reference(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute what `delta_rule` computes, by torch's operators. The states are written in place."""
-    q, k, v, a, b, rate, bias = inputs
-    decay, beta = torch.exp(-rate * F.softplus(a.float() + bias)), b.sigmoid().float()
+    q, k, v, a, b, log_rate, bias = inputs
+    decay, beta = torch.exp(-log_rate.exp() * F.softplus(a.float() + bias)), b.sigmoid().float()
     repeats, size = v.shape[1] // k.shape[1], k.shape[2]
     k = _divided(k).repeat_interleave(repeats, 1)
     q = (_divided(q) / size**0.5).repeat_interleave(repeats, 1)

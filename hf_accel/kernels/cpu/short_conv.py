@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from .library import ACTIVATIONS, DTYPES, as_rows, fields, kernel, refuse_gradie
 
 class ConvCall(Structure):
     _fields_ = fields(
-        pointers="x weight out kept starts before slots", sizes="x_stride sequences channels length",
+        pointers="x weight bias out kept starts before slots", sizes="x_stride sequences channels length",
         ints="activation dtype weight_dtype threads",
     )  # fmt: skip
 
@@ -21,29 +22,39 @@ class ConvCall(Structure):
 _short_conv = kernel("short_conv", ConvCall)
 
 
-def short_conv(
-    x: Tensor, weight: Tensor, *, kept: Tensor, starts: Tensor, before: Tensor, slots: Tensor
-) -> Tensor:  # fmt: skip
+class ConvInputs(NamedTuple):
+    """The inputs of N tokens, which stand end to end, and what they are multiplied by.
+
+    x: [N, C]. weight: [C, L]. bias: [C] of the weight's dtype, or None. Each dtype is one of FLOATS.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+def short_conv(inputs: ConvInputs, *, kept: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute silu of the sum of each channel's last L inputs times its weights, for the tokens of B sequences.
 
-    The sequences stand end to end. x: [N, C], weight: [C, L], each of a dtype of FLOATS. kept: [slots, L - 1, C]
-    float32, contiguous, the last inputs up to a token. starts, before, slots: see delta_rule.
+    kept: [slots, L - 1, C] float32, contiguous, the last inputs up to a token. starts, before, slots: see delta_rule.
     Returns [N, C] float32, the numbers of x's dtype. Raises UnsupportedError if a gradient is needed.
     """
-    refuse_gradients("short_conv", x, weight)
+    x, weight, bias = inputs
+    refuse_gradients("short_conv", x, weight, bias)
     x, stride = as_rows(x)
     weight = weight.contiguous()
     out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     _short_conv(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), kept.data_ptr(), starts.data_ptr(), before.data_ptr(),
-        slots.data_ptr(), stride, len(before), *weight.shape, ACTIVATIONS["silu"], DTYPES[x.dtype],
-        DTYPES[weight.dtype], threads(),
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), kept.data_ptr(),
+        starts.data_ptr(), before.data_ptr(), slots.data_ptr(), stride, len(before), *weight.shape,
+        ACTIVATIONS["silu"], DTYPES[x.dtype], DTYPES[weight.dtype], threads(),
     )  # fmt: skip
     return out
 
 
-def reference(x: Tensor, weight: Tensor, *, kept: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
+def reference(inputs: ConvInputs, *, kept: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute what `short_conv` computes, by torch's operators. The inputs are written in place."""
+    x, weight, bias = inputs
     count, weight = weight.shape[1] - 1, weight.float()
     out = [x.new_empty(0, x.shape[1])]
     for sequence, slot in enumerate(before.tolist()):
@@ -56,6 +67,7 @@ def reference(x: Tensor, weight: Tensor, *, kept: Tensor, starts: Tensor, before
         total = windows[..., 0] * weight[:, 0]
         for place in range(1, count + 1):
             total = total + windows[..., place] * weight[:, place]
+        total = total if bias is None else total + bias.float()
         out.append(F.silu(total.to(x.dtype)))
         for t in range(first, stop):
             if slots[t] >= 0:

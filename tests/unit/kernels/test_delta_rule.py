@@ -28,7 +28,7 @@ def inputs(shape: tuple[int, int, int, int], tokens: int) -> dict[str, Tensor]:
         "v": torch.randn(tokens, values, value_dim),
         "a": torch.randn(tokens, values),
         "b": torch.randn(tokens, values),
-        "rate": torch.rand(values),
+        "log_rate": torch.rand(values).log(),
         "bias": torch.randn(values),
     }
 
@@ -102,7 +102,7 @@ def test_it_is_transformers_rule(name: str) -> None:
     given, states = inputs(shape, 70), pages(shape, 2)
     first = states[0].clone()
     repeated = {key: given[key].repeat_interleave(2, 1)[None] for key in "qk"}  # transformers 5.17 repeats outside
-    decay = -given["rate"] * F.softplus(given["a"] + given["bias"])
+    decay = -given["log_rate"].exp() * F.softplus(given["a"] + given["bias"])
     expected, last = getattr(theirs, name)(
         repeated["q"], repeated["k"], given["v"][None], g=decay[None], beta=given["b"].sigmoid()[None],
         initial_state=first[None], output_final_state=True, use_qk_l2norm_in_kernel=True,

@@ -32,7 +32,8 @@
   KERNEL(position_scores, PositionScoresCall) \
   KERNEL(write_pages, WriteCall)          \
   KERNEL(delta_rule, DeltaCall)           \
-  KERNEL(short_conv, ConvCall)
+  KERNEL(short_conv, ConvCall)            \
+  KERNEL(state_scan, ScanCall)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
 
@@ -342,7 +343,7 @@ struct DeltaCall {
   const float* v;          // [tokens, value_heads, value_dim]
   const float* a;          // [tokens, value_heads], contiguous
   const float* b;          // likewise
-  const float* rate;       // [value_heads]
+  const float* log_rate;   // [value_heads]
   const float* bias;       // likewise
   float* out;              // [tokens, value_heads, value_dim], contiguous
   float* states;           // [slots, value_heads, key_dim, value_dim], contiguous
@@ -358,6 +359,7 @@ struct DeltaCall {
 struct ConvCall {
   const void* x;           // [tokens, channels] of dtype
   const void* weight;      // [channels, length] of weight_dtype, contiguous; the last is a token's own
+  const void* bias;        // [channels] of weight_dtype, contiguous; null for none
   float* out;              // [tokens, channels], contiguous
   float* kept;             // [slots, length - 1, channels], contiguous: the last inputs up to a token
   const int64_t* starts;   // [sequences + 1]
@@ -366,6 +368,29 @@ struct ConvCall {
   int64_t x_stride, sequences, channels, length;
   int32_t activation;      // an Activation
   int32_t dtype, weight_dtype, threads;
+};
+
+// The scan of a state space over sequences of tokens, which stand end to end; see kernels/state_scan.cpp. All is float32.
+// Heads that follow each other share a group of b and c. With each_rate there is one head and one group, and each column
+// has a dt, a bias and a skip of its own.
+struct ScanCall {
+  const float* x;          // [tokens, heads, head_dim]
+  const float* dt;         // [tokens, heads] or [tokens, head_dim], contiguous
+  const float* b;          // [tokens, groups, state_size]
+  const float* c;          // likewise
+  const float* log_rate;   // [heads] or [head_dim, state_size], contiguous
+  const float* bias;       // [heads] or [head_dim]
+  const float* skip;       // likewise
+  float* out;              // [tokens, heads, head_dim], contiguous
+  float* states;           // [slots, heads, state_size, head_dim], contiguous
+  const int64_t* starts;   // as in DeltaCall
+  const int64_t* before;
+  const int64_t* slots;
+  const int64_t* limited;  // [tokens]: whether the limits hold for a token; null if they do for all
+  int64_t x_stride, b_stride, c_stride;  // of tokens
+  int64_t sequences, heads, groups, head_dim, state_size;
+  float lowest, highest;  // the limits of delta
+  int32_t each_rate, threads;
 };
 
 // -- the tables ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // The gated delta rule, token by token (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464). With k and q
 // divided by their lengths, and q by the root of key_dim:
-//   decay = exp(-rate softplus(a + bias)),  beta = sigmoid(b)
+//   decay = exp(-exp(log_rate) softplus(a + bias)),  beta = sigmoid(b)
 //   S = decay S;  S = S + k (beta (v - k S));  out = q S
 // A token's numbers do not depend on which other tokens are computed with it, so that chunks of a prompt and drafts
 // change no bit.
@@ -9,6 +9,7 @@
 #include "../kernels.h"
 #include "../parallel.h"
 #include "any_dtype.h"
+#include "softplus.h"
 
 namespace {
 
@@ -23,8 +24,6 @@ inline float inverse_length(const float* x, int64_t n) {
   }
   return 1.0f / std::sqrt(reduce_add(sum) + 1e-6f);
 }
-
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }  // torch's
 
 inline float rounded(float x, int32_t dtype) {
   float result = x;
@@ -77,6 +76,7 @@ void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column,
     return Part{c.states + (slot * c.value_heads + head) * size + column, c.value_dim};
   };
   const Part free{part, WIDTH * LANES};
+  const float rate = std::exp(c.log_rate[head]);
   Part state = free;
   if (c.before[sequence] >= 0) state = page(c.before[sequence]);
   else
@@ -88,7 +88,7 @@ void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column,
     for (int64_t i = 0; i < c.key_dim; ++i) k[i] = key[i] * key_factor, q[i] = query[i] * query_factor;
     const Part next = c.slots[t] >= 0 ? page(c.slots[t]) : free;
     const int64_t at = t * c.value_heads + head;
-    const float decay = std::exp(-c.rate[head] * softplus(c.a[at] + c.bias[head]));
+    const float decay = std::exp(-rate * softplus(c.a[at] + c.bias[head]));
     const float beta = rounded(1.0f / (1.0f + std::exp(-c.b[at])), c.dtype);
     token<WIDTH>(c, state, next, k, q, c.v + t * c.v_stride + head * c.value_dim + column,
                  c.out + at * c.value_dim + column, decay, beta, c.value_dim - column);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t PART = 256;  // channels of a task
 
-// A vector of channels of a sequence's tokens. weights: room for `length` vectors.
+// A vector of channels of a sequence's tokens. weights: room for `length` vectors and one more.
 template <class T>
 void channels(const ConvCall& c, int64_t sequence, int64_t channel, float* weights) {
   const int64_t n = at_most(c.channels - channel, LANES), first = c.starts[sequence], kept = c.length - 1;
@@ -24,10 +24,13 @@ void channels(const ConvCall& c, int64_t sequence, int64_t channel, float* weigh
     for (int64_t j = 0; j < c.length; ++j)
       for (int64_t lane = 0; lane < LANES; ++lane)
         weights[j * LANES + lane] = lane < n ? to_float(weight[lane * c.length + j]) : 0.0f;
+    const auto* bias = static_cast<decltype(weight)>(c.bias);
+    store(weights + c.length * LANES, bias ? load_upto(bias + channel, n) : zero());
   });
   for (int64_t t = first; t < c.starts[sequence + 1]; ++t) {
     F sum = mul(input(t - kept), load(weights));
     for (int64_t j = 1; j < c.length; ++j) sum = add(sum, mul(input(t - kept + j), load(weights + j * LANES)));
+    if (c.bias) sum = add(sum, load(weights + c.length * LANES));
     store_upto(c.out + t * c.channels + channel, round_as(activated(c.activation, round_as(sum, x)), x), n);
     if (c.slots[t] >= 0)
       for (int64_t j = 0; j < kept; ++j) store_upto(page(c.slots[t], j), input(t - kept + 1 + j), n);
@@ -41,7 +44,7 @@ void HFA_NAMESPACE::short_conv(const ConvCall& call) {
   for_dtype(call.dtype, [&](auto* null) {
     parallel_for(call.sequences * parts, call.threads, [&](int64_t task) {
       struct Own;
-      float* weights = static_cast<float*>(scratch<Own>(static_cast<size_t>(call.length * LANES) * sizeof(float)));
+      float* weights = static_cast<float*>(scratch<Own>(static_cast<size_t>((call.length + 1) * LANES) * sizeof(float)));
       const int64_t begin = task % parts * PART, end = at_most(call.channels, begin + PART);
       for (int64_t channel = begin; channel < end; channel += LANES)
         channels<std::remove_pointer_t<decltype(null)>>(call, task / parts, channel, weights);

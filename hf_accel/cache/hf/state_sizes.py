@@ -1,0 +1,47 @@
+"""The numbers that recurrent layers keep of a sequence, from the settings in a model's config."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+# The settings of layers with the gated delta rule: key heads, value heads, their dimensions, tokens of the convolution.
+DELTA_RULE = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
+# Those of Mamba 2, by the names that families give them: heads, their dimension, the state's size, groups, tokens of the
+# convolution.
+STATE_SPACES = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
+    ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
+)
+
+
+class StateSizes(NamedTuple):
+    """The numbers of a recurrent layer's state after a token, and of the inputs of its convolution kept with it."""
+
+    state: int
+    inputs: int
+
+
+def state_sizes(config: Any) -> StateSizes | None:
+    """Return what a recurrent layer of a decoder's config keeps; None if the config has settings of no known kind."""
+    found = _settings(config, DELTA_RULE)
+    if found is not None:
+        key_heads, value_heads, key_dim, value_dim, tokens = found
+        values = value_heads * value_dim
+        return StateSizes(key_dim * values, (tokens - 1) * (2 * key_heads * key_dim + values))
+    for names in STATE_SPACES:
+        found = _settings(config, names)
+        if found is not None:
+            heads, head_dim, size, groups, tokens = found
+            return StateSizes(heads * head_dim * size, (tokens - 1) * (heads * head_dim + 2 * groups * size))
+    return None
+
+
+def _settings(config: Any, names: tuple[str, ...]) -> list[int] | None:
+    """Return the values of a config's settings; None if one is not there, or is no number."""
+    values = [getattr(config, name, None) for name in names]
+    return [each for each in values if isinstance(each, int)] if all(isinstance(v, int) for v in values) else None

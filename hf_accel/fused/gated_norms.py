@@ -1,0 +1,77 @@
+"""Gated RMSNorms, as recurrent layers have them behind their states: the form in which code computes one, found by
+trying ours on random input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.cpu.library import FLOATS
+from ..kernels.cpu.row_kernels import activate, rms_norm
+from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ..undo.journal import original_class
+
+
+@dataclass(frozen=True)
+class GatedNorm:
+    """x / sqrt(mean(x^2) + eps) * weight in groups of a row, times silu(gate).
+
+    groups: parts of a row that are normalized each by itself; 0 if there is no norm, and the gate alone. gate_first:
+    whether x is multiplied by silu(gate) ahead of the norm.
+    """
+
+    eps: float
+    groups: int
+    gate_first: bool
+
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor | None) -> Tensor:
+        """Compute rows [M, D] float32 by our kernels. They round each row as a single one, which torch's may not.
+
+        gate: [M, D] of a dtype of FLOATS. weight: [D]; None if there is no norm. Returns [M, D] float32.
+        """
+        gate = gate.float()
+        if weight is None or self.gate_first:
+            x = activate(gate, "silu", y=x)
+        if weight is None:
+            return x
+        if self.groups == 1:
+            x = rms_norm(x, weight.float(), self.eps)
+        else:
+            parts = x.view(-1, x.shape[1] // self.groups)
+            x = rms_norm(parts, weight.new_ones(parts.shape[1]).float(), self.eps).view(x.shape) * weight.float()
+        return x if self.gate_first else activate(gate, "silu", y=x)
+
+
+def gated_norm(norm: nn.Module) -> GatedNorm | None:
+    """Return how a module norm(x, gate) computes; None if it is no gated RMSNorm.
+
+    An Identity stands for no norm. Modules are recognised by what they hold and by what they return for random input.
+    """
+    if type(norm) is nn.Identity:
+        return GatedNorm(0.0, 0, gate_first=True)
+    weight, eps = norm._parameters.get("weight"), vars(norm).get("variance_epsilon")
+    if norm._parameters.keys() != {"weight"} or norm._modules or norm._buffers or not isinstance(eps, float):
+        return None
+    if weight is None or weight.ndim != 1 or weight.dtype not in FLOATS:
+        return None
+    own = vars(norm)
+    counts = {1, own.get("n_groups") or 1, len(weight) // (own.get("group_size") or len(weight))}
+    forms = [GatedNorm(eps, groups, first) for groups, first in product(sorted(counts), (True, False))]
+    return next((form for form in forms if _agrees(norm, form, len(weight))), None)
+
+
+@torch.no_grad()
+def _agrees(norm: nn.Module, form: GatedNorm, width: int) -> bool:
+    numbers = RandomNumbers()
+    weight, x, gate = numbers(width), numbers(1, 3, width), numbers(1, 3, width)
+    twin: Any = unwatched_twin(norm, _parameters={"weight": nn.Parameter(weight)})
+    theirs: Callable[..., Tensor] = original_class(norm).forward
+    return agree(
+        lambda: theirs(twin, x, gate)[0], lambda: form(x[0], gate[0], weight), Tolerance(roundings=32, absolute=1e-5)
+    )

@@ -1,0 +1,120 @@
+"""Layers with the gated delta rule over pages, as Qwen3-Next and Qwen3.5 have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...cache.hf import RecurrentPass
+from ...cache.hf.state_sizes import StateSizes
+from ...kernels.cpu import delta_rule, short_conv
+from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...undo.journal import mixed_class, original_class
+from ...undo.state import FUSED
+from ..gated_norms import gated_norm
+from .convolutions import trial_convolution, trial_linear
+from .state_pass import PagedRecurrence, Recurrence, activation_refusal, convolution_refusal, in_passes, is_native
+
+# The projections of Qwen3-Next, and those of Qwen3.5.
+INTERLEAVED, SEPARATE = {"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
+OTHER_PARTS = {"conv1d", "norm", "out_proj"}
+PARAMETERS = {"A_log", "dt_bias"}
+# The convolution and the rule.
+NATIVE = (short_conv.short_conv, delta_rule.delta_rule)
+REFERENCE = (short_conv.reference, delta_rule.reference)
+
+
+class DeltaRule(Recurrence):
+    """The gated delta rule behind a short convolution."""
+
+    def asked(self, module: Any) -> str | None:
+        refusal = convolution_refusal(module)
+        if refusal is not None:
+            return refusal
+        # In transformers padding is zeros in front of the projections, and a bias would make it something else.
+        if any(getattr(part, "bias", None) is not None for name, part in module._modules.items() if name != "out_proj"):
+            return "its projections or its convolution have a bias"
+        return activation_refusal(module)
+
+    def sizes(self, module: Any) -> StateSizes:
+        kept = module.conv1d.kernel_size[0] - 1
+        return StateSizes(module.num_v_heads * module.head_k_dim * module.head_v_dim, kept * module.conv1d.in_channels)
+
+    def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
+        mixed, z, b, a = projected(module, x)
+        states, inputs = found.storage.pages[:2]
+        places = vars(found.states)
+        convolve, rule = NATIVE if is_native(mixed) else REFERENCE
+        convolved = convolve(
+            short_conv.ConvInputs(mixed, module.conv1d.weight.squeeze(1)),
+            kept=inputs.view(-1, module.conv1d.kernel_size[0] - 1, module.conv1d.in_channels), **places,
+        )  # fmt: skip
+        query, key, value = convolved.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+        given = delta_rule.DeltaInputs(
+            query.unflatten(-1, (-1, module.head_k_dim)), key.unflatten(-1, (-1, module.head_k_dim)),
+            value.unflatten(-1, (-1, module.head_v_dim)), a, b,
+            log_rate=module.A_log.float(), bias=module.dt_bias.float(),
+        )  # fmt: skip
+        core = rule(
+            given, states=states.view(-1, module.num_v_heads, module.head_k_dim, module.head_v_dim), **places,
+        ).to(mixed.dtype)  # fmt: skip
+        normed = self.normed(module.norm, core.view(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
+        return normed.view(len(core), -1)
+
+
+def projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the inputs of the convolution [N, C], the gates z [N, Hv, Dv] or flat, b and a [N, Hv] of x [1, N, H]."""
+    if "in_proj_qkvz" in module._modules:
+        *parts, z, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(x), module.in_proj_ba(x))
+        mixed = torch.cat([part.flatten(2) for part in parts], dim=-1)
+    else:
+        mixed, z, b, a = module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)
+    return mixed[0], z[0], b[0], a[0]
+
+
+def known_delta_rule(module: nn.Module) -> DeltaRule | None:
+    """Return the DeltaRule of a module that has its parts and gives what ours does on random input; else None."""
+    projections = module._modules.keys() - OTHER_PARTS
+    if projections not in (INTERLEAVED, SEPARATE) or not module._modules.keys() >= OTHER_PARTS:
+        return None
+    if module._parameters.keys() != PARAMETERS or not isinstance(getattr(module, "layer_idx", None), int):
+        return None
+    norm = gated_norm(module.norm)  # type: ignore[arg-type]
+    if norm is None or norm.groups != 1:
+        return None
+    known = DeltaRule(norm)
+    return known if known.refusal(module) is None and _agrees(module, norm) else None
+
+
+@torch.no_grad()
+def _agrees(module: Any, norm: Any) -> bool:
+    numbers, width, keys, key_dim, value_dim = RandomNumbers(), 8, 2, 4, 6
+    values = keys * (module.num_v_heads // module.num_k_heads)
+    key_width, value_width, length = keys * key_dim, values * value_dim, int(module.conv1d.kernel_size[0])
+    channels = 2 * key_width + value_width
+    sizes = {
+        "in_proj_qkvz": channels + value_width, "in_proj_ba": 2 * values,
+        "in_proj_qkv": channels, "in_proj_z": value_width, "in_proj_b": values, "in_proj_a": values,
+    }  # fmt: skip
+    parts: dict[str, Any] = {name: trial_linear(width, sizes[name]) for name in module._modules if name in sizes}
+    parts["conv1d"] = trial_convolution(channels, length, bias=False)
+    parts["out_proj"] = trial_linear(value_width, width)
+    for part in parts.values():
+        part.weight.copy_(numbers(*part.weight.shape))
+    parts["norm"] = unwatched_twin(module.norm, _parameters={"weight": nn.Parameter(numbers(value_dim))})
+    parameters = {name: nn.Parameter(numbers(values)) for name in PARAMETERS}
+    theirs, ours = (unwatched_twin(module, _modules=parts, _parameters=parameters) for _ in range(2))
+    for twin in (theirs, ours):
+        twin.hidden_size, twin.num_k_heads, twin.num_v_heads, twin.layer_idx = width, keys, values, 0
+        twin.head_k_dim, twin.head_v_dim, twin.key_dim, twin.value_dim = key_dim, value_dim, key_width, value_width
+        twin.conv_dim = channels
+    ours.__class__ = mixed_class(PagedRecurrence, original_class(module))
+    vars(ours)[FUSED] = DeltaRule(norm)
+    x = numbers(2, 9, width)
+    return agree(
+        lambda: original_class(module).forward(theirs, x),
+        lambda: in_passes(ours, x, (5, 1, 3)),
+        Tolerance(roundings=64, absolute=1e-4),
+    )

@@ -1,0 +1,154 @@
+"""What layers with recurrent states over pages have in common: each token's result needs the state after the token
+before it.
+
+So their states stay in pages of one token each: tokens of many sequences can stand in one row, and drafts, copies and
+preemption need nothing of their own. A token's numbers are the same whatever else is in the pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...cache.hf import CacheOverPages, RaggedCache, RecurrentPass
+from ...cache.hf.state_sizes import StateSizes
+from ...cache.pages import Pages, TokenRange
+from ...cache.states import StateGroup
+from ...kernels import cpu
+from ...kernels.cpu.library import FLOATS
+from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved
+from ...tensors import is_recorded
+from ...undo.journal import Mixin
+from ...undo.state import FUSED
+from ..gated_norms import GatedNorm
+from .convolutions import causal_refusal, require_pages
+
+
+class PagedRecurrence(Mixin):
+    """A mixin for a layer with a recurrent state, whose Recurrence says what it computes."""
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """[B, Q, H] -> [B, Q, H]. Raises NotRaggedError if the module was changed, or is given what is not known."""
+        if not isinstance(cache_params, CacheOverPages):
+            stock: Tensor = super().forward(  # type: ignore[misc]
+                hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
+            )
+            return stock
+        own: Any = self
+        known: Recurrence = vars(own)[FUSED]
+        require_pages(own, known.refusal(own), kwargs)
+        layer, sizes = cache_params.state_layer(own.layer_idx), known.sizes(own)
+        found: RecurrentPass = layer.states(hidden_states, state=sizes.state, inputs=sizes.inputs)
+        # Padding has no state: in transformers it changes none before a sequence's first token.
+        row = found.step.tokens(hidden_states[:, None]).transpose(0, 1)
+        core = known.compute(own, row, found)
+        layer.pass_done(found.step)
+        out: Tensor = own.out_proj(core.to(hidden_states.dtype)[None])
+        return found.step.columns(out.transpose(0, 1), len(hidden_states)).squeeze(2)
+
+
+class Recurrence(ABC):
+    """What a kind of recurrent layer computes, and why a module cannot be computed so.
+
+    norm: how the norm of the module computes. A copy or a pickle has asked nothing yet, since it holds other modules.
+    """
+
+    def __init__(self, norm: GatedNorm) -> None:
+        self.norm = norm
+        self._asked: tuple[Reads, list[nn.Module], list[type], Hooks] | None = None
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.norm,)
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Return why our forward cannot compute the module, as one clause; None if it can.
+
+        Where all that the answer depends on is as it was, it is not asked again.
+        """
+        if self._asked is not None:
+            reads, modules, types, hooks = self._asked
+            if reads.hold() and list(map(type, modules)) == types and not hooks.any_others():
+                return None
+        self._asked = None
+        refusal = self.asked(module) or self._norm_refusal(module)
+        if refusal is None:
+            modules = [module, *(child for child in module._modules.values() if child is not None)]
+            reads = Reads(read for each in modules for read in _settings(each))
+            self._asked = reads, modules, list(map(type, modules)), Hooks(modules[1:])
+        return refusal
+
+    def _norm_refusal(self, module: Any) -> str | None:
+        eps = vars(module.norm).get("variance_epsilon", self.norm.eps)
+        return None if eps == self.norm.eps else "the eps of its norm was changed"
+
+    @abstractmethod
+    def asked(self, module: Any) -> str | None:
+        """Return why our forward cannot compute the module, as one clause, of what it holds now; None if it can."""
+
+    @abstractmethod
+    def sizes(self, module: Any) -> StateSizes:
+        """Return the numbers that the module keeps of a token."""
+
+    @abstractmethod
+    def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
+        """Compute what the module gives to its out_proj for the tokens [1, N, H] of a pass: [N, D]."""
+
+    def normed(self, norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute norm(x, gate) for rows [M, D] of float32, with torch's operators where torch has to see them."""
+        if is_native(x) and is_unobserved(norm):
+            return self.norm(x, gate, norm._parameters.get("weight"))
+        if not self.norm.groups:
+            return x * nn.functional.silu(gate.float())
+        result: Tensor = norm(x[None], gate[None])[0]
+        return result
+
+
+def _settings(module: nn.Module) -> Iterator[Read]:
+    """Yield what a module reads of its own: attributes, parts and parameters."""
+    own = module.__dict__
+    yield from (Read(own, name, value) for name, value in own.items() if name != FUSED)
+    for place in ("_modules", "_parameters", "_buffers"):
+        yield from (Read(own[place], name, value) for name, value in own[place].items())
+
+
+def is_native(x: Tensor) -> bool:
+    """Return whether our kernels may compute from x: torch does not have to see it."""
+    return x.is_cpu and x.dtype in FLOATS and not is_recorded() and not x.requires_grad and cpu.refusal() is None
+
+
+def convolution_refusal(module: Any) -> str | None:
+    """Return why the short convolution in front of a recurrence cannot be ours, as one clause; None if it can."""
+    conv = module._modules.get("conv1d")
+    refusal = causal_refusal(conv)
+    if refusal is None and (conv.weight.dtype not in FLOATS or conv.kernel_size[0] < 2):
+        refusal = f"its convolution is over {conv.kernel_size[0]} tokens in {conv.weight.dtype}"
+    return refusal
+
+
+def activation_refusal(module: Any) -> str | None:
+    """Return why the activations of a recurrence cannot be ours, as one clause; None if they can."""
+    for name, part in (("it", module), ("its norm", module.norm)):
+        if getattr(part, "activation", "silu") not in ("silu", "swish"):
+            return f"{name} has the activation {part.activation!r}"
+    return None
+
+
+def in_passes(module: Any, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Compute x [B, Q, H] in passes over so many tokens of each sequence, for a trial."""
+    pages = Pages([StateGroup(num_blocks=2, growable=True)])
+    cache, sequences = RaggedCache(pages.groups, [(0,)]), [pages.begin() for _ in x]
+    results, start = [], 0
+    for count in counts:
+        for sequence in sequences:
+            pages.append(sequence, count)
+        cache.step = pages.step([TokenRange(sequence, start, count) for sequence in sequences])
+        part = module(x[:, start : start + count].reshape(1, -1, x.shape[-1]), cache_params=cache)
+        results.append(part.view(len(x), count, -1))
+        start += count
+    return torch.cat(results, dim=1)

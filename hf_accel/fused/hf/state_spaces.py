@@ -1,0 +1,132 @@
+"""Layers with the state space of Mamba 2 over pages (Dao and Gu 2024, arXiv 2405.21060)."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...cache.hf import RecurrentPass
+from ...cache.hf.state_sizes import StateSizes
+from ...kernels.cpu import short_conv, state_scan
+from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...undo.journal import mixed_class, original_class
+from ...undo.state import FUSED
+from ..gated_norms import GatedNorm, gated_norm
+from .convolutions import trial_convolution, trial_linear
+from .state_pass import PagedRecurrence, Recurrence, activation_refusal, convolution_refusal, in_passes, is_native
+
+PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
+ACTIVATION = "act"  # is a part too, or a function
+PARAMETERS = {"A_log", "D", "dt_bias"}
+SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim")
+# Numbers by which Falcon-H1 multiplies the input of in_proj, and its result.
+MULTIPLIER, MULTIPLIERS = "ssm_in_multiplier", "mup_vector"
+# The convolution and the scan.
+NATIVE = (short_conv.short_conv, state_scan.state_scan)
+REFERENCE = (short_conv.reference, state_scan.reference)
+
+
+class StateSpace(Recurrence):
+    """The scan of Mamba 2 behind a short convolution."""
+
+    def asked(self, module: Any) -> str | None:
+        refusal = convolution_refusal(module)
+        if refusal is not None:
+            return refusal
+        # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
+        if getattr(module.in_proj, "bias", None) is not None:
+            return "its in_proj has a bias"
+        if tuple(module.time_step_limit) != (0.0, inf):
+            return f"its steps are within {module.time_step_limit}"
+        return activation_refusal(module)
+
+    def sizes(self, module: Any) -> StateSizes:
+        kept = module.conv1d.kernel_size[0] - 1
+        return StateSizes(module.intermediate_size * module.ssm_state_size, kept * module.conv_dim)
+
+    def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
+        gate, mixed, dt = _projected(module, x)
+        states, inputs = found.storage.pages[:2]
+        places = vars(found.states)
+        convolve, scan = NATIVE if is_native(mixed) else REFERENCE
+        conv, groups, size = module.conv1d, module.n_groups, module.ssm_state_size
+        convolved = convolve(
+            short_conv.ConvInputs(mixed, conv.weight.squeeze(1), conv.bias),
+            kept=inputs.view(-1, conv.kernel_size[0] - 1, module.conv_dim), **places,
+        )  # fmt: skip
+        values, b, c = convolved.split([module.intermediate_size, groups * size, groups * size], dim=-1)
+        given = state_scan.ScanInputs(
+            values.unflatten(-1, (-1, module.head_dim)), dt,
+            b.unflatten(-1, (groups, size)), c.unflatten(-1, (groups, size)),
+            log_rate=module.A_log.float(), bias=module.dt_bias.float(), skip=module.D.float(),
+        )  # fmt: skip
+        core = scan(given, states=states.view(-1, module.num_heads, size, module.head_dim), **places)
+        return self.normed(module.norm, core.flatten(1), gate)
+
+
+def _projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gates [N, D], the inputs of the convolution [N, C] and dt [N, H] of x [1, N, hidden]."""
+    factors = module._buffers.get(MULTIPLIERS)
+    if factors is None:
+        row = module.in_proj(x)[0]
+    else:
+        row = module.in_proj(x * getattr(module, MULTIPLIER))[0] * factors.view(-1)
+    gate, mixed, dt = row.split([module.intermediate_size, module.conv_dim, module.num_heads], dim=-1)
+    return gate, mixed, dt
+
+
+def known_state_space(module: nn.Module) -> StateSpace | None:
+    """Return the StateSpace of a module that has its parts and gives what ours does on random input; else None."""
+    own: Any = module
+    if not module._modules.keys() - {ACTIVATION} == PARTS or module._parameters.keys() != PARAMETERS:
+        return None
+    numbers = [getattr(module, name, None) for name in (*SIZES, "layer_idx")]
+    if not all(isinstance(number, int) for number in numbers) or not hasattr(module, "time_step_limit"):
+        return None
+    heads, head_dim, groups, size, inner, channels, _ = numbers
+    if inner != heads * head_dim or channels != inner + 2 * groups * size or heads % groups:  # type: ignore[operator]
+        return None
+    norm = gated_norm(own.norm)
+    if norm is None:
+        return None
+    known = StateSpace(norm)
+    return known if known.refusal(module) is None and _agrees(own, norm) else None
+
+
+@torch.no_grad()
+def _agrees(module: Any, norm: GatedNorm) -> bool:
+    numbers, width, head_dim, size = RandomNumbers(), 8, 3, 5
+    groups = min(module.n_groups, 2)
+    heads = 2 * groups
+    inner, length = heads * head_dim, int(module.conv1d.kernel_size[0])
+    channels = inner + 2 * groups * size
+    parts: dict[str, Any] = {
+        "in_proj": trial_linear(width, inner + channels + heads), "out_proj": trial_linear(inner, width),
+        "conv1d": trial_convolution(channels, length, bias=module.conv1d.bias is not None),
+    }  # fmt: skip
+    for part in parts.values():
+        for parameter in part.parameters():
+            parameter.copy_(numbers(*parameter.shape))
+    if norm.groups:
+        parts["norm"] = unwatched_twin(module.norm, _parameters={"weight": nn.Parameter(numbers(inner))})
+        of_norm = {"n_groups": groups if norm.groups > 1 else 1, "group_size": inner // min(norm.groups, groups)}
+        vars(parts["norm"]).update({name: value for name, value in of_norm.items() if name in vars(module.norm)})
+    parameters = {name: nn.Parameter(numbers(heads)) for name in PARAMETERS}
+    factors = {MULTIPLIERS: numbers(1, 1, inner + channels + heads)} if MULTIPLIERS in module._buffers else {}
+    theirs, ours = (
+        unwatched_twin(module, _modules=parts, _parameters=parameters, _buffers=factors) for _ in range(2)
+    )
+    sizes = dict(zip(SIZES, (heads, head_dim, groups, size, inner, channels), strict=True))
+    for twin in (theirs, ours):
+        vars(twin).update(sizes, hidden_size=width, layer_idx=0, chunk_size=4)
+    ours.__class__ = mixed_class(PagedRecurrence, original_class(module))
+    vars(ours)[FUSED] = StateSpace(GatedNorm(norm.eps, min(norm.groups, groups), norm.gate_first))
+    x = numbers(2, 9, width)
+    return agree(
+        lambda: original_class(module).forward(theirs, x),
+        lambda: in_passes(ours, x, (5, 1, 3)),
+        Tolerance(roundings=64, absolute=1e-4),
+    )

@@ -1,0 +1,48 @@
+"""Code around generation that is read: what a method of a class's own changes, and whether forwards count positions."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from .code import source_of
+
+# All that a method may name: transformers' own method, and how many logits a pass returns.
+NAMES = frozenset({"super", "prepare_inputs_for_generation", "config", "num_logits_to_keep"})
+# All inputs that it may set: how many logits, and no mask behind the first pass.
+INPUTS = frozenset({"logits_to_keep", "attention_mask"})
+COUNTERS = ("arange", "cumsum", "linspace")
+
+
+def only_passes_on(kind: type, method: str) -> bool:
+    """Return whether a class's own `method` calls that of GenerationMixin, and changes nothing that a loop over tokens
+    without padding would see.
+    """
+    owners = [base for base in kind.__mro__ if method in vars(base)]
+    if len(owners) != 2 or owners[1].__name__ != "GenerationMixin":
+        return False
+    function = vars(owners[0])[method]
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    code = function.__code__
+    return (
+        set(code.co_names) <= NAMES
+        and method in code.co_names
+        and code.co_freevars == ("__class__",)
+        and all(_is_harmless(value, code.co_varnames) for value in code.co_consts)
+    )
+
+
+def _is_harmless(constant: Any, arguments: tuple[str, ...]) -> bool:
+    """Return whether a constant of the code is nothing, a name of INPUTS, or names of arguments that it hands on."""
+    if isinstance(constant, tuple):
+        return set(constant) <= set(arguments)
+    return constant is None or constant in INPUTS
+
+
+def counts_nothing(model: nn.Module) -> bool:
+    """Return whether no forward of a model's modules makes positions of its own, by the functions that it names."""
+    sources = [source_of(kind.forward) for kind in {type(module) for module in model.modules()}]  # type: ignore[attr-defined]
+    return all(source is not None and not any(name in source for name in COUNTERS) for source in sources)
