@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,8 @@ class PaddedBatch:
         self._before, self._published = (self.sequences, starts, self.num_columns, self.token_mask), []
         try:
             ranges = self._append(starts, counts, ids) if any(starts) else self._begin(counts, ids)
+            if num_new == 1 and any(starts):  # by which transformers' layers tell that a token was generated
+                ranges = [replace(each, num_prompt=each.start) for each in ranges]
             step = self.pages.step(ranges, device)
             step.num_columns, step.fresh = num_new, not any(starts)
             step.token_columns = None if new_mask is None else new_mask.flatten().nonzero().squeeze(1).to(device)

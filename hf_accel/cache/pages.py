@@ -66,13 +66,15 @@ class TokenRange:
     """Tokens start..start+count-1 of a sequence, which a pass computes. The sequence has slots for them already.
 
     write_from: the first token whose K and V the pass writes; 0 means `start`. The tokens before it are in blocks
-    that the sequence shares, so they are written already, or by another sequence of the same pass.
+    that the sequence shares, so they are written already, or by another sequence of the same pass. num_prompt: the
+    tokens of the sequence that were given; later ones were generated, which is a difference to some recurrent layers.
     """
 
     sequence: CachedSequence
     start: int
     count: int
     write_from: int = 0
+    num_prompt: int = sys.maxsize
 
     @property
     def num_written(self) -> int:
@@ -287,7 +289,8 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     device, tables = cu_q.device, [each.sequence.tables[index] for each in ranges]
     spans = [range(each.start, each.start + each.count) for each in ranges]
     if isinstance(group, StateGroup):
-        return group.step(tables, spans, [each.write_from or each.start for each in ranges], cu_q)
+        firsts, prompts = [each.write_from or each.start for each in ranges], [each.num_prompt for each in ranges]
+        return group.step(tables, spans, firsts, prompts=prompts, cu_q=cu_q)
     slots: list[int] = []
     held: list[int] = []
     for each, table in zip(ranges, tables, strict=True):

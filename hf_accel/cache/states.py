@@ -106,11 +106,18 @@ class StateStep:
 
     starts: [B + 1] int64, where each sequence begins in the row. before: [B] int64, the slots of the states before
     their first tokens, -1 for none. slots: [N] int64, where the state after each token is written, -1 for nowhere.
+    given: [N] int64, 1 for each token of a prompt, and 0 for those that were generated.
     """
 
     starts: Tensor
     before: Tensor
     slots: Tensor
+    given: Tensor
+
+    @property
+    def places(self) -> dict[str, Tensor]:
+        """The keywords by which kernels take all but `given`."""
+        return {"starts": self.starts, "before": self.before, "slots": self.slots}
 
 
 class StateGroup(PageGroup):
@@ -155,20 +162,29 @@ class StateGroup(PageGroup):
         return False
 
     def step(
-        self, tables: Sequence[BlockTable], spans: Sequence[range], firsts: Sequence[int], cu_q: Tensor
+        self,
+        tables: Sequence[BlockTable],
+        spans: Sequence[range],
+        firsts: Sequence[int],
+        *,
+        prompts: Sequence[int],
+        cu_q: Tensor,
     ) -> GroupStep:
         """Make the part of a Step for these layers.
 
         spans: the tokens that the pass computes of each sequence. firsts: the first of them whose state is written.
+        prompts: the tokens of each sequence that were given.
         """
         slots: list[int] = []
+        given: list[int] = []
         before: list[int] = []
-        for table, span, first in zip(tables, spans, firsts, strict=True):
+        for table, span, first, num_prompt in zip(tables, spans, firsts, prompts, strict=True):
             assert isinstance(table, StateTable)
             written = {token: slot for token, slot in zip(table.tokens, table.blocks, strict=True) if token >= first}
             slots += [written.get(token, -1) for token in span]
+            given += [int(token < num_prompt) for token in span]
             before.append(table.slot_before(span.start))
         starts = [0, *accumulate(map(len, spans))]
-        own = StateStep(starts=integers(starts), before=integers(before), slots=integers(slots))
+        own = StateStep(integers(starts), integers(before), integers(slots), integers(given))
         ragged = Ragged(cu_q, kv_len=cu_q[1:] - cu_q[:-1], max_q=0, max_kv=0)
         return GroupStep(own.slots, None, ragged, own)

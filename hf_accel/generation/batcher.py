@@ -210,7 +210,7 @@ class Batcher:
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
             positions += range(start, start + count)
-            ranges.append(TokenRange(sequence.cached, start, count))
+            ranges.append(TokenRange(sequence.cached, start, count, num_prompt=sequence.num_prefilled))
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         return self.runner(ids, positions, self.pages.step(ranges), keep)

@@ -20,6 +20,7 @@ from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
 from ..models import spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import source_of
+from ..recognition.generation_code import inference_code
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .check import check_linear_names, hook_refusal, is_offloaded
@@ -163,7 +164,7 @@ def _reason_to_skip(
 def weight_is_read(model: PreTrainedModel, name: str) -> bool:
     """Return whether the parent's forward reads the weight itself (T5's `wo`), and would dequantize it each time."""
     parent, _, own_name = name.rpartition(".")
-    return f"self.{own_name}.weight" in (source_of(type(model.get_submodule(parent)).forward) or "")
+    return f"self.{own_name}.weight" in inference_code(type(model.get_submodule(parent)).forward)
 
 
 def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:

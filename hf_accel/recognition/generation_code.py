@@ -1,13 +1,18 @@
-"""Code around generation that is read: what a method of a class's own changes, and whether forwards count positions."""
+"""Code around generation that is read: what a method of a class's own changes, whether forwards count positions, and
+what they do when the model does not train.
+"""
 
 from __future__ import annotations
 
+import ast
+import copy
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from .code import source_of
+from .code import source_of, tree_of
 
 # All that a method may name: transformers' own method, and how many logits a pass returns.
 NAMES = frozenset({"super", "prepare_inputs_for_generation", "config", "num_logits_to_keep"})
@@ -46,3 +51,24 @@ def counts_nothing(model: nn.Module) -> bool:
     """Return whether no forward of a model's modules makes positions of its own, by the functions that it names."""
     sources = [source_of(kind.forward) for kind in {type(module) for module in model.modules()}]  # type: ignore[attr-defined]
     return all(source is not None and not any(name in source for name in COUNTERS) for source in sources)
+
+
+@lru_cache(maxsize=4096)
+def inference_code(forward: Any) -> str:
+    """Return the source of a forward without branches that run in training alone; empty where there is no source."""
+    tree = tree_of(forward)
+    if tree is None:
+        return source_of(forward) or ""
+    return ast.unparse(_WithoutTraining().visit(copy.deepcopy(tree)))
+
+
+class _WithoutTraining(ast.NodeTransformer):
+    """Removes the bodies of `if self.training` and of `if self.training and ...`."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        test = node.test
+        conditions = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        self.generic_visit(node)
+        if any(ast.unparse(condition) == "self.training" for condition in conditions):
+            return node.orelse or ast.copy_location(ast.Pass(), node)
+        return node

@@ -1,4 +1,4 @@
-"""Models with the gated delta rule (Qwen3-Next, Qwen3.5) run as others do: their states stay in pages."""
+"""Models with recurrent states run as others do: their states stay in pages."""
 
 from __future__ import annotations
 
@@ -10,61 +10,47 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from transformers import (
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+from hf_accel.cache.hf.state_sizes import state_sizes
 from hf_accel.cache.states import MOST_STATES
-from hf_accel.fused.hf.recurrences import PagedDeltaRule, is_known_recurrence
+from hf_accel.fused.hf.recurrences import known_recurrence
+from hf_accel.fused.hf.state_pass import PagedRecurrence
 from hf_accel.kernels.cpu import refusal
 
 from .families import VOCABULARY
+from .recurrent_models import DELTA_RULES, FULL, LAYERS, LINEAR, STATE_SPACES, delta_rule_of, state_space_of
 from .snapshot import snapshot
 from .speculating import OracleDrafter, requests
 from .together import NEW_TOKENS, PROMPTS, alone, in_passes, padded, together
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": None,
-    "eos_token_id": None,
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
+KINDS = (*DELTA_RULES, *STATE_SPACES)
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "linear_value_head_dim": 16}  # multiples of INT4's groups
-LINEAR, FULL = "linear_attention", "full_attention"
-LAYERS = [LINEAR, FULL, LINEAR, LINEAR, FULL]
-KINDS = ("next", "next_moe", "3.5", "3.5_moe")
+# Kinds with other layers for other numbers of heads are tried with each, the others once.
+VARIED = (*DELTA_RULES, "falcon_h1", "zamba2")
+CASES = [(kind, *sizes) for kind in VARIED for sizes in ((2, 1), (4, 2), (3, 3))]
+CASES += [(kind, 4, 2) for kind in KINDS if kind not in VARIED]
 WAIT = 60
 
 
 def model_of(
     kind: str = "next", layers: Sequence[str] = LAYERS, *, tokens: int = 4, repeats: int = 2, **other: Any
 ) -> Any:
-    torch.manual_seed(3)
-    sizes = SIZES | {"num_hidden_layers": len(layers), "layer_types": list(layers), "linear_conv_kernel_dim": tokens}
-    sizes |= {"linear_num_value_heads": 2 * repeats} | other
-    if kind == "next":
-        return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, num_experts=0)).eval()
-    if kind == "next_moe":
-        return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **EXPERTS)).eval()
-    if kind == "3.5":
-        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes)).eval()
-    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes, **EXPERTS)).eval()
+    if kind in DELTA_RULES:
+        return delta_rule_of(kind, layers, tokens=tokens, repeats=repeats, **other)
+    width = {"hidden_size": other["hidden_size"]} if "hidden_size" in other else {}
+    return state_space_of(kind, layers, tokens=tokens, repeats=repeats, **width)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tokens", "repeats"), [(2, 1), (4, 2), (3, 3)])
+def mixers(model: Any) -> list[nn.Module]:
+    """The modules of a model that keep states."""
+    return [module for module in model.modules() if "A_log" in module._parameters]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "repeats"), CASES)
 def test_requests_together_give_the_tokens_of_each_alone(kind: str, tokens: int, repeats: int) -> None:
     model = model_of(kind, tokens=tokens, repeats=repeats)
     expected = [alone(model, prompt) for prompt in PROMPTS]
@@ -91,7 +77,7 @@ def test_a_model_of_recurrent_layers_alone() -> None:
     assert together(model) == expected
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)
@@ -127,9 +113,11 @@ def test_drafts_that_fail_leave_nothing_behind() -> None:
             assert engine.stats["speculation"]["drafted"] > 0
 
 
-@pytest.mark.parametrize("drafter", ["self-int4", "ngram", "model"])
-def test_named_drafters(drafter: str) -> None:
-    model, draft = model_of("3.5", **WIDE), model_of("3.5", **WIDE, layers=[LINEAR, FULL])
+@pytest.mark.parametrize(
+    ("kind", "drafter"), [("3.5", "self-int4"), ("3.5", "ngram"), ("3.5", "model"), ("mamba2", "self-int4")]
+)
+def test_named_drafters(kind: str, drafter: str) -> None:
+    model, draft = model_of(kind, **WIDE), model_of(kind, **WIDE, layers=[LINEAR, FULL])
     expected = [alone(model, prompt) for prompt in PROMPTS]
     hf_accel.patch(model, weights=None)
     speculative = SpeculativeConfig(drafter=draft if drafter == "model" else drafter, num_draft=3)
@@ -142,8 +130,10 @@ def test_named_drafters(drafter: str) -> None:
     assert drafter == "ngram" or counts["drafted"] > counts["accepted"]
 
 
-def test_preemption_computes_states_again() -> None:
-    model = model_of("3.5")
+@pytest.mark.parametrize("kind", ["3.5", "nemotron_h"])
+def test_preemption_computes_states_again(kind: str) -> None:
+    """Also those of tokens that were generated, whose steps may be smaller than those of a prompt."""
+    model = model_of(kind)
     expected = [alone(model, prompt, 40) for prompt in PROMPTS]
     hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=140))
     with Engine(model) as engine:
@@ -152,9 +142,10 @@ def test_preemption_computes_states_again() -> None:
         assert engine.stats["preemptions"] > 0
 
 
+@pytest.mark.parametrize("kind", ["next", "mamba2", "mamba", "nemotron_h"])
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
-def test_beams_and_their_copies(settings: dict[str, Any]) -> None:
-    model = model_of()
+def test_beams_and_their_copies(kind: str, settings: dict[str, Any]) -> None:
+    model = model_of(kind)
     ids, mask = padded("left")
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings)
     hf_accel.patch(model, weights=None)
@@ -162,7 +153,7 @@ def test_beams_and_their_copies(settings: dict[str, Any]) -> None:
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("kind", ["next", "3.5"])
+@pytest.mark.parametrize("kind", ["next", "3.5", "falcon_h1", "nemotron_h"])
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("cuts", [[40], [12, 28], [13, 1, 1, 25], [2] * 20])
 def test_passes_over_a_paged_cache(kind: str, cuts: list[int], gradients: bool) -> None:
@@ -273,13 +264,14 @@ def test_states_are_never_quantized() -> None:
     assert together(model) == [alone(model, prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("kind", ["next", "mamba2", "zamba2", "jamba"])
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}])
-def test_quantized_weights_batch_exactly(weights: Any) -> None:
-    model = hf_accel.patch(model_of(**WIDE), weights=weights)
+def test_quantized_weights_batch_exactly(kind: str, weights: Any) -> None:
+    model = hf_accel.patch(model_of(kind, **WIDE), weights=weights)
     assert together(model) == [alone(model, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kind", ["next", "3.5"])
+@pytest.mark.parametrize("kind", ["next", "3.5", "bamba", "falcon_h1", "jamba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype: torch.dtype) -> None:
@@ -301,18 +293,20 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype
         assert [job.result(WAIT).tokens for job in jobs] == expected
 
 
+@pytest.mark.parametrize("kind", ["next", "mamba2", "falcon_h1", "mamba"])
 @pytest.mark.parametrize("fuse", [True, False])
-def test_patch_is_undone_exactly(fuse: bool) -> None:
-    model = model_of()
+def test_patch_is_undone_exactly(kind: str, fuse: bool) -> None:
+    model = model_of(kind)
     before = snapshot(model)
     hf_accel.patch(model, weights=None, fuse=fuse)
-    assert sum(isinstance(module, PagedDeltaRule) for module in model.modules()) == LAYERS.count(LINEAR)
+    assert mixers(model) and all(isinstance(module, PagedRecurrence) for module in mixers(model))
     alone(model, PROMPTS[0])
     assert snapshot(hf_accel.unpatch(model)) == before
 
 
-def test_sampling_draws_stocks_numbers() -> None:
-    model = model_of()
+@pytest.mark.parametrize("kind", ["next", "mamba2", "zamba2"])
+def test_sampling_draws_stocks_numbers(kind: str) -> None:
+    model = model_of(kind)
     ids, mask = padded("left")
     torch.manual_seed(5)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True)
@@ -321,9 +315,10 @@ def test_sampling_draws_stocks_numbers() -> None:
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), expected)
 
 
-def test_other_code_with_the_same_parts_is_not_known() -> None:
-    layer = model_of().model.layers[0].linear_attn
-    assert is_known_recurrence(layer)
+@pytest.mark.parametrize("kind", ["next", "mamba2", "mamba"])
+def test_other_code_with_the_same_parts_is_not_known(kind: str) -> None:
+    layer: Any = mixers(model_of(kind))[0]
+    assert known_recurrence(layer)
 
     class Other(type(layer)):  # type: ignore[misc]
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -331,9 +326,9 @@ def test_other_code_with_the_same_parts_is_not_known() -> None:
 
     other = copy.copy(layer)
     other.__class__ = Other
-    assert not is_known_recurrence(other)
+    assert not known_recurrence(other)
     layer.activation = "gelu"
-    assert not is_known_recurrence(layer)
+    assert not known_recurrence(layer)
 
 
 def test_a_changed_layer_keeps_the_model_on_transformers_cache() -> None:
@@ -343,7 +338,7 @@ def test_a_changed_layer_keeps_the_model_on_transformers_cache() -> None:
             layer.linear_attn.conv1d = nn.Conv1d(56, 56, 4, groups=56, padding=3, bias=True)
     expected = [alone(model, prompt) for prompt in PROMPTS]
     hf_accel.patch(model, weights=None)
-    assert not any(isinstance(module, PagedDeltaRule) for module in model.modules())
+    assert not any(isinstance(module, PagedRecurrence) for module in model.modules())
     assert [alone(model, prompt) for prompt in PROMPTS] == expected
 
 
@@ -360,17 +355,58 @@ def test_an_argument_that_is_not_known() -> None:
         module(torch.randn(1, 3, 32), cache_params=cache, cu_seq_lens_q=torch.zeros(2))
 
 
-def test_estimate_counts_what_the_cache_keeps() -> None:
-    model = model_of()
+@pytest.mark.parametrize(
+    ("kind", "state", "layers"),
+    [
+        ("next", 4 * 8 * 6 + 3 * (2 * 2 * 8 + 4 * 6), (2, 3)),  # heads of key_dim x value_dim; 3 inputs of channels
+        ("falcon_h1", 4 * 16 * 16 + 3 * (64 + 2 * 2 * 16), (3, 3)),  # heads of head_dim x state_size
+        ("nemotron_h", 4 * 16 * 16 + 3 * (64 + 2 * 2 * 16), (2, 3)),
+        ("jamba", 64 * 16 + 3 * 64, (1, 3)),  # channels x state_size
+    ],
+)
+def test_estimate_counts_what_the_cache_keeps(kind: str, state: int, layers: tuple[int, int]) -> None:
+    """layers: those that keep keys and values, and those that keep states."""
+    model = model_of(kind)
+    assert sum(state_sizes(model.config) or ()) == state
     estimate = hf_accel.estimate(model, context=1000, weights=None)
-    keys_and_values = 2 * 2 * 2 * 8 * 1000 * 4  # layers, K and V, heads, numbers of each, tokens, bytes
-    channels = 2 * 2 * 8 + 4 * 6
-    state = 4 * 8 * 6 + 3 * channels  # of a token: heads of key_dim x value_dim, and the inputs of the convolution
-    assert estimate.kv_bytes == keys_and_values + 3 * 2 * state * 4  # layers, and the state before and after a token
+    keys_and_values = layers[0] * 2 * 2 * 8 * 1000 * 4  # K and V, heads, numbers of each, tokens, bytes
+    assert estimate.kv_bytes == keys_and_values + layers[1] * 2 * state * 4  # the state before and after a token
     hf_accel.patch(model, weights=None)
     cache = PagedCache(model.config, block_size=8)
     model.generate(torch.randint(1, VOCABULARY, (1, 992)), max_new_tokens=9, past_key_values=cache)
     assert cache.statistics()["kv_bytes"] == estimate.kv_bytes
+
+
+def test_a_cache_that_holds_all_but_one_token() -> None:
+    """transformers computes that token as a generated one, whose step has no least one."""
+    model = model_of("nemotron_h")
+    ids = torch.tensor([PROMPTS[0]])
+    past = model(ids[:, :-1], use_cache=True).past_key_values
+    expected = alone(model, PROMPTS[0], past_key_values=past)
+    hf_accel.patch(model, weights=None)
+    cache = PagedCache(model.config)
+    model(ids[:, :-1], past_key_values=cache)
+    assert alone(model, PROMPTS[0], past_key_values=cache) == expected
+    assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+def test_a_bias_in_front_of_the_convolution_stays_on_transformers_cache() -> None:
+    """Behind it, padding is no zero."""
+    model = model_of("mamba2")
+    for layer in mixers(model):
+        layer.in_proj.bias = nn.Parameter(torch.randn(len(layer.in_proj.weight)))  # type: ignore[arg-type, union-attr]
+    expected = [alone(model, prompt) for prompt in PROMPTS]
+    hf_accel.patch(model, weights=None)
+    assert [alone(model, prompt) for prompt in PROMPTS] == expected
+    assert "stock" in hf_accel.stats(model)["loop"]
+
+
+def test_a_changed_setting_is_seen_in_the_next_pass() -> None:
+    model = hf_accel.patch(model_of("bamba"), weights=None)
+    alone(model, PROMPTS[0])
+    mixers(model)[0].activation = "gelu"  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="has the activation 'gelu'"):
+        model(torch.tensor([PROMPTS[0]]), past_key_values=PagedCache(model.config))
 
 
 def test_ranks_cannot_share_out_states() -> None:

@@ -17,6 +17,9 @@ STATE_SPACES = (
     ("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
     ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
 )
+# Those of Mamba: channels, the state's size, tokens of the convolution. Jamba's channels are a multiple of hidden_size.
+CHANNELS = (("intermediate_size", "state_size", "conv_kernel"), ("hidden_size", "mamba_d_state", "mamba_d_conv"))
+MULTIPLE = "mamba_expand"
 
 
 class StateSizes(NamedTuple):
@@ -38,6 +41,12 @@ def state_sizes(config: Any) -> StateSizes | None:
         if found is not None:
             heads, head_dim, size, groups, tokens = found
             return StateSizes(heads * head_dim * size, (tokens - 1) * (heads * head_dim + 2 * groups * size))
+    for names in CHANNELS:
+        found = _settings(config, names)
+        if found is not None:
+            channels, size, tokens = found
+            channels *= getattr(config, MULTIPLE, 1)
+            return StateSizes(channels * size, (tokens - 1) * channels)
     return None
 
 

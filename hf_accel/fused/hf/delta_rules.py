@@ -45,7 +45,7 @@ class DeltaRule(Recurrence):
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
         mixed, z, b, a = projected(module, x)
         states, inputs = found.storage.pages[:2]
-        places = vars(found.states)
+        places = found.states.places
         convolve, rule = NATIVE if is_native(mixed) else REFERENCE
         convolved = convolve(
             short_conv.ConvInputs(mixed, module.conv1d.weight.squeeze(1)),

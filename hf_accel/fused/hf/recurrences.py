@@ -12,6 +12,7 @@ from ...cache.hf import kinds_of
 from ...kernels import cpu
 from .convolutions import convolution_sites
 from .delta_rules import known_delta_rule
+from .selective_scans import known_selective_scan
 from .sites import FusedSite
 from .state_pass import PagedRecurrence, Recurrence
 from .state_spaces import known_state_space
@@ -44,4 +45,4 @@ def _recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
-    return known_delta_rule(module) or known_state_space(module)
+    return known_delta_rule(module) or known_state_space(module) or known_selective_scan(module)

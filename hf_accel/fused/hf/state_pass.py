@@ -7,12 +7,14 @@ preemption need nothing of their own. A token's numbers are the same whatever el
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ...cache.hf import CacheOverPages, RaggedCache, RecurrentPass
 from ...cache.hf.state_sizes import StateSizes
@@ -22,7 +24,7 @@ from ...kernels import cpu
 from ...kernels.cpu.library import FLOATS
 from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved
 from ...tensors import is_recorded
-from ...undo.journal import Mixin
+from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm
 from .convolutions import causal_refusal, require_pages
@@ -84,7 +86,7 @@ class Recurrence(ABC):
         return refusal
 
     def _norm_refusal(self, module: Any) -> str | None:
-        eps = vars(module.norm).get("variance_epsilon", self.norm.eps)
+        eps = vars(module.norm).get("variance_epsilon", self.norm.eps) if self.norm.groups else self.norm.eps
         return None if eps == self.norm.eps else "the eps of its norm was changed"
 
     @abstractmethod
@@ -100,9 +102,14 @@ class Recurrence(ABC):
         """Compute what the module gives to its out_proj for the tokens [1, N, H] of a pass: [N, D]."""
 
     def normed(self, norm: Any, x: Tensor, gate: Tensor) -> Tensor:
-        """Compute norm(x, gate) for rows [M, D] of float32, with torch's operators where torch has to see them."""
+        """Compute norm(x, gate) for rows [M, D] of float32, with torch's operators where torch has to see them.
+
+        norm: is not read where there is the gate alone.
+        """
+        if not self.norm.groups and is_native(x):
+            return self.norm(x, gate, None)
         if is_native(x) and is_unobserved(norm):
-            return self.norm(x, gate, norm._parameters.get("weight"))
+            return self.norm(x, gate, norm._parameters["weight"])
         if not self.norm.groups:
             return x * nn.functional.silu(gate.float())
         result: Tensor = norm(x[None], gate[None])[0]
@@ -133,21 +140,28 @@ def convolution_refusal(module: Any) -> str | None:
 
 def activation_refusal(module: Any) -> str | None:
     """Return why the activations of a recurrence cannot be ours, as one clause; None if they can."""
-    for name, part in (("it", module), ("its norm", module.norm)):
+    for name, part in (("it", module), ("its norm", module._modules.get("norm"))):
         if getattr(part, "activation", "silu") not in ("silu", "swish"):
             return f"{name} has the activation {part.activation!r}"
     return None
 
 
-def in_passes(module: Any, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Compute x [B, Q, H] in passes over so many tokens of each sequence, for a trial."""
+def as_generated(module: nn.Module, x: Tensor, num_prompt: int) -> Tensor:
+    """Compute x [B, Q, H] by the module's own code over transformers' cache: a prompt, and the others one by one."""
+    cache = Cache(layers=[LinearAttentionLayer()])
+    parts = [x[:, :num_prompt], *x[:, num_prompt:].split(1, dim=1)]
+    return torch.cat([original_class(module).forward(module, part, cache_params=cache) for part in parts], dim=1)
+
+
+def in_passes(module: Any, x: Tensor, counts: tuple[int, ...], *, num_prompt: int = sys.maxsize) -> Tensor:
+    """Compute x [B, Q, H] in passes over so many tokens of each sequence, of which the first are a prompt."""
     pages = Pages([StateGroup(num_blocks=2, growable=True)])
     cache, sequences = RaggedCache(pages.groups, [(0,)]), [pages.begin() for _ in x]
     results, start = [], 0
     for count in counts:
         for sequence in sequences:
             pages.append(sequence, count)
-        cache.step = pages.step([TokenRange(sequence, start, count) for sequence in sequences])
+        cache.step = pages.step([TokenRange(each, start, count, num_prompt=num_prompt) for each in sequences])
         part = module(x[:, start : start + count].reshape(1, -1, x.shape[-1]), cache_params=cache)
         results.append(part.view(len(x), count, -1))
         start += count

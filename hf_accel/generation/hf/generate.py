@@ -90,6 +90,8 @@ def _sequences(call: LoopCall) -> list[Sequence]:
 def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
     cached = _beginning(call, session, sequences)
     if cached is not None:
+        if len(sequences[0].tokens) - cached.num_tokens == 1:  # which transformers computes as a generated one
+            sequences[0].num_prefilled = cached.num_tokens
         session.add(sequences[0], cached)
     else:
         for leader in sequences[:: call.repeats]:
@@ -157,7 +159,7 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         cached = sequence.kept_pages
         if cached is not None and sequence.num_new < longest and pages.can_append(cached, 1):
-            ranges.append(TokenRange(cached, cached.num_tokens, 1))
+            ranges.append(TokenRange(cached, cached.num_tokens, 1, num_prompt=sequence.num_prompt))
             ids.append(sequence.tokens[-1])
             pages.append(cached, 1)
     if ranges:

@@ -1,0 +1,135 @@
+"""Layers with the state space of Mamba over pages (Gu and Dao 2023, arXiv 2312.00752)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...cache.hf import RecurrentPass
+from ...cache.hf.state_sizes import StateSizes
+from ...kernels.cpu import short_conv, state_scan
+from ...kernels.cpu.float_linear import FloatLinear
+from ...kernels.cpu.library import FLOATS
+from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...undo.journal import mixed_class, original_class
+from ...undo.state import FUSED
+from ..gated_norms import GatedNorm
+from .convolutions import trial_convolution, trial_linear
+from .state_pass import (
+    PagedRecurrence,
+    Recurrence,
+    activation_refusal,
+    as_generated,
+    convolution_refusal,
+    in_passes,
+    is_native,
+)
+
+PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
+NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")  # FalconMamba and Jamba have them
+ACTIVATION = "act"  # is a part too, or a function
+PARAMETERS = {"A_log", "D"}
+SIZES = ("intermediate_size", "ssm_state_size", "time_step_rank")
+GATE = GatedNorm(0.0, 0, gate_first=True)
+# The convolution and the scan.
+NATIVE = (short_conv.short_conv, state_scan.state_scan)
+REFERENCE = (short_conv.reference, state_scan.reference)
+
+
+class SelectiveScan(Recurrence):
+    """The scan of Mamba behind a short convolution."""
+
+    def __init__(self, norm: GatedNorm = GATE) -> None:
+        super().__init__(norm)
+        self._steps: FloatLinear | None = None
+
+    def asked(self, module: Any) -> str | None:
+        refusal = convolution_refusal(module)
+        if refusal is not None:
+            return refusal
+        # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
+        if getattr(module.in_proj, "bias", None) is not None:
+            return "its in_proj has a bias"
+        weight = module.dt_proj._parameters.get("weight")
+        if weight is None or weight.dtype not in FLOATS or not weight.is_contiguous():
+            return "its dt_proj has no float weight, which transformers reads"
+        return activation_refusal(module)
+
+    def sizes(self, module: Any) -> StateSizes:
+        kept, channels = module.conv1d.kernel_size[0] - 1, module.intermediate_size
+        return StateSizes(channels * module.ssm_state_size, kept * channels)
+
+    def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
+        mixed, gate = module.in_proj(x)[0].chunk(2, dim=-1)
+        states, inputs = found.storage.pages[:2]
+        places = found.states.places
+        convolve, scan = NATIVE if is_native(mixed) else REFERENCE
+        conv, channels, size = module.conv1d, module.intermediate_size, module.ssm_state_size
+        convolved = convolve(
+            short_conv.ConvInputs(mixed, conv.weight.squeeze(1), conv.bias),
+            kept=inputs.view(-1, conv.kernel_size[0] - 1, channels), **places,
+        )  # fmt: skip
+        row = module.x_proj(convolved.to(x.dtype)[None])
+        parts = row.split([module.time_step_rank, size, size], dim=-1)
+        step, b, c = (module._modules[n](p)[0] if n in module._modules else p[0] for n, p in zip(NORMS, parts))
+        bias = module.dt_proj.bias
+        given = state_scan.ScanInputs(
+            convolved[:, None], self._time_steps(module.dt_proj.weight, step), b.float()[:, None], c.float()[:, None],
+            log_rate=module.A_log.float().contiguous(), skip=module.D.float(),
+            bias=module.D.new_zeros(channels).float() if bias is None else bias.float(),
+        )  # fmt: skip
+        core = scan(given, states=states.view(-1, 1, size, channels), **places)
+        return self.normed(None, core[:, 0], gate)
+
+    def _time_steps(self, weight: Tensor, x: Tensor) -> Tensor:
+        """Compute x [N, R] times the weight [C, R], each row as it does a single one."""
+        if not is_native(x):
+            return x @ weight.t()
+        if self._steps is None or self._steps.weights[0] is not weight:
+            self._steps = FloatLinear([weight], [None])
+        return self._steps(x)
+
+
+def known_selective_scan(module: nn.Module) -> SelectiveScan | None:
+    """Return the SelectiveScan of a module that has its parts and gives what ours does on random input; else None."""
+    own: Any = module
+    names = module._modules.keys() - {ACTIVATION}
+    if names not in (PARTS, PARTS | set(NORMS)) or module._parameters.keys() != PARAMETERS:
+        return None
+    numbers = [getattr(module, name, None) for name in (*SIZES, "layer_idx")]
+    if not all(isinstance(number, int) for number in numbers) or own.A_log.shape != (numbers[0], numbers[1]):
+        return None
+    known = SelectiveScan()
+    return known if known.refusal(module) is None and _agrees(own) else None
+
+
+@torch.no_grad()
+def _agrees(module: Any) -> bool:
+    numbers, width, channels, size, rank = RandomNumbers(), 8, 12, 5, 3
+    parts: dict[str, Any] = {
+        "in_proj": trial_linear(width, 2 * channels), "x_proj": trial_linear(channels, rank + 2 * size),
+        "out_proj": trial_linear(channels, width),
+        "conv1d": trial_convolution(channels, int(module.conv1d.kernel_size[0]), bias=module.conv1d.bias is not None),
+        "dt_proj": nn.utils.skip_init(nn.Linear, rank, channels, bias=module.dt_proj.bias is not None),
+    }  # fmt: skip
+    for part in parts.values():
+        for parameter in part.parameters():
+            parameter.copy_(numbers(*parameter.shape))
+    for name, length in zip(NORMS, (rank, size, size), strict=True):
+        if name in module._modules:
+            weight = nn.Parameter(1 + numbers(length) / 4)
+            parts[name] = unwatched_twin(module._modules[name], _parameters={"weight": weight})
+    parameters = {"A_log": nn.Parameter(numbers(channels, size)), "D": nn.Parameter(numbers(channels))}
+    theirs, ours = (unwatched_twin(module, _modules=parts, _parameters=parameters) for _ in range(2))
+    for twin in (theirs, ours):
+        vars(twin).update(zip(SIZES, (channels, size, rank), strict=True), hidden_size=width, layer_idx=0)
+    ours.__class__ = mixed_class(PagedRecurrence, original_class(module))
+    vars(ours)[FUSED] = SelectiveScan()
+    x = numbers(2, 9, width)
+    return agree(
+        lambda: as_generated(theirs, x, 5),
+        lambda: in_passes(ours, x, (5, 1, 3), num_prompt=5),
+        Tolerance(roundings=64, absolute=1e-4),
+    )
