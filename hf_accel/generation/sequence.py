@@ -28,8 +28,8 @@ class Sequence:
     tokens: prompt and generated tokens; all are final. num_computed: how many of the first tokens have K and V in
         `cached`. In a decoding sequence this is all but the last token. After a preemption it is 0, or the length of
         the cached prefix.
-    num_prefilled: the tokens of the prompt that transformers computes before it generates, which is a difference to some
-        recurrent layers: all of them, unless a cache that was passed along left one.
+    num_prefilled: the tokens of the prompt that transformers computes before it generates, which is a difference to
+        some recurrent layers: all of them, unless a cache that was passed along left one.
     sampling: how the next token is chosen. seed: the seed of the sequence's random numbers.
     stop: is called with the sequence after each new token. It returns None, or the reason why the sequence ends.
     padding, index: the ids before the prompt in the padded batch of generate(), and the prompt's row in that batch.

@@ -13,6 +13,7 @@ from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.stock import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
 from ..cache.hf import NOT_PAGED, keeps_states_alone, kinds_of, layer_windows
+from ..cache.hf.state_sizes import steps_of_prompts_differ
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
@@ -92,8 +93,13 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
         unpaged = code_of(module).unpaged
-        if unpaged is not None and not (is_known_convolution(module) or known_recurrence(module)):
+        if unpaged is None or is_known_convolution(module):
+            continue
+        known = known_recurrence(module)
+        if known is None:
             return unpaged
+        if known.has_limits(module) and not steps_of_prompts_differ(layers_config(model.config)):
+            return f"the steps of {type(module).__name__} have limits that its config does not name"
     try:
         kinds = kinds_of(model.config)
     except UnsupportedError as error:

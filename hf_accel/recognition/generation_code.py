@@ -49,7 +49,7 @@ def _is_harmless(constant: Any, arguments: tuple[str, ...]) -> bool:
 
 def counts_nothing(model: nn.Module) -> bool:
     """Return whether no forward of a model's modules makes positions of its own, by the functions that it names."""
-    sources = [source_of(kind.forward) for kind in {type(module) for module in model.modules()}]  # type: ignore[attr-defined]
+    sources = [source_of(kind.forward) for kind in {type(module) for module in model.modules()}]
     return all(source is not None and not any(name in source for name in COUNTERS) for source in sources)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,7 +39,6 @@ from .families import VOCABULARY
 LINEAR, FULL = "linear_attention", "full_attention"
 LAYERS = [LINEAR, FULL, LINEAR, LINEAR, FULL]
 DELTA_RULES = ("next", "next_moe", "3.5", "3.5_moe")
-STATE_SPACES = ("mamba2", "bamba", "falcon_h1", "granite", "nemotron_h", "zamba2", "mamba", "falcon_mamba", "jamba")
 TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
 DELTA_SIZES: dict[str, Any] = {
@@ -69,65 +68,105 @@ def delta_rule_of(kind: str, layers: Sequence[str], *, tokens: int, repeats: int
     return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes, **EXPERTS)).eval()
 
 
+class Sizes(NamedTuple):
+    """The sizes of a Mamba 2 layer, and of what is around it."""
+
+    heads: int
+    head_dim: int
+    state: int
+    groups: int
+    tokens: int
+    hidden: int
+    repeats: int
+
+    def named(self, *names: str) -> dict[str, int]:
+        """The first five, by the names that a family gives them."""
+        return dict(zip(names, self[:5], strict=True))
+
+    @property
+    def of_bamba(self) -> dict[str, int]:
+        return self.named("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+
+
 def state_space_of(kind: str, layers: Sequence[str], *, tokens: int, repeats: int, hidden_size: int = 32) -> Any:
     """A model with the state spaces of Mamba. repeats: twice as many heads for each one more."""
-    heads, groups, inner = 2**repeats, 2, 2 * hidden_size
-    sizes = TOKENS | ATTENTION | {"hidden_size": hidden_size, "intermediate_size": 64}
-    numbers = (heads, inner // heads, 16, groups, tokens)
-    named = dict(zip(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"), numbers))
-    if kind == "mamba2":
-        own = dict(zip(("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"), numbers))
-        model: Any = Mamba2ForCausalLM(
-            Mamba2Config(**TOKENS, **own, hidden_size=hidden_size, num_hidden_layers=3, chunk_size=8)
+    sizes = Sizes(2**repeats, 2 * hidden_size // 2**repeats, 16, 2, tokens, hidden_size, repeats)
+    around = TOKENS | ATTENTION | {"hidden_size": hidden_size, "intermediate_size": 64}
+    return _with_random_numbers(MAKERS[kind](sizes, list(layers), around)).eval()
+
+
+def _mamba2(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    own = sizes.named("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")
+    return Mamba2ForCausalLM(
+        Mamba2Config(**TOKENS, **own, hidden_size=sizes.hidden, num_hidden_layers=3, chunk_size=8)
+    )
+
+
+def _bamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    attend = [i for i, name in enumerate(layers) if name == FULL]
+    own = sizes.of_bamba | {"attn_layer_indices": attend, "num_hidden_layers": len(layers), "mamba_chunk_size": 8}
+    return BambaForCausalLM(BambaConfig(**around, **own))
+
+
+def _falcon_h1(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    own: dict[str, Any] = {"mamba_rms_norm": sizes.repeats != 2, "mamba_norm_before_gate": sizes.repeats == 3}
+    own |= {"ssm_in_multiplier": 1.5, "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "mamba_d_ssm": 2 * sizes.hidden}
+    own |= sizes.of_bamba | {"num_hidden_layers": 3, "mamba_chunk_size": 8}
+    return FalconH1ForCausalLM(FalconH1Config(**around, **own))
+
+
+def _granite(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, "mamba_chunk_size": 8}
+    own |= sizes.of_bamba | {"num_hidden_layers": len(layers)}
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**around, **own, layer_types=layers))
+
+
+def _nemotron_h(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    own = sizes.named("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+    blocks = ["mlp", *layers, "moe"]  # whose first keeps nothing
+    # Steps of a prompt have a least one, those of generated tokens have none.
+    return NemotronHForCausalLM(
+        NemotronHConfig(
+            **around, **own, **ROUTED, head_dim=8, chunk_size=8, layers_block_type=blocks, time_step_min=0.5
         )
-    elif kind == "bamba":
-        sizes |= named | {"num_hidden_layers": len(layers), "mamba_chunk_size": 8}
-        model = BambaForCausalLM(
-            BambaConfig(**sizes, attn_layer_indices=[i for i, name in enumerate(layers) if name == FULL])
-        )
-    elif kind == "falcon_h1":
-        norms = {"mamba_rms_norm": repeats != 2, "mamba_norm_before_gate": repeats == 3}
-        scales = {"ssm_in_multiplier": 1.5, "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "mamba_d_ssm": inner}
-        model = FalconH1ForCausalLM(
-            FalconH1Config(**sizes, **named, **norms, **scales, num_hidden_layers=3, mamba_chunk_size=8)
-        )
-    elif kind == "granite":
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
-        sizes |= named | experts | {"num_hidden_layers": len(layers), "layer_types": list(layers)}
-        model = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**sizes, mamba_chunk_size=8))
-    elif kind == "nemotron_h":
-        own = dict(
-            zip(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"), numbers)
-        )
-        blocks = ["mlp", *layers, "moe"]  # a first layer that keeps nothing
-        # Steps of a prompt have a least one, those of generated tokens have none.
-        model = NemotronHForCausalLM(
-            NemotronHConfig(
-                **sizes, **own, **ROUTED, head_dim=8, chunk_size=8, layers_block_type=blocks, time_step_min=0.5
-            )
-        )
-    elif kind in ("mamba", "falcon_mamba"):
-        own = {"state_size": 16, "conv_kernel": tokens, "time_step_rank": 4, "hidden_size": hidden_size}
-        make, make_config = {
-            "mamba": (MambaForCausalLM, MambaConfig), "falcon_mamba": (FalconMambaForCausalLM, FalconMambaConfig)
-        }[kind]  # fmt: skip
-        model = make(make_config(**TOKENS, **own, num_hidden_layers=3))
-    elif kind == "jamba":
-        own = {"mamba_d_state": 16, "mamba_d_conv": tokens, "mamba_dt_rank": 4, "num_hidden_layers": 4}
-        own |= {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-        model = JambaForCausalLM(JambaConfig(**sizes, **own, num_experts=4, num_experts_per_tok=2))
-    else:
-        own = dict(zip(("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"), numbers))
-        sizes |= {"num_key_value_heads": 4}  # whose number the adapters need
-        blocks = ["hybrid" if name == FULL else LINEAR for name in layers]
-        model = Zamba2ForCausalLM(
-            Zamba2Config(
-                **sizes, **own, num_hidden_layers=len(blocks), layers_block_type=blocks, chunk_size=8,
-                num_mem_blocks=1, use_shared_attention_adapter=repeats == 3, use_mem_rope=repeats == 1,
-                adapter_rank=4, time_step_min=0.5,
-            )
-        )  # fmt: skip
-    return _with_random_numbers(model).eval()
+    )
+
+
+def _zamba2(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    own: dict[str, Any] = sizes.named(
+        "n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"
+    )
+    own |= {"use_shared_attention_adapter": sizes.repeats == 3, "use_mem_rope": sizes.repeats == 1, "adapter_rank": 4}
+    own |= {"num_mem_blocks": 1, "time_step_min": 0.5, "chunk_size": 8, "num_hidden_layers": len(layers)}
+    around |= {"num_key_value_heads": 4}  # whose number the adapters need
+    blocks = ["hybrid" if name == FULL else LINEAR for name in layers]
+    return Zamba2ForCausalLM(Zamba2Config(**around, **own, layers_block_type=blocks))
+
+
+def _mamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    return MambaForCausalLM(MambaConfig(**TOKENS, **_of_mamba(sizes)))
+
+
+def _falcon_mamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    return FalconMambaForCausalLM(FalconMambaConfig(**TOKENS, **_of_mamba(sizes)))
+
+
+def _of_mamba(sizes: Sizes) -> dict[str, int]:
+    own = {"state_size": 16, "conv_kernel": sizes.tokens, "time_step_rank": 4}
+    return own | {"hidden_size": sizes.hidden, "num_hidden_layers": 3}
+
+
+def _jamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    own = {"mamba_d_state": 16, "mamba_d_conv": sizes.tokens, "mamba_dt_rank": 4, "num_hidden_layers": 4}
+    own |= {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+    return JambaForCausalLM(JambaConfig(**around, **own, num_experts=4, num_experts_per_tok=2))
+
+
+MAKERS: dict[str, Callable[[Sizes, list[str], dict[str, Any]], Any]] = {
+    "mamba2": _mamba2, "bamba": _bamba, "falcon_h1": _falcon_h1, "granite": _granite, "nemotron_h": _nemotron_h,
+    "zamba2": _zamba2, "mamba": _mamba, "falcon_mamba": _falcon_mamba, "jamba": _jamba,
+}  # fmt: skip
+STATE_SPACES = tuple(MAKERS)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from ...errors import UnsupportedError
 from ..group import PageGroup, SharedContext
 from ..quantized import QUANTIZED
 from ..states import FIRST_STATES, MOST_STATES, WINDOW, StateGroup
-from .state_sizes import state_sizes
+from .state_sizes import state_sizes, steps_of_prompts_differ
 
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
@@ -144,8 +144,13 @@ def page_groups(
     distinct_kinds = kinds_of(config)
     tokens = capacity if settings.max_tokens is None else settings.max_tokens
     num_blocks, growable = max(1, -(-tokens // settings.block_size)), settings.max_tokens is None
+    differ = steps_of_prompts_differ(config.get_text_config(decoder=True))
     groups = [
-        StateGroup(num_blocks=FIRST_STATES if growable else most_states(num_blocks), growable=growable)
+        StateGroup(
+            num_blocks=FIRST_STATES if growable else most_states(num_blocks),
+            growable=growable,
+            prefix_sharing=settings.prefix_sharing and not differ,
+        )
         if kind.recurs
         else PageGroup(
             window=kind.window,

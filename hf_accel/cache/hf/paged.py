@@ -134,7 +134,11 @@ class PagedCache(CacheOverPages):
 
     @classmethod
     def over(
-        cls, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], settings: CacheConfig, config: PreTrainedConfig
+        cls,
+        groups: list[PageGroup],
+        groups_of_layer: list[tuple[int, ...]],
+        settings: CacheConfig,
+        config: PreTrainedConfig,
     ) -> PagedCache:
         """Make an empty cache over pages that were made for the same settings and config, and that nobody uses."""
         cache = object.__new__(cls)
@@ -270,7 +274,7 @@ class PagedCache(CacheOverPages):
 
     @property
     def has_prefixes(self) -> bool:
-        return bool(self.pages.index)
+        return self.pages.prefixes is not None and not self.pages.prefixes.is_empty
 
     def _set_columns(self) -> None:
         self._column_slots.clear()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, NamedTuple
 
-# The settings of layers with the gated delta rule: key heads, value heads, their dimensions, tokens of the convolution.
+# The settings of layers with the gated delta rule: key heads, value heads, their dimensions, tokens of a convolution.
 DELTA_RULE = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
-# Those of Mamba 2, by the names that families give them: heads, their dimension, the state's size, groups, tokens of the
-# convolution.
+# Those of Mamba 2, by the names that families give them: heads, their dimension, the state's size, groups, tokens of
+# the convolution.
 STATE_SPACES = (
     ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"),
     ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
     ("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
     ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
 )
-# Those of Mamba: channels, the state's size, tokens of the convolution. Jamba's channels are a multiple of hidden_size.
+# Those of them that have a least step for each token of a prompt.
+WITH_LEAST_STEP = STATE_SPACES[1:3]
+WITHOUT_LIMITS = (0.0, inf)
+# Those of Mamba: channels, the state's size, tokens of the convolution. Those of Jamba are a multiple of hidden_size.
 CHANNELS = (("intermediate_size", "state_size", "conv_kernel"), ("hidden_size", "mamba_d_state", "mamba_d_conv"))
 MULTIPLE = "mamba_expand"
 
@@ -41,13 +45,23 @@ def state_sizes(config: Any) -> StateSizes | None:
         if found is not None:
             heads, head_dim, size, groups, tokens = found
             return StateSizes(heads * head_dim * size, (tokens - 1) * (heads * head_dim + 2 * groups * size))
-    for names in CHANNELS:
-        found = _settings(config, names)
+    for of_mamba in CHANNELS:
+        found = _settings(config, of_mamba)
         if found is not None:
             channels, size, tokens = found
             channels *= getattr(config, MULTIPLE, 1)
             return StateSizes(channels * size, (tokens - 1) * channels)
     return None
+
+
+def steps_of_prompts_differ(config: Any) -> bool:
+    """Return whether the tokens of a prompt have limits for their steps, which transformers drops while it generates.
+
+    Then a state after generated tokens is not that of a prompt with the same tokens, and they cannot share it.
+    """
+    names = next((each for each in STATE_SPACES if _settings(config, each) is not None), None)
+    limits = getattr(config, "time_step_limit", None) or WITHOUT_LIMITS
+    return names is not None and (names in WITH_LEAST_STEP or tuple(limits) != WITHOUT_LIMITS)
 
 
 def _settings(config: Any, names: tuple[str, ...]) -> list[int] | None:

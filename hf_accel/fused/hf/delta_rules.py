@@ -34,7 +34,9 @@ class DeltaRule(Recurrence):
         if refusal is not None:
             return refusal
         # In transformers padding is zeros in front of the projections, and a bias would make it something else.
-        if any(getattr(part, "bias", None) is not None for name, part in module._modules.items() if name != "out_proj"):
+        if any(
+            getattr(part, "bias", None) is not None for name, part in module._modules.items() if name != "out_proj"
+        ):
             return "its projections or its convolution have a bias"
         return activation_refusal(module)
 

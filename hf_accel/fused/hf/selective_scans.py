@@ -73,7 +73,8 @@ class SelectiveScan(Recurrence):
         )  # fmt: skip
         row = module.x_proj(convolved.to(x.dtype)[None])
         parts = row.split([module.time_step_rank, size, size], dim=-1)
-        step, b, c = (module._modules[n](p)[0] if n in module._modules else p[0] for n, p in zip(NORMS, parts))
+        norms = (module._modules.get(name) for name in NORMS)
+        step, b, c = ((p if norm is None else norm(p))[0] for norm, p in zip(norms, parts, strict=True))
         bias = module.dt_proj.bias
         given = state_scan.ScanInputs(
             convolved[:, None], self._time_steps(module.dt_proj.weight, step), b.float()[:, None], c.float()[:, None],

@@ -85,6 +85,10 @@ class Recurrence(ABC):
             self._asked = reads, modules, list(map(type, modules)), Hooks(modules[1:])
         return refusal
 
+    def has_limits(self, module: Any) -> bool:
+        """Return whether the module computes tokens of a prompt otherwise than generated ones."""
+        return False
+
     def _norm_refusal(self, module: Any) -> str | None:
         eps = vars(module.norm).get("variance_epsilon", self.norm.eps) if self.norm.groups else self.norm.eps
         return None if eps == self.norm.eps else "the eps of its norm was changed"

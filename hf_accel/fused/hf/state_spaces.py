@@ -8,14 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.hf import RecurrentPass
-from ...cache.hf.state_sizes import StateSizes
+from ...cache.hf.state_sizes import WITHOUT_LIMITS, StateSizes
 from ...kernels.cpu import short_conv, state_scan
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm, gated_norm
 from .convolutions import trial_convolution, trial_linear
-from .state_pass import PagedRecurrence, Recurrence, activation_refusal, as_generated, convolution_refusal, in_passes, is_native
+from .state_pass import (
+    PagedRecurrence,
+    Recurrence,
+    activation_refusal,
+    as_generated,
+    convolution_refusal,
+    in_passes,
+    is_native,
+)
 
 PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
 ACTIVATION = "act"  # is a part too, or a function
@@ -39,6 +47,9 @@ class StateSpace(Recurrence):
         if getattr(module.in_proj, "bias", None) is not None:
             return "its in_proj has a bias"
         return activation_refusal(module)
+
+    def has_limits(self, module: Any) -> bool:
+        return tuple(module.time_step_limit) != WITHOUT_LIMITS
 
     def sizes(self, module: Any) -> StateSizes:
         kept = module.conv1d.kernel_size[0] - 1
@@ -79,7 +90,7 @@ def _projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def known_state_space(module: nn.Module) -> StateSpace | None:
     """Return the StateSpace of a module that has its parts and gives what ours does on random input; else None."""
     own: Any = module
-    if not module._modules.keys() - {ACTIVATION} == PARTS or module._parameters.keys() != PARAMETERS:
+    if module._modules.keys() - {ACTIVATION} != PARTS or module._parameters.keys() != PARAMETERS:
         return None
     numbers = [getattr(module, name, None) for name in (*SIZES, "layer_idx")]
     if not all(isinstance(number, int) for number in numbers) or not hasattr(module, "time_step_limit"):
@@ -114,9 +125,7 @@ def _agrees(module: Any, norm: GatedNorm) -> bool:
         vars(parts["norm"]).update({name: value for name, value in of_norm.items() if name in vars(module.norm)})
     parameters = {name: nn.Parameter(numbers(heads)) for name in PARAMETERS}
     factors = {MULTIPLIERS: numbers(1, 1, inner + channels + heads)} if MULTIPLIERS in module._buffers else {}
-    theirs, ours = (
-        unwatched_twin(module, _modules=parts, _parameters=parameters, _buffers=factors) for _ in range(2)
-    )
+    theirs, ours = (unwatched_twin(module, _modules=parts, _parameters=parameters, _buffers=factors) for _ in range(2))
     sizes = dict(zip(SIZES, (heads, head_dim, groups, size, inner, channels), strict=True))
     for twin in (theirs, ours):
         vars(twin).update(sizes, hidden_size=width, layer_idx=0, chunk_size=4)

@@ -218,7 +218,10 @@ MOST_KEPT_BYTES = 2 * 2**30  # of pages that nobody uses
 
 
 def make_runner(
-    model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], invariant_rows: int | None = None
+    model: PreTrainedModel,
+    groups: list[PageGroup],
+    groups_of_layer: list[tuple[int, ...]],
+    invariant_rows: int | None = None,
 ) -> ModelRunner:
     """The ModelRunner of a model over these pages, with graphs where its device has them."""
     state = find_state(model)

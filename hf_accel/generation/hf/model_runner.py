@@ -190,7 +190,9 @@ class ModelRunner:
     groups, groups_of_layer: the pages, see cache.hf.page_groups.
     """
 
-    def __init__(self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]
+    ) -> None:
         self.model: Any = model
         self.groups_of_layer = groups_of_layer
         self.cache = RaggedCache(groups, groups_of_layer)

@@ -44,9 +44,10 @@ class DeltaInputs(NamedTuple):
 def delta_rule(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute S = decay S; S = S + k (beta (v - k S)); out = q S for the tokens of B sequences.
 
-    decay is exp(-exp(log_rate) softplus(a + bias)), and beta is sigmoid(b). states: [slots, Hv, Dk, Dv] float32, contiguous.
-    starts: [B + 1] int64. before: [B] int64, the slot of S before a sequence's first token, -1 for zeros. slots: [N]
-    int64, where S is written after a token, -1 for nowhere. Each slot is written once, and none of `before` is.
+    decay is exp(-exp(log_rate) softplus(a + bias)), and beta is sigmoid(b). states: [slots, Hv, Dk, Dv] float32,
+    contiguous. starts: [B + 1] int64. before: [B] int64, the slot of S before a sequence's first token, -1 for zeros.
+    slots: [N] int64, where S is written after a token, -1 for nowhere. Each slot is written once, and none of `before`
+    is.
     Returns [N, Hv, Dv] float32. Raises UnsupportedError if a gradient is needed.
     """
     q, k, v, a, b, log_rate, bias = inputs

@@ -32,7 +32,7 @@ SHAPES = [
     Shape(1, 1, 96, 16, True), Shape(1, 1, 150, 3, True),
 ]  # fmt: skip
 NONE = -1
-EACH = "x dt b c limited".split()  # what each token has
+EACH = ["x", "dt", "b", "c", "limited"]  # what each token has
 
 
 def inputs(shape: Shape, tokens: int) -> dict[str, Any]:
