@@ -97,9 +97,8 @@ def state_space_of(kind: str, layers: Sequence[str], *, tokens: int, repeats: in
 
 def _mamba2(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
     own = sizes.named("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")
-    return Mamba2ForCausalLM(
-        Mamba2Config(**TOKENS, **own, hidden_size=sizes.hidden, num_hidden_layers=3, chunk_size=8)
-    )
+    own |= {"hidden_size": sizes.hidden, "num_hidden_layers": 3, "chunk_size": 8}
+    return Mamba2ForCausalLM(Mamba2Config(**TOKENS, **own))
 
 
 def _bamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:

@@ -390,6 +390,21 @@ def test_a_cache_that_holds_all_but_one_token() -> None:
     assert hf_accel.stats(model)["loop"] == "ragged"
 
 
+@pytest.mark.parametrize(("kind", "shares"), [("nemotron_h", False), ("zamba2", False), ("mamba2", True)])
+def test_states_of_other_steps_are_not_shared(kind: str, shares: bool) -> None:
+    """A prompt that is a first prompt with its answer computes the answer's tokens as a prompt's."""
+    model = model_of(kind)
+    first = [*range(1, 40)]
+    second = first + alone(model, first) + [5, 6]
+    expected = alone(model, second)
+    hf_accel.patch(model, weights=None)
+    with Engine(model) as engine:
+        for prompt in (first, second, second):
+            found = engine.submit(prompt, max_new_tokens=NEW_TOKENS).result(WAIT).tokens
+    assert found == expected
+    assert (engine.stats["prefix_hits"] > 0) is shares
+
+
 def test_a_bias_in_front_of_the_convolution_stays_on_transformers_cache() -> None:
     """Behind it, padding is no zero."""
     model = model_of("mamba2")
