@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -151,3 +153,14 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def cache_name(model: object) -> str:
+    """Return the name of the cache among the arguments of a model, patched or not."""
+    return _cache_name(getattr(type(model), "original_class", type(model)))
+
+
+@lru_cache(maxsize=256)
+def _cache_name(kind: Any) -> str:
+    names = inspect.signature(kind.forward).parameters
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"

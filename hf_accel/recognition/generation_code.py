@@ -15,9 +15,9 @@ from torch import nn
 from .code import source_of, tree_of
 
 # All that a method may name: transformers' own method, and how many logits a pass returns.
-NAMES = frozenset({"super", "prepare_inputs_for_generation", "config", "num_logits_to_keep"})
+HARMLESS_NAMES = frozenset({"super", "prepare_inputs_for_generation", "config", "num_logits_to_keep"})
 # All inputs that it may set: how many logits, and no mask behind the first pass.
-INPUTS = frozenset({"logits_to_keep", "attention_mask"})
+HARMLESS_INPUTS = frozenset({"logits_to_keep", "attention_mask"})
 COUNTERS = ("arange", "cumsum", "linspace")
 
 
@@ -33,7 +33,7 @@ def only_passes_on(kind: type, method: str) -> bool:
         return False
     code = function.__code__
     return (
-        set(code.co_names) <= NAMES
+        set(code.co_names) <= HARMLESS_NAMES
         and method in code.co_names
         and code.co_freevars == ("__class__",)
         and all(_is_harmless(value, code.co_varnames) for value in code.co_consts)
@@ -41,10 +41,10 @@ def only_passes_on(kind: type, method: str) -> bool:
 
 
 def _is_harmless(constant: Any, arguments: tuple[str, ...]) -> bool:
-    """Return whether a constant of the code is nothing, a name of INPUTS, or names of arguments that it hands on."""
+    """Return whether a constant of the code is None, one of HARMLESS_INPUTS, or names of arguments that it hands on."""
     if isinstance(constant, tuple):
         return set(constant) <= set(arguments)
-    return constant is None or constant in INPUTS
+    return constant is None or constant in HARMLESS_INPUTS
 
 
 def counts_nothing(model: nn.Module) -> bool:

@@ -79,12 +79,12 @@ class Sizes(NamedTuple):
     hidden: int
     repeats: int
 
-    def named(self, *names: str) -> dict[str, int]:
+    def named(self, *names: str) -> dict[str, Any]:
         """The first five, by the names that a family gives them."""
         return dict(zip(names, self[:5], strict=True))
 
     @property
-    def of_bamba(self) -> dict[str, int]:
+    def of_bamba(self) -> dict[str, Any]:
         return self.named("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 
 
@@ -150,7 +150,7 @@ def _falcon_mamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> An
     return FalconMambaForCausalLM(FalconMambaConfig(**TOKENS, **_of_mamba(sizes)))
 
 
-def _of_mamba(sizes: Sizes) -> dict[str, int]:
+def _of_mamba(sizes: Sizes) -> dict[str, Any]:
     own = {"state_size": 16, "conv_kernel": sizes.tokens, "time_step_rank": 4}
     return own | {"hidden_size": sizes.hidden, "num_hidden_layers": 3}
 

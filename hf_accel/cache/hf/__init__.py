@@ -9,7 +9,7 @@ from .kinds import (
     layer_windows,
     page_groups,
     sharing_refusal,
-    windows_of,
+    windows_of_pages,
 )
 from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass
 from .paged import PagedCache
@@ -32,5 +32,5 @@ __all__ = [
     "page_groups",
     "share_settings",
     "sharing_refusal",
-    "windows_of",
+    "windows_of_pages",
 ]

@@ -22,7 +22,7 @@ FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a 
 
 
 class LayerKind(NamedTuple):
-    """What a decoder layer keeps of its tokens in one group of pages: keys and values, or one of the two below.
+    """A kind of pages that a decoder layer has for its tokens: of keys and values, or one of the two below.
 
     window: the number of last tokens that it keeps; None for all. convolves: whether it keeps the inputs of a short
     convolution. recurs: whether it keeps a state of fixed size after a token.
@@ -34,7 +34,7 @@ class LayerKind(NamedTuple):
 
 
 KEYS_AND_VALUES = LayerKind(None)
-STATE = LayerKind(WINDOW, recurs=True)
+RECURRENT_STATE = LayerKind(WINDOW, recurs=True)
 # What a layer keeps: one kind; keys and values, and then a state; or nothing.
 LayerKinds = tuple[LayerKind, ...]
 
@@ -47,7 +47,7 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     return [kinds[0].window if kinds else None for kinds in layer_kinds(config)]
 
 
-def windows_of(groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> list[int | None]:
+def windows_of_pages(groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> list[int | None]:
     """Return what `layer_windows` returns for the config of which `page_groups` made these."""
     return [groups[own[0]].window if own else None for own in groups_of_layer]
 
@@ -117,12 +117,12 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     if state_sizes(decoder) is None or getattr(layer, "number_of_states", 1) != 1:
         return None
     if name == "linear_attention" and type(layer) is LinearAttentionLayer:
-        return (STATE,)
-    return None if attends is None else (attends, STATE)
+        return (RECURRENT_STATE,)
+    return None if attends is None else (attends, RECURRENT_STATE)
 
 
 def _attending(layer: Any) -> LayerKind | None:
-    """Return the kind of the keys and values that a layer keeps, beside a state or alone; None if it keeps none."""
+    """Return the kind of the keys and values that a layer keeps, next to a state or alone; None if it keeps none."""
     if isinstance(layer, DynamicSlidingWindowLayer):
         return LayerKind(layer.sliding_window)
     return KEYS_AND_VALUES if isinstance(layer, DynamicLayer) else None

@@ -17,7 +17,7 @@ from ...keywords import check_keywords
 from ..group import PageGroup, SharedContext, Step
 from ..padded import PaddedBatch, last_columns
 from ..pages import CachedSequence, Pages
-from .kinds import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups, windows_of
+from .kinds import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups, windows_of_pages
 from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
 
 
@@ -156,7 +156,7 @@ class PagedCache(CacheOverPages):
         is_known = config is self._checked_config
         if is_known and self.padded.num_columns:
             return
-        own = windows_of(self.pages.groups, self.groups_of_layer)
+        own = windows_of_pages(self.pages.groups, self.groups_of_layer)
         if is_known and own != layer_windows(config):
             context = self.pages.groups[0].context
             groups, groups_of_layer = page_groups(config, self.settings, context=context)

@@ -23,7 +23,7 @@ WITH_LEAST_STEP = STATE_SPACES[1:3]
 WITHOUT_LIMITS = (0.0, inf)
 # Those of Mamba: channels, the state's size, tokens of the convolution. Those of Jamba are a multiple of hidden_size.
 CHANNELS = (("intermediate_size", "state_size", "conv_kernel"), ("hidden_size", "mamba_d_state", "mamba_d_conv"))
-MULTIPLE = "mamba_expand"
+EXPANSION = "mamba_expand"
 
 
 class StateSizes(NamedTuple):
@@ -49,7 +49,7 @@ def state_sizes(config: Any) -> StateSizes | None:
         found = _settings(config, of_mamba)
         if found is not None:
             channels, size, tokens = found
-            channels *= getattr(config, MULTIPLE, 1)
+            channels *= getattr(config, EXPANSION, 1)
             return StateSizes(channels * size, (tokens - 1) * channels)
     return None
 

@@ -15,22 +15,29 @@ from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import gated_norm
 from .convolutions import trial_convolution, trial_linear
-from .state_pass import PagedRecurrence, Recurrence, activation_refusal, convolution_refusal, in_passes, is_native
+from .state_pass import (
+    PagedRecurrence,
+    Recurrence,
+    activation_refusal,
+    in_passes,
+    is_native,
+    short_convolution_refusal,
+)
 
 # The projections of Qwen3-Next, and those of Qwen3.5.
 INTERLEAVED, SEPARATE = {"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
 OTHER_PARTS = {"conv1d", "norm", "out_proj"}
-PARAMETERS = {"A_log", "dt_bias"}
+RULE_PARAMETERS = {"A_log", "dt_bias"}
 # The convolution and the rule.
-NATIVE = (short_conv.short_conv, delta_rule.delta_rule)
-REFERENCE = (short_conv.reference, delta_rule.reference)
+NATIVE_RULE = (short_conv.short_conv, delta_rule.delta_rule)
+REFERENCE_RULE = (short_conv.reference, delta_rule.reference)
 
 
 class DeltaRule(Recurrence):
     """The gated delta rule behind a short convolution."""
 
     def asked(self, module: Any) -> str | None:
-        refusal = convolution_refusal(module)
+        refusal = short_convolution_refusal(module)
         if refusal is not None:
             return refusal
         # In transformers padding is zeros in front of the projections, and a bias would make it something else.
@@ -48,7 +55,7 @@ class DeltaRule(Recurrence):
         mixed, z, b, a = projected(module, x)
         states, inputs = found.storage.pages[:2]
         places = found.states.places
-        convolve, rule = NATIVE if is_native(mixed) else REFERENCE
+        convolve, rule = NATIVE_RULE if is_native(mixed) else REFERENCE_RULE
         convolved = convolve(
             short_conv.ConvInputs(mixed, module.conv1d.weight.squeeze(1)),
             kept=inputs.view(-1, module.conv1d.kernel_size[0] - 1, module.conv1d.in_channels), **places,
@@ -81,7 +88,7 @@ def known_delta_rule(module: nn.Module) -> DeltaRule | None:
     projections = module._modules.keys() - OTHER_PARTS
     if projections not in (INTERLEAVED, SEPARATE) or not module._modules.keys() >= OTHER_PARTS:
         return None
-    if module._parameters.keys() != PARAMETERS or not isinstance(getattr(module, "layer_idx", None), int):
+    if module._parameters.keys() != RULE_PARAMETERS or not isinstance(getattr(module, "layer_idx", None), int):
         return None
     norm = gated_norm(module.norm)  # type: ignore[arg-type]
     if norm is None or norm.groups != 1:
@@ -106,7 +113,7 @@ def _agrees(module: Any, norm: Any) -> bool:
     for part in parts.values():
         part.weight.copy_(numbers(*part.weight.shape))
     parts["norm"] = unwatched_twin(module.norm, _parameters={"weight": nn.Parameter(numbers(value_dim))})
-    parameters = {name: nn.Parameter(numbers(values)) for name in PARAMETERS}
+    parameters = {name: nn.Parameter(numbers(values)) for name in RULE_PARAMETERS}
     theirs, ours = (unwatched_twin(module, _modules=parts, _parameters=parameters) for _ in range(2))
     for twin in (theirs, ours):
         twin.hidden_size, twin.num_k_heads, twin.num_v_heads, twin.layer_idx = width, keys, values, 0

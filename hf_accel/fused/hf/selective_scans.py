@@ -22,31 +22,28 @@ from .state_pass import (
     Recurrence,
     activation_refusal,
     as_generated,
-    convolution_refusal,
     in_passes,
     is_native,
+    short_convolution_refusal,
 )
+from .state_spaces import ACTIVATION_PART, NATIVE_SCAN, REFERENCE_SCAN
 
-PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
-NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")  # FalconMamba and Jamba have them
-ACTIVATION = "act"  # is a part too, or a function
-PARAMETERS = {"A_log", "D"}
-SIZES = ("intermediate_size", "ssm_state_size", "time_step_rank")
-GATE = GatedNorm(0.0, 0, gate_first=True)
-# The convolution and the scan.
-NATIVE = (short_conv.short_conv, state_scan.state_scan)
-REFERENCE = (short_conv.reference, state_scan.reference)
+SCAN_PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
+SCAN_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")  # FalconMamba and Jamba have them
+SCAN_PARAMETERS = {"A_log", "D"}
+SCAN_SIZES = ("intermediate_size", "ssm_state_size", "time_step_rank")
+GATE_ALONE = GatedNorm(0.0, 0, gate_first=True)
 
 
 class SelectiveScan(Recurrence):
     """The scan of Mamba behind a short convolution."""
 
-    def __init__(self, norm: GatedNorm = GATE) -> None:
+    def __init__(self, norm: GatedNorm = GATE_ALONE) -> None:
         super().__init__(norm)
         self._steps: FloatLinear | None = None
 
     def asked(self, module: Any) -> str | None:
-        refusal = convolution_refusal(module)
+        refusal = short_convolution_refusal(module)
         if refusal is not None:
             return refusal
         # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
@@ -65,7 +62,7 @@ class SelectiveScan(Recurrence):
         mixed, gate = module.in_proj(x)[0].chunk(2, dim=-1)
         states, inputs = found.storage.pages[:2]
         places = found.states.places
-        convolve, scan = NATIVE if is_native(mixed) else REFERENCE
+        convolve, scan = NATIVE_SCAN if is_native(mixed) else REFERENCE_SCAN
         conv, channels, size = module.conv1d, module.intermediate_size, module.ssm_state_size
         convolved = convolve(
             short_conv.ConvInputs(mixed, conv.weight.squeeze(1), conv.bias),
@@ -73,7 +70,7 @@ class SelectiveScan(Recurrence):
         )  # fmt: skip
         row = module.x_proj(convolved.to(x.dtype)[None])
         parts = row.split([module.time_step_rank, size, size], dim=-1)
-        norms = (module._modules.get(name) for name in NORMS)
+        norms = (module._modules.get(name) for name in SCAN_NORMS)
         step, b, c = ((p if norm is None else norm(p))[0] for norm, p in zip(norms, parts, strict=True))
         bias = module.dt_proj.bias
         given = state_scan.ScanInputs(
@@ -96,10 +93,10 @@ class SelectiveScan(Recurrence):
 def known_selective_scan(module: nn.Module) -> SelectiveScan | None:
     """Return the SelectiveScan of a module that has its parts and gives what ours does on random input; else None."""
     own: Any = module
-    names = module._modules.keys() - {ACTIVATION}
-    if names not in (PARTS, PARTS | set(NORMS)) or module._parameters.keys() != PARAMETERS:
+    names = module._modules.keys() - {ACTIVATION_PART}
+    if names not in (SCAN_PARTS, SCAN_PARTS | set(SCAN_NORMS)) or module._parameters.keys() != SCAN_PARAMETERS:
         return None
-    numbers = [getattr(module, name, None) for name in (*SIZES, "layer_idx")]
+    numbers = [getattr(module, name, None) for name in (*SCAN_SIZES, "layer_idx")]
     if not all(isinstance(number, int) for number in numbers) or own.A_log.shape != (numbers[0], numbers[1]):
         return None
     known = SelectiveScan()
@@ -118,14 +115,14 @@ def _agrees(module: Any) -> bool:
     for part in parts.values():
         for parameter in part.parameters():
             parameter.copy_(numbers(*parameter.shape))
-    for name, length in zip(NORMS, (rank, size, size), strict=True):
+    for name, length in zip(SCAN_NORMS, (rank, size, size), strict=True):
         if name in module._modules:
             weight = nn.Parameter(1 + numbers(length) / 4)
             parts[name] = unwatched_twin(module._modules[name], _parameters={"weight": weight})
     parameters = {"A_log": nn.Parameter(numbers(channels, size)), "D": nn.Parameter(numbers(channels))}
     theirs, ours = (unwatched_twin(module, _modules=parts, _parameters=parameters) for _ in range(2))
     for twin in (theirs, ours):
-        vars(twin).update(zip(SIZES, (channels, size, rank), strict=True), hidden_size=width, layer_idx=0)
+        vars(twin).update(zip(SCAN_SIZES, (channels, size, rank), strict=True), hidden_size=width, layer_idx=0)
     ours.__class__ = mixed_class(PagedRecurrence, original_class(module))
     vars(ours)[FUSED] = SelectiveScan()
     x = numbers(2, 9, width)

@@ -1,4 +1,4 @@
-"""What layers with recurrent states over pages have in common: each token's result needs the state after the token
+"""Layers with recurrent states over pages, whatever they compute: each token's result needs the state after the token
 before it.
 
 So their states stay in pages of one token each: tokens of many sequences can stand in one row, and drafts, copies and
@@ -56,7 +56,7 @@ class PagedRecurrence(Mixin):
 
 
 class Recurrence(ABC):
-    """What a kind of recurrent layer computes, and why a module cannot be computed so.
+    """A kind of recurrent layer: it computes modules over pages, and says why it cannot compute one.
 
     norm: how the norm of the module computes. A copy or a pickle has asked nothing yet, since it holds other modules.
     """
@@ -133,7 +133,7 @@ def is_native(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in FLOATS and not is_recorded() and not x.requires_grad and cpu.refusal() is None
 
 
-def convolution_refusal(module: Any) -> str | None:
+def short_convolution_refusal(module: Any) -> str | None:
     """Return why the short convolution in front of a recurrence cannot be ours, as one clause; None if it can."""
     conv = module._modules.get("conv1d")
     refusal = causal_refusal(conv)

@@ -20,27 +20,27 @@ from .state_pass import (
     Recurrence,
     activation_refusal,
     as_generated,
-    convolution_refusal,
     in_passes,
     is_native,
+    short_convolution_refusal,
 )
 
-PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
-ACTIVATION = "act"  # is a part too, or a function
-PARAMETERS = {"A_log", "D", "dt_bias"}
-SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim")
+SPACE_PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
+ACTIVATION_PART = "act"  # is a part too, or a function
+SPACE_PARAMETERS = {"A_log", "D", "dt_bias"}
+SPACE_SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim")
 # Numbers by which Falcon-H1 multiplies the input of in_proj, and its result.
-MULTIPLIER, MULTIPLIERS = "ssm_in_multiplier", "mup_vector"
+INPUT_FACTOR, RESULT_FACTORS = "ssm_in_multiplier", "mup_vector"
 # The convolution and the scan.
-NATIVE = (short_conv.short_conv, state_scan.state_scan)
-REFERENCE = (short_conv.reference, state_scan.reference)
+NATIVE_SCAN = (short_conv.short_conv, state_scan.state_scan)
+REFERENCE_SCAN = (short_conv.reference, state_scan.reference)
 
 
 class StateSpace(Recurrence):
     """The scan of Mamba 2 behind a short convolution."""
 
     def asked(self, module: Any) -> str | None:
-        refusal = convolution_refusal(module)
+        refusal = short_convolution_refusal(module)
         if refusal is not None:
             return refusal
         # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
@@ -59,7 +59,7 @@ class StateSpace(Recurrence):
         gate, mixed, dt = _projected(module, x)
         states, inputs = found.storage.pages[:2]
         places = found.states.places
-        convolve, scan = NATIVE if is_native(mixed) else REFERENCE
+        convolve, scan = NATIVE_SCAN if is_native(mixed) else REFERENCE_SCAN
         conv, groups, size = module.conv1d, module.n_groups, module.ssm_state_size
         convolved = convolve(
             short_conv.ConvInputs(mixed, conv.weight.squeeze(1), conv.bias),
@@ -78,11 +78,11 @@ class StateSpace(Recurrence):
 
 def _projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gates [N, D], the inputs of the convolution [N, C] and dt [N, H] of x [1, N, hidden]."""
-    factors = module._buffers.get(MULTIPLIERS)
+    factors = module._buffers.get(RESULT_FACTORS)
     if factors is None:
         row = module.in_proj(x)[0]
     else:
-        row = module.in_proj(x * getattr(module, MULTIPLIER))[0] * factors.view(-1)
+        row = module.in_proj(x * getattr(module, INPUT_FACTOR))[0] * factors.view(-1)
     gate, mixed, dt = row.split([module.intermediate_size, module.conv_dim, module.num_heads], dim=-1)
     return gate, mixed, dt
 
@@ -90,9 +90,9 @@ def _projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def known_state_space(module: nn.Module) -> StateSpace | None:
     """Return the StateSpace of a module that has its parts and gives what ours does on random input; else None."""
     own: Any = module
-    if module._modules.keys() - {ACTIVATION} != PARTS or module._parameters.keys() != PARAMETERS:
+    if module._modules.keys() - {ACTIVATION_PART} != SPACE_PARTS or module._parameters.keys() != SPACE_PARAMETERS:
         return None
-    numbers = [getattr(module, name, None) for name in (*SIZES, "layer_idx")]
+    numbers = [getattr(module, name, None) for name in (*SPACE_SIZES, "layer_idx")]
     if not all(isinstance(number, int) for number in numbers) or not hasattr(module, "time_step_limit"):
         return None
     heads, head_dim, groups, size, inner, channels, _ = numbers
@@ -123,10 +123,10 @@ def _agrees(module: Any, norm: GatedNorm) -> bool:
         parts["norm"] = unwatched_twin(module.norm, _parameters={"weight": nn.Parameter(numbers(inner))})
         of_norm = {"n_groups": groups if norm.groups > 1 else 1, "group_size": inner // min(norm.groups, groups)}
         vars(parts["norm"]).update({name: value for name, value in of_norm.items() if name in vars(module.norm)})
-    parameters = {name: nn.Parameter(numbers(heads)) for name in PARAMETERS}
-    factors = {MULTIPLIERS: numbers(1, 1, inner + channels + heads)} if MULTIPLIERS in module._buffers else {}
+    parameters = {name: nn.Parameter(numbers(heads)) for name in SPACE_PARAMETERS}
+    factors = {RESULT_FACTORS: numbers(1, 1, inner + channels + heads)} if RESULT_FACTORS in module._buffers else {}
     theirs, ours = (unwatched_twin(module, _modules=parts, _parameters=parameters, _buffers=factors) for _ in range(2))
-    sizes = dict(zip(SIZES, (heads, head_dim, groups, size, inner, channels), strict=True))
+    sizes = dict(zip(SPACE_SIZES, (heads, head_dim, groups, size, inner, channels), strict=True))
     for twin in (theirs, ours):
         vars(twin).update(sizes, hidden_size=width, layer_idx=0, chunk_size=4)
     ours.__class__ = mixed_class(PagedRecurrence, original_class(module))

@@ -16,9 +16,9 @@ from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
+from ...models import cache_name
 from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
-from .model_runner import cache_name
 from .model_watch import ModelWatch
 
 # Maps (model, weights) to a patched model over the same Parameters. The given model is not changed.

@@ -18,7 +18,7 @@ from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
 from ...linear.model_card import WritesModelCard
-from ...models import positions_depend_on_length
+from ...models import cache_name, positions_depend_on_length
 from ...tensors import made_on_host
 from ...undo.state import state_of
 from .batch import generate_batch, with_configs, with_fields
@@ -27,7 +27,7 @@ from .drafting import assistant_refusal, assisted
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
-from .model_runner import cache_name, other_input, positions_count_tokens, weights_salt
+from .model_runner import other_input, positions_count_tokens, weights_salt
 from .refusals import (
     call_refusal,
     changed_refusal,

@@ -17,7 +17,7 @@ from ...cache.group import PageGroup, PassInputs, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, keeps_states_alone, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
-from ...models import model_of, positions_depend_on_length
+from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.state import PART_OF, find_state, state_of
 
@@ -94,12 +94,6 @@ def _check_context(model: nn.Module, cache: object, inputs: dict[str, Any]) -> N
 def _parameters(kind: type) -> tuple[str, ...]:
     """The names of the parameters of a class's forward()."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
-
-
-def cache_name(model: nn.Module) -> str:
-    """Return the name of the cache among the arguments of a patched model."""
-    names = _parameters(model.original_class)  # type: ignore[arg-type]
-    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 def keyword_for_each_row(model: nn.Module) -> str | None:

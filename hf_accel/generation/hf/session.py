@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
-from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups, windows_of
+from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups, windows_of_pages
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
@@ -101,7 +101,7 @@ class Session(Batcher):
 
     def _fit_windows(self) -> None:
         """Begin again, with other pages, if the sliding windows in the model's config were changed."""
-        windows = windows_of(self.pages.groups, self._groups_of_layer)
+        windows = windows_of_pages(self.pages.groups, self._groups_of_layer)
         if self._given is None or windows == layer_windows(self.model.config):
             return
         self.close()
