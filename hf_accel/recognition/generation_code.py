@@ -41,7 +41,7 @@ def only_passes_on(kind: type, method: str) -> bool:
 
 
 def _is_harmless(constant: Any, arguments: tuple[str, ...]) -> bool:
-    """Return whether a constant of the code is None, one of HARMLESS_INPUTS, or names of arguments that it hands on."""
+    """Return whether a constant of the code is None, one of HARMLESS_INPUTS, or names of arguments to hand on."""
     if isinstance(constant, tuple):
         return set(constant) <= set(arguments)
     return constant is None or constant in HARMLESS_INPUTS
