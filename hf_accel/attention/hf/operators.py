@@ -8,7 +8,7 @@ over the pages. What is not known raises NotRaggedError.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from ...errors import NotRaggedError
 from ...kernels.layouts import AttentionOptions, PositionBias
 from ...recognition.operation import UntraceableError
 from ...recognition.scores import AddedBias, Scores, TransposedKeys
-from .. import AttentionBackend, AttentionSpec
+from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
+from .forward import choose_again
 
 ONE_COLUMN = 1  # what code is told of the keys' number: it makes masks and biases as large as that
 
@@ -216,14 +217,19 @@ class OperatorPass:
         heads = query.reshape(1, -1, *query.shape[-2:])
         options = AttentionOptions(scores.factor, window=self.window, bias=self._bias_of(scores))
         spec = self.used = self._spec(heads, options)
-        if self.known.backend is not None and spec != self.known.spec:
-            raise UntraceableError(f"it attends in another way than when it was patched: {spec}")
         self.paged.check_values(self.values)
-        backend = self.known.backend or trial_backend()
+        backend = self._backend(spec)
         tokens = step.tokens(heads.to(self.dtype))
         out: Tensor = backend.paged(tokens, self.paged.storage.pages, self.paged.group_step.ragged, options)
         out = step.columns(out, 1).transpose(1, 2)
         return out[0] if values.flat else out
+
+    def _backend(self, spec: AttentionSpec) -> AttentionBackend:
+        """Return the planned backend, or another if the model has another dtype by now, for example."""
+        planned = self.known.backend
+        if planned is None:
+            return ReferenceBackend()
+        return planned if spec == self.known.spec else choose_again(spec, planned)
 
     def _bias_of(self, scores: Scores) -> PositionBias | None:
         if not scores.is_biased and not (self.known.masks_biased and scores.is_masked):
@@ -240,13 +246,6 @@ class OperatorPass:
             value_dim=self.values.shape[-1], num_heads=query.shape[1], num_kv_heads=self.values.shape[1],
             window=options.window, quantized_kv=pages.k_scales is not None, bias=options.bias is not None,
         )  # fmt: skip
-
-
-def trial_backend() -> AttentionBackend:
-    """Return the backend of trials, which computes by the definition."""
-    from ..reference import ReferenceBackend
-
-    return ReferenceBackend()
 
 
 def run_over_pages(
@@ -287,9 +286,3 @@ def _shares(buffer: Tensor | None, other: Any) -> bool:
     if buffer is None or not isinstance(other, Tensor):
         return False
     return buffer.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def with_pages_of(known: OperatorAttention, *, quantized: bool) -> AttentionSpec:
-    """Return what the attention needs of a backend over pages, quantized or not."""
-    assert known.spec is not None
-    return replace(known.spec, quantized_kv=quantized)

@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ...attention import AttentionBackend
+from ...attention import AttentionSpec, choose_backend
 from ...attention.hf.operators import OperatorAttention, run_over_pages
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
 from ...cache.pages import Pages, TokenRange
+from ...config import PatchConfig
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
 from ...models import layers_config
 from ...recognition.call_form import parameter_names
 from ...recognition.code import attention_code
 from ...recognition.trial import RandomNumbers, Tolerance, agree
+from ...tensors import model_device
 from ...undo.journal import Mixin, mixed_class, original_class
 from ...undo.state import FUSED
 from .one_layer import LAYER_INDICES, ROWS, one_layer_model
@@ -35,6 +37,7 @@ from .sites import FusedSite
 OPERATORS = "operators"  # the kind in the plan
 BIASES = ("alibi", "position_bias")  # the names of parameters that take a bias of positions
 SHORT, LONG = 6, 4096  # lengths for which masks and biases are looked at
+CLOSE = Tolerance(of_largest=1e-4)
 LEAST_COLUMNS = 1024  # of a bias's table
 
 
@@ -63,6 +66,11 @@ class OperatorModel:
     takes_positions: bool
     bias: PositionBias | None
 
+    @property
+    def specs(self) -> list[AttentionSpec]:
+        """What each attention module asked of its backend in the trial."""
+        return [site.spec for site in self.sites.values() if site.spec is not None]
+
     def inputs(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         """Return the inputs of a ragged pass for ids and positions [N]. The mask is as large as the one column that
         the RaggedCache tells of."""
@@ -74,13 +82,14 @@ class OperatorModel:
         if self.bias is None or self.bias.table.shape[1] >= length:
             return self.bias
         name, known = next(iter(self.sites.items()))
+        old, by_distance = self.bias
         found = _bias_of(model, name, known, max(LEAST_COLUMNS, 2 * length))
-        old, (table, by_distance) = self.bias.table, found or self.bias
+        table = old if found is None else found.table
         columns = table.shape[1]
         kept = table[:, columns - old.shape[1] :] if by_distance else table[:, : old.shape[1]]
         if columns < length or not torch.equal(kept, old.to(kept.device)):
             raise UnsupportedError(
-                f"the bias of {type(model).__name__} is for {old.shape[1]} tokens, and a sequence has {length}; make "
+                f"the bias of {type(model).__name__} is for {columns} tokens, and a sequence has {length}; make "
                 "prompts and max_new_tokens shorter"
             )
         self.bias = PositionBias(table.to(old.device), by_distance)
@@ -111,12 +120,16 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     return OperatorModel(sites, takes_positions, bias)
 
 
-def operator_sites(
-    model: PreTrainedModel, known: OperatorModel, backends: dict[str, AttentionBackend]
-) -> Iterator[FusedSite]:
-    """Find the modules that attend by operators. backends: of each, by name."""
-    for name, site in known.sites.items():
-        yield FusedSite(name, model.get_submodule(name), OPERATORS, PagedOperators, replace(site, backend=backends[name]))
+def operator_sites(model: PreTrainedModel, known: OperatorModel | None, config: PatchConfig) -> Iterator[FusedSite]:
+    """Find the modules that attend by operators, each with its backend."""
+    device_type = model_device(model).type
+    quantized_kv = config.cache is not None and config.cache.dtype != "auto"
+    for name, site in ({} if known is None else known.sites).items():
+        assert site.spec is not None
+        spec = replace(site.spec, dtype=model.dtype, device_type=device_type, quantized_kv=quantized_kv)
+        backend, _ = choose_backend(spec, config.attention or "auto", row_invariant=config.deterministic)
+        state = replace(site, spec=spec, backend=backend)
+        yield FusedSite(name, model.get_submodule(name), OPERATORS, PagedOperators, state)
 
 
 def _layer_index(module: nn.Module) -> int:
@@ -162,9 +175,18 @@ def _tried(
     same = agree(
         lambda: stock(input_ids=ids, use_cache=False).logits,
         lambda: _in_passes(ours, trial, ids, (5, 1, 3)),
-        Tolerance(of_largest=1e-4),
+        CLOSE,
     )
+    same = same and (takes_positions or agree(lambda: _padded(stock, ids), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE))
     return (known, bias) if same and known.spec is not None else unknown
+
+
+def _padded(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of ids [B, Q] with padding on the left."""
+    padding = ids[:, :3]
+    mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], dim=1)
+    logits: Tensor = model(input_ids=torch.cat([padding, ids], dim=1), attention_mask=mask, use_cache=False).logits
+    return logits[:, 3:]
 
 
 def _in_passes(model: Any, known: OperatorModel, ids: Tensor, counts: tuple[int, ...]) -> Tensor:
