@@ -79,15 +79,11 @@ def _twin(module: nn.Module, children: dict[str, Any], numbers: RandomNumbers) -
         if parameter is not None:
             rows = min(ROWS, parameter.shape[0]) if isinstance(module, nn.Embedding) else parameter.shape[0]
             parameters[key] = nn.Parameter(numbers(rows, *parameter.shape[1:]), requires_grad=False)
-    made = unwatched_twin(module, _modules=children, _parameters=parameters)
+    # Code may write to its buffers, or put others in their places.
+    buffers = {key: None if buffer is None else buffer.clone() for key, buffer in own._buffers.items()}
+    made = unwatched_twin(module, _modules=children, _parameters=parameters, _buffers=buffers)
     made.__class__ = original_class(module)
-    vars(made)["training"] = False
+    vars(made).update(training=False, _non_persistent_buffers_set={*own._non_persistent_buffers_set})
     if isinstance(made, nn.Embedding):
         vars(made)["padding_idx"] = None
     return made
-
-
-@torch.no_grad()
-def call_model(model: Any, **inputs: Any) -> Any:
-    """Return what the forward of a model of one layer gives for these inputs."""
-    return model(**inputs)
