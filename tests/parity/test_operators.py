@@ -290,8 +290,8 @@ def test_other_code_is_not_known() -> None:
 
     class OtherAttention(kind):
         def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
-            out, weights = super()._attn(query, key, value, attention_mask)
-            return out * 1.01, weights
+            weights = torch.softmax(query @ key.transpose(-1, -2) + attention_mask, dim=-1)
+            return weights @ value * 1.01, weights
 
     class SharperAttention(kind):
         def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
