@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.operators import OPERATORS
+from ..fused.hf.operator_models import OPERATORS
 from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs

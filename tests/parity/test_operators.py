@@ -35,7 +35,7 @@ from transformers import (
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
-from hf_accel.fused.hf.operators import OperatorModel, PagedOperators, operator_model
+from hf_accel.fused.hf.operator_models import OperatorModel, PagedOperators, operator_model
 
 from .families import VOCABULARY
 from .snapshot import snapshot
@@ -65,9 +65,14 @@ KINDS: dict[str, Callable[..., Any]] = {
     "codegen": lambda: CodeGenForCausalLM(CodeGenConfig(**GPT, rotary_dim=4)),
     "gpt_neo": lambda: GPTNeoForCausalLM(
         GPTNeoConfig(
-            **SIZES, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
-            window_size=6, max_position_embeddings=256,
-        )  # fmt: skip
+            **SIZES,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=6,
+            max_position_embeddings=256,
+        )
     ),
     "gpt_neox_japanese": lambda: GPTNeoXJapaneseForCausalLM(GPTNeoXJapaneseConfig(**USUAL)),
     "rembert": lambda: RemBertForCausalLM(RemBertConfig(**BERT, input_embedding_size=16, output_embedding_size=16)),
@@ -111,7 +116,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_programmes_of_requests(seed: int) -> None:
-    """Arrivals, cancels, chunks of prompts, shared prefixes, samples, preemption and drafts change no request's tokens."""
+    """Arrivals, cancels, chunks, shared prefixes, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)
     model = model_of(FEW[seed % len(FEW)])
     prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))

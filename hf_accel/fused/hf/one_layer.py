@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -51,7 +50,9 @@ def _around(module: nn.Module, path: list[str], attention: Any, numbers: RandomN
     inside = _around(module.get_submodule(first), rest, attention, numbers)
     if isinstance(module, nn.ModuleList):
         return nn.ModuleList([inside])
-    parts = {key: _small(child, numbers) for key, child in module._modules.items() if child is not None and key != first}
+    parts = {
+        key: _small(child, numbers) for key, child in module._modules.items() if child is not None and key != first
+    }
     return _twin(module, {**module._modules, **parts, first: inside}, numbers)
 
 

@@ -16,7 +16,7 @@ from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...fused.hf.operators import OperatorModel
+from ...fused.hf.operator_models import OperatorModel
 from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
 from .model_watch import ModelWatch

@@ -1,5 +1,5 @@
 """Models whose layers attend by torch's operators, and not by transformers' attention functions: Falcon, GPT-J, BLOOM
-and others. In a ragged pass their own code runs, and attends over pages (attention/hf/operators.py).
+and others. In a ragged pass their own code runs, and attends over pages (attention/hf/operator_pass.py).
 
 A model is known by a trial: with one of its layers and random numbers, passes over the tokens of several sequences in
 one row give what the model gives for each sequence without a cache.
@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ...attention import AttentionSpec, choose_backend
-from ...attention.hf.operators import OperatorAttention, run_over_pages
+from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
 from ...cache.pages import Pages, TokenRange
@@ -51,7 +51,7 @@ class PagedOperators(Mixin):
         if cache is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         known: OperatorAttention = self.__dict__[FUSED]
-        return run_over_pages(self, super().forward, known, cache, given)  # type: ignore[arg-type, misc]
+        return run_over_pages(self, known, cache, given, forward=super().forward)  # type: ignore[arg-type, misc]
 
 
 @dataclass
@@ -177,7 +177,10 @@ def _tried(
         lambda: _in_passes(ours, trial, ids, (5, 1, 3)),
         CLOSE,
     )
-    same = same and (takes_positions or agree(lambda: _padded(stock, ids), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE))
+    same = same and (
+        takes_positions
+        or agree(lambda: _padded(stock, ids), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE)
+    )
     return (known, bias) if same and known.spec is not None else unknown
 
 
