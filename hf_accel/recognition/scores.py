@@ -71,8 +71,10 @@ def scaled_sum(query: Any, key: Any, *, beta: Any = 1, alpha: Any = 1, bias: Any
     """Return what baddbmm makes of a bias: beta * bias + alpha * query key^T."""
     if not isinstance(key, TransposedKeys) or (bias is not None and beta != 1):
         raise UntraceableError("it multiplies tensors that are not queries and keys")
-    scores = key.times(query) * alpha
-    return scores if bias is None else scores + bias
+    scores: Scores = key.times(query) * alpha
+    if bias is not None:
+        scores += bias
+    return scores
 
 
 class AddedBias:
@@ -153,7 +155,8 @@ class Scores:
         lowest = (-math.inf, torch.finfo(self.trace.dtype).min, torch.finfo(torch.float32).min)
         if value not in lowest or not self.trace.mask_hides:
             raise UntraceableError("it fills scores with other numbers than the lowest")
-        return self + mask
+        filled: Scores = self + mask
+        return filled
 
     @property
     def shape(self) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ from transformers import (
     XGLMConfig,
     XGLMForCausalLM,
 )
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.models.gptj import modeling_gptj
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
@@ -312,6 +315,35 @@ def test_other_code_is_not_known() -> None:
     hf_accel.patch(model, weights=None)
     assert alone(model, PROMPTS[0]) == expected
     assert hf_accel.stats(model)["loop"].startswith("stock")
+
+
+def test_a_window_in_the_models_masks_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gptj")
+    assert isinstance(operator_model(model), OperatorModel)
+
+    def within_a_window(**given: Any) -> Tensor:
+        given["config"] = copy.deepcopy(given["config"])
+        given["config"].sliding_window = 50
+        mask: Tensor = create_sliding_window_causal_mask(**given)
+        return mask
+
+    monkeypatch.setattr(modeling_gptj, "create_causal_mask", within_a_window)
+    assert isinstance(operator_model(model), str)
+
+
+def test_scores_without_a_mask_are_not_known() -> None:
+    """A pass may have one token of each sequence alone, where a mask would hide nothing."""
+    model = hf_accel.patch(model_of("gptj"), weights=None)
+    for layer in model.transformer.h:
+        attention = layer.attn
+        attention._attn = MethodType(without_mask, attention)
+    alone(model, PROMPTS[0])
+    assert hf_accel.stats(model)["loop"].startswith("stock")
+
+
+def without_mask(module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any = None) -> Any:
+    weights = torch.softmax(torch.matmul(query, key.transpose(-1, -2)) / 2.0, dim=-1)
+    return torch.matmul(weights, value), weights
 
 
 @pytest.mark.parametrize("kind", ["rembert", "megatron_bert"])
