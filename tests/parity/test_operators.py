@@ -306,7 +306,14 @@ def test_other_code_is_not_known() -> None:
             weights = torch.softmax((query @ key.transpose(-1, -2) + attention_mask) ** 3, dim=-1)
             return weights @ value, weights
 
+    class LongerAttention(kind):
+        def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
+            weights = torch.softmax(query @ key.transpose(-1, -2) / key.size(-2) + attention_mask, dim=-1)
+            return weights @ value, weights
+
     assert isinstance(operator_model(model), OperatorModel)
+    model.transformer.h[0].attn.__class__ = LongerAttention  # all that it does is known, and depends on columns
+    assert isinstance(operator_model(model), str)
     model.transformer.h[0].attn.__class__ = OtherAttention  # it computes something else with what is known
     assert isinstance(operator_model(model), OperatorModel)
     model.transformer.h[1].attn.__class__ = SharperAttention
