@@ -17,8 +17,6 @@ from ..attention.hf.stock import reading_once, stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
-from ..fused.hf.operator_models import operator_sites
-from ..fused.hf.recurrences import state_sites
 from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
@@ -38,7 +36,6 @@ from .attention_survey import (
     attention_modules,
     attention_sites,
     cache_refusal,
-    known_operators,
     loop_refusal,
     model_attention_refusal,
     pages_refusal,
@@ -50,6 +47,7 @@ from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
+from .over_pages import with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import input_embedding, other_quantizer, sites_for, split_of
 from .twin import twin
@@ -101,7 +99,7 @@ def make_plan(
         config=config,
         linears=linears,
         attention=attention,
-        fused=fused if stock_cache else _over_pages(inner, config, fused),
+        fused=fused if stock_cache else with_pages(inner, config, fused),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,
@@ -297,15 +295,6 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 
 # -- fused ---------------------------------------------------------------------------------------------
-
-
-def _over_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan) -> FusedPlan:
-    """Add what reads pages by a forward of ours, whatever fuse= says."""
-    operators = known_operators(model)
-    sites = (*state_sites(model), *operator_sites(model, operators, config))
-    taken = {site.module for site in sites}  # a module has one mixin
-    kept = (site for site in fused.sites if site.module not in taken)
-    return replace(fused, sites=(*kept, *sites), operators=operators)
 
 
 def _plan_fused(

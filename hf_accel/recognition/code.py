@@ -174,14 +174,13 @@ class AttentionCode:
     attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
     ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
     function can be ours. eager: the name, in the class's file, of the attention function that it uses if no other is
-    chosen. by_operators: whether it updates the cache, and then attends by torch's operators.
+    chosen.
     """
 
     attends: bool = False
     eager: str | None = None
     refusal: str | None = None
     unpaged: str | None = None
-    by_operators: bool = False
 
 
 def code_of(module: Any) -> AttentionCode:
@@ -210,15 +209,13 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     for function in functions:
         refusals += [f"{name} {clause}" for call in calls[id(function)] for clause in _call_refusals(function, call)]
         unpaged += [f"{name} {clause}" for clause in _cache_refusals(function, calls[id(function)])]
-    by_operators = not attends and _computes_attention(name, functions)
-    if by_operators:
-        refusals.append(f"{name} computes attention by itself")
+    if not attends and _computes_attention(name, functions):
+        refusals.append(f"{name} {BY_ITSELF}")
     return AttentionCode(
         attends=attends,
         eager=next((eager for function in functions for eager in _eager_names(function)), None),
         refusal=next(iter(refusals), None),
         unpaged=next(iter(unpaged), None),
-        by_operators=by_operators and any(map(_updates_a_cache, functions)),
     )
 
 
@@ -406,14 +403,6 @@ def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterato
         yield "changes K or V between the cache and its attention function"
 
 
-def _updates_a_cache(function: ast.FunctionDef) -> bool:
-    caches = _caches(function)
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "update" and getattr(node.value, "id", None) in caches
-        for node in ast.walk(function)
-    )
-
-
 def _caches(function: ast.FunctionDef) -> set[str]:
     """Return the names of the cache: parameters, and variables that they are assigned to."""
     names = set(CACHE_NAMES & _parameters(function))
@@ -453,6 +442,7 @@ def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, b
 
 # -- attention without the interface -----------------------------------------------------------------------
 
+BY_ITSELF = "computes attention by itself"
 OPERATORS = ("softmax", "Softmax", "scaled_dot_product_attention")
 
 

@@ -29,7 +29,7 @@ ONE_COLUMN = 1  # what code is told of the keys' number: it makes masks and bias
 
 @dataclass
 class OperatorAttention:
-    """What is known of a module that attends by operators.
+    """The facts about a module that attends by operators.
 
     spec: of its attention. backend: None while it is tried. mask, bias: the names of the parameters of its forward
     that take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
@@ -276,7 +276,7 @@ def run_over_pages(
 
 
 def without_weights(result: Any) -> Any:
-    """Return the result of attention with None in the place of its weights, which nobody has computed."""
+    """Return the result of attention with None instead of its weights, which nobody has computed."""
     if not isinstance(result, tuple):
         return result
     return tuple(None if isinstance(each, Scores) else each for each in result)

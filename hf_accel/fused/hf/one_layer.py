@@ -57,7 +57,7 @@ def _around(module: nn.Module, path: list[str], attention: Any, numbers: RandomN
 
 
 def _small(module: nn.Module, numbers: RandomNumbers) -> Any:
-    """Copy a module and all in it, with small parts in the place of linear layers and tables."""
+    """Copy a module and all in it, with small parts instead of linear layers and tables."""
     own: Any = module
     if isinstance(getattr(own, "in_features", None), int) and isinstance(getattr(own, "out_features", None), int):
         return SparseLinear(own.in_features, own.out_features, numbers)

@@ -16,7 +16,6 @@ from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...fused.hf.operator_models import OperatorModel
 from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
 from .model_watch import ModelWatch
@@ -109,7 +108,7 @@ class GenerationState:
     agreement: what the processes that run the model decide by.
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     context: the ranks that share out the blocks of caches; None if each cache is whole.
-    operators: what the model needs in a ragged pass if it attends by torch's operators; None for any other model.
+    operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """
 
     cache: CacheConfig | None
@@ -131,7 +130,7 @@ class GenerationState:
     runner: Any = None
     agreement: ProcessAgreement = ALONE
     context: SharedContext | None = None
-    operators: OperatorModel | None = None
+    operators: Any = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
     def __getstate__(self) -> dict[str, Any]:
