@@ -24,7 +24,7 @@ from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
 from .forward import choose_again
 
-ONE_COLUMN = 1  # what code is told of the keys' number: it makes masks and biases as large as that
+ONE_COLUMN = 1  # the number of keys that code reads: it makes masks and biases as large as that
 
 
 @dataclass

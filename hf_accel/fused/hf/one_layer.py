@@ -1,5 +1,5 @@
-"""A model of one layer for trials: the code of a model around one of its attention modules, with small parts in the
-place of its weights.
+"""A model of one layer for trials: the code of a model around one of its attention modules, with small parts
+instead of its weights.
 
 So what the model hands to its attention, and what it makes of the result, can be tried in milliseconds, whatever the
 size of the model and wherever its weights are.
