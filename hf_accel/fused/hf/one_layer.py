@@ -22,6 +22,9 @@ LAYER_INDICES = ("layer_idx", "layer_id")
 class SparseLinear(nn.Module):
     """A linear layer of which each output has one input, so that it costs nothing."""
 
+    place: Tensor
+    factor: Tensor
+
     def __init__(self, inputs: int, outputs: int, numbers: RandomNumbers) -> None:
         super().__init__()
         self.in_features, self.out_features = inputs, outputs
