@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
+from ..fused.hf.operator_models import OPERATORS
 from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
+from ..generation.hf.graphed_runner import OPERATORS_ON_HOST
 from ..kernels import cpu as cpu_kernels
 from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel
@@ -127,6 +129,7 @@ FUSED_KINDS = {
     "conv1d": ("float Conv1Ds", "torch, in float32"),
     CONVOLUTION: ("short convolutions", "inputs in pages"),
     RECURRENCE: ("recurrent layers", "states in pages"),
+    OPERATORS: ("attention modules by operators", "over pages"),
 }
 
 KNOWN_BY = {
@@ -234,6 +237,8 @@ def _graphs_line(plan: Plan) -> Line:
         or plan.stock_loop
         or (graphs.SPLIT if plan.agreement.size > 1 else None)
     )
+    if refusal is None and plan.fused.operators is not None:
+        refusal = OPERATORS_ON_HOST
     if refusal is None and host:
         refusal = f"the attention backend {host[0]!r} reads the lengths of sequences on the host"
     if refusal is not None:

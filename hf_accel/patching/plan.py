@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
 from ..fused.hf.convolutions import CONVOLUTION
+from ..fused.hf.operator_models import OperatorModel
 from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import Dropped, FusedSite
 from ..fused.projections import UNLIMITED
@@ -87,7 +88,8 @@ class AttentionPlan:
 class FusedPlan:
     """Modules that get a native forward, and float Linears that are read in place.
 
-    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none.
+    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none. operators:
+    what is known of a model that attends by torch's operators; None for any other.
     """
 
     sites: tuple[FusedSite, ...] = ()
@@ -95,6 +97,7 @@ class FusedPlan:
     dropped: tuple[Dropped, ...] = ()
     float_rows: int = 0
     reason: str | None = None
+    operators: OperatorModel | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,7 +159,7 @@ class Plan(Printed):
         stored = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.multiplies]
         chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
-        if self.stock_attention or self.stock_parts:
+        if (self.stock_attention and self.fused.operators is None) or self.stock_parts:
             clauses.add("stock attention rounds by batch size")
         clauses |= {
             f"{p.backend.name}'s attention rounds by batch size" for p in self.attention if not p.backend.row_invariant

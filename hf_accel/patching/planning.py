@@ -17,7 +17,6 @@ from ..attention.hf.stock import reading_once, stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
-from ..fused.hf.recurrences import state_sites
 from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
@@ -48,6 +47,7 @@ from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
+from .over_pages import with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import input_embedding, other_quantizer, sites_for, split_of
 from .twin import twin
@@ -99,7 +99,7 @@ def make_plan(
         config=config,
         linears=linears,
         attention=attention,
-        fused=fused if stock_cache else replace(fused, sites=(*fused.sites, *state_sites(inner))),
+        fused=fused if stock_cache else with_pages(inner, config, fused),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,

@@ -210,7 +210,7 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
         refusals += [f"{name} {clause}" for call in calls[id(function)] for clause in _call_refusals(function, call)]
         unpaged += [f"{name} {clause}" for clause in _cache_refusals(function, calls[id(function)])]
     if not attends and _computes_attention(name, functions):
-        refusals.append(f"{name} computes attention by itself")
+        refusals.append(f"{name} {BY_ITSELF}")
     return AttentionCode(
         attends=attends,
         eager=next((eager for function in functions for eager in _eager_names(function)), None),
@@ -442,7 +442,8 @@ def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, b
 
 # -- attention without the interface -----------------------------------------------------------------------
 
-OPERATORS = ("softmax", "scaled_dot_product_attention")
+BY_ITSELF = "computes attention by itself"
+OPERATORS = ("softmax", "Softmax", "scaled_dot_product_attention")
 
 
 def _computes_attention(name: str, functions: list[ast.FunctionDef]) -> bool:

@@ -26,6 +26,7 @@ class Recorder(Protocol):
     dtype: torch.dtype
     device: torch.device
     attention: str | None
+    mask_hides: bool
     equals: dict[str, str]
     mask: Opaque
     bias: Opaque
@@ -49,6 +50,8 @@ class Recorder(Protocol):
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn: ...
 
     def attend_by(self, scores: Scores, value: Any) -> StandIn: ...
+
+    def choose(self, condition: Any, scores: Scores, other: Any) -> Scores: ...
 
 
 class Count:
@@ -179,9 +182,15 @@ class StandIn:
         return self
 
     def __matmul__(self, other: Any) -> Scores:
-        if not isinstance(other, TransposedKeys) or not self.transposed or self.heads != other.keys.heads:
+        if not isinstance(other, TransposedKeys):
             raise UntraceableError("it multiplies tensors that are not queries and keys")
-        return Scores(self.trace, self, other.keys)
+        return other.times(self)
+
+    def scores_of(self, query: Any) -> Scores:
+        """Return the scores of queries and these keys."""
+        if not isinstance(query, StandIn) or not query.transposed or query.heads != self.heads:
+            raise UntraceableError("it multiplies tensors that are not queries and keys")
+        return Scores(self.trace, query, self)
 
     def to(self, dtype: Any) -> StandIn:
         if dtype is not self.trace.dtype:

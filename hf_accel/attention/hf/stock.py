@@ -143,9 +143,10 @@ def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
 
 
 Refusals = list[tuple[PreTrainedModel, str, str]]
-# The answers of attention_refusals by the id of the model, while nobody changes it; None: it may change.
-_answered: ContextVar[dict[int, Refusals] | None] = ContextVar("answered", default=None)
+# The answers about models by the question and the id of the model, while nobody changes it; None: it may change.
+_answered: ContextVar[dict[tuple[Any, int], Any] | None] = ContextVar("answered", default=None)
 Asking = TypeVar("Asking", bound=Callable[..., Any])
+Answer = TypeVar("Answer")
 
 
 def reading_once(function: Asking) -> Asking:
@@ -166,12 +167,22 @@ def attention_refusals(model: PreTrainedModel) -> Refusals:
     """Return the innermost model around each module whose attention cannot be ours, its name, and the reason as a
     clause.
     """
+    return answer_once(_all_refusals, model)
+
+
+def answer_once(question: Callable[[PreTrainedModel], Answer], model: PreTrainedModel) -> Answer:
+    """Return question(model), which is asked once within a function that is `reading_once`."""
     answered = _answered.get()
     if answered is None:
-        return list(_refusals(model))
-    if id(model) not in answered:
-        answered[id(model)] = list(_refusals(model))
-    return answered[id(model)]
+        return question(model)
+    if (question, id(model)) not in answered:
+        answered[question, id(model)] = question(model)
+    answer: Answer = answered[question, id(model)]
+    return answer
+
+
+def _all_refusals(model: PreTrainedModel) -> Refusals:
+    return list(_refusals(model))
 
 
 def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:

@@ -109,6 +109,7 @@ class GenerationState:
     agreement: what the processes that run the model decide by.
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     context: the ranks that share out the blocks of caches; None if each cache is whole.
+    operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """
 
     cache: CacheConfig | None
@@ -130,6 +131,7 @@ class GenerationState:
     runner: Any = None
     agreement: ProcessAgreement = ALONE
     context: SharedContext | None = None
+    operators: Any = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ...cache.group import PageGroup, PassInputs, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, keeps_states_alone, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
+from ...fused.hf.operator_models import OperatorModel
 from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.state import PART_OF, find_state, state_of
@@ -51,7 +52,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mask = kwargs.get("attention_mask")
     if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
         return
-    if attention_refusal(model.config) is not None:
+    if attention_refusal(model) is not None or operators_of(model) is not None:
         return  # another attention function needs K and V of all columns, which the cache then returns
     cache.check_config(model.config)  # type: ignore[arg-type]
     if keyword_for_each_row(model) is not None:
@@ -153,12 +154,19 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
 
 
-def attention_refusal(config: Any) -> str | None:
-    """Return why a model with this config cannot read pages, as one clause; None if it can."""
-    now = config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
-    if now == ATTENTION_NAME or keeps_states_alone(config):
+def attention_refusal(model: Any) -> str | None:
+    """Return why a patched model cannot read pages, as one clause; None if it can."""
+    now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
+    if now == ATTENTION_NAME or keeps_states_alone(model.config) or operators_of(model) is not None:
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+
+
+def operators_of(model: nn.Module) -> OperatorModel | None:
+    """Return what is known of a patched model that attends by torch's operators; None for any other."""
+    state = find_state(model)
+    known: OperatorModel | None = None if state is None else state.generation.operators
+    return known
 
 
 def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
@@ -189,7 +197,8 @@ class ModelRunner:
     ) -> None:
         self.model: Any = model
         self.groups_of_layer = groups_of_layer
-        self.cache = RaggedCache(groups, groups_of_layer)
+        self.operators = operators_of(model)
+        self.cache = RaggedCache(groups, groups_of_layer, one_column=self.operators is not None)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
         self._cache_name = cache_name(model)
@@ -218,13 +227,18 @@ class ModelRunner:
             raise
         except (IndexError, UnsupportedError) as error:  # of layers that were not there, or do not read pages
             changed = self._changed()
+            if changed is None and self.operators is not None and isinstance(error, IndexError):
+                # A table of positions that grows with a cache of columns may be too small.
+                raise NotRaggedError(
+                    f"{type(self.model).__name__} cannot compute the tokens of a pass: {error}"
+                ) from error
             if changed is None:
                 raise
             raise UnsupportedError(f"the model was changed while it was in use: {changed}") from error
 
     def _changed(self) -> str | None:
         """Return the change to the model since its pages were made that keeps it from using them, and the way out."""
-        refusal, own = attention_refusal(self.model.config), len(self.groups_of_layer)
+        refusal, own = attention_refusal(self.model), len(self.groups_of_layer)
         if refusal is None and (layers := len(layer_windows(self.model.config))) != own:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
@@ -232,15 +246,19 @@ class ModelRunner:
     def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
-        positions = {"position_ids": inputs.positions[None]} if self._positions else {}
         self.cache.known_pass = _known_pass(self.model)
+        given = {"input_ids": inputs.ids[None]}
+        if self._positions:
+            given["position_ids"] = inputs.positions[None]
+        if self.operators is not None:
+            given = self.operators.inputs(inputs.ids, inputs.positions)
+            self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
             output = self.model(
-                input_ids=inputs.ids[None],
+                **given,
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_name: self.cache},
-                **positions,
                 **selection,
             )
         finally:
