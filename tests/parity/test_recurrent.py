@@ -271,17 +271,21 @@ def test_quantized_weights_batch_exactly(kind: str, weights: Any) -> None:
     assert together(model) == [alone(model, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kind", ["next", "3.5", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["next", "3.5", "falcon_h1", "bamba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype: torch.dtype) -> None:
-    """Also with head sizes that fill no vectors, and however a prompt is cut."""
+    """Also with head sizes that fill no vectors, and however a prompt is cut.
+
+    Bamba's code counts positions from the beginning of each pass, unless it is given them.
+    """
     model = hf_accel.patch(model_of(kind, repeats=3).to(dtype), deterministic=True)
     ids = torch.randint(1, VOCABULARY, (3, 30))
 
     def logits(rows: Tensor, cuts: list[int]) -> Tensor:
-        cache = PagedCache(model.config)
-        return torch.cat([model(part, past_key_values=cache).logits for part in rows.split(cuts, 1)], 1)
+        cache, columns = PagedCache(model.config), torch.arange(rows.shape[1])[None]
+        parts = zip(rows.split(cuts, 1), columns.split(cuts, 1), strict=True)
+        return torch.cat([model(ids, position_ids=at, past_key_values=cache).logits for ids, at in parts], 1)
 
     whole = logits(ids, [30])
     assert torch.equal(logits(ids, [7, 1, 1, 21]), whole)
