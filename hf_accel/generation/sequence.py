@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..cache.pages import CachedSequence
+    from .prompt_inputs import PromptInputs
     from .sampling.sampling import Sampling
 
 
@@ -34,6 +35,8 @@ class Sequence:
     priority: sequences with a higher one go first. arrival: the order among equal priorities; the scheduler sets it.
     followers: other samples of the same prompt, which share this sequence's pages.
     keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
+    inputs: what the model is given for the prompt besides the token ids; None if it is given nothing else.
+    num_hidden: how many of the first tokens have no ids that anybody gave; logits processors do not see them.
     """
 
     tokens: list[int]
@@ -55,6 +58,8 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     keeps_pages: bool = False
     kept_pages: CachedSequence | None = None
+    inputs: PromptInputs | None = None
+    num_hidden: int = 0
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 
     def __post_init__(self) -> None:
@@ -73,6 +78,12 @@ class Sequence:
     def decodes(self) -> bool:
         """True if the sequence is in decode: only its last token is left to compute, so a pass gives a new token."""
         return self.num_computed == len(self.tokens) - 1 and self.num_new > 0
+
+    def contents(self, count: int) -> list[int]:
+        """Return the numbers by which the prefix index knows the first `count` tokens: their ids, for text."""
+        if self.inputs is None:
+            return self.tokens[:count]
+        return self.inputs.contents[:count] + self.tokens[self.num_prompt : count]
 
     @property
     def is_finished(self) -> bool:

@@ -18,6 +18,7 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
+from .model_runner import other_input
 from .model_watch import ModelWatch
 
 # Maps (model, weights) to a patched model over the same Parameters. The given model is not changed.
@@ -51,7 +52,8 @@ class CallState:
 class LoopCall:
     """The inputs that transformers' generate() has prepared for its loop.
 
-    input_ids: [B, T], with padding on the left where the mask [B, T] is 0. inputs: the model's other inputs.
+    input_ids: [B, T], with padding on the left where the mask [B, T] is 0; [B, 0] where the prompts are embeddings
+    [B, T, D] alone. inputs: the model's other inputs.
     streams: the user's streamers, or transformers' own streamer. speculative: None for decoding without drafts.
     """
 
@@ -76,6 +78,18 @@ class LoopCall:
     @property
     def num_columns(self) -> int:
         return self.input_ids.shape[1]
+
+    @property
+    def has_more_than_ids(self) -> bool:
+        """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
+        positions = self.inputs.get("position_ids")
+        return other_input(self.inputs) is not None or (positions is not None and positions.ndim != 2)
+
+    @property
+    def prompt_columns(self) -> int:
+        """Return T, the columns of the prompts; these have no ids where the prompts are embeddings."""
+        embeddings = self.inputs.get("inputs_embeds")
+        return self.num_columns if embeddings is None else int(embeddings.shape[1])
 
     @property
     def repeats(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...models import model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.state import PART_OF, find_state, state_of
+from ..prompt_inputs import PassRows
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -192,21 +193,29 @@ class ModelRunner:
     def device(self) -> torch.device:
         return model_device(self.model)
 
-    def __call__(self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> Tensor:
+    def __call__(
+        self,
+        ids: list[int] | Tensor,
+        positions: list[int],
+        step: Step,
+        keep: list[int],
+        *,
+        rows: Sequence[PassRows] = (),
+    ) -> Tensor:
         """Compute N tokens; returns logits [len(keep), V] of the tokens with the indices `keep`. See Runner."""
         inputs = pass_inputs(ids, positions, step, keep).to(self.device)
         if isinstance(ids, Tensor):
             inputs = replace(inputs, ids=ids)
-        return self.compute(inputs, everything=len(keep) == len(ids))[: len(keep)]
+        return self.compute(inputs, everything=len(keep) == len(ids), rows=rows)[: len(keep)]
 
-    def compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
+    def compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows] = ()) -> Tensor:
         """Compute a pass whose tensors are on the device. Returns the logits [K, V] of the tokens inputs.keep.
 
-        everything: whether these are all tokens, in order; inputs.keep is then not read. Nothing here waits for the
-        device.
+        everything: whether these are all tokens, in order; inputs.keep is then not read. rows: see Runner. Without
+        rows, nothing here waits for the device.
         """
         try:
-            return self._compute(inputs, everything=everything)
+            return self._compute(inputs, everything=everything, rows=rows)
         except NotRaggedError:
             raise
         except (IndexError, UnsupportedError) as error:  # of layers that were not there, or do not read pages
@@ -222,14 +231,13 @@ class ModelRunner:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
 
-    def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
+    def _compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows]) -> Tensor:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         self.cache.known_pass = _known_pass(self.model)
         try:
             output = self.model(
-                input_ids=inputs.ids[None],
-                position_ids=inputs.positions[None],
+                **self._tokens(inputs, rows),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
@@ -240,6 +248,29 @@ class ModelRunner:
         self.cache.check_read()
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
+
+
+    def _tokens(self, inputs: PassInputs, rows: Sequence[PassRows]) -> dict[str, Tensor]:
+        """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass."""
+        positions = inputs.positions[None]
+        placed = [each for each in rows if each.positions is not None]
+        if placed:
+            planes = len(placed[0].positions)  # type: ignore[arg-type]
+            positions = positions.repeat(planes, 1)
+            for each in placed:
+                assert each.positions is not None
+                positions[:, each.first : each.first + each.count] = each.positions.to(positions.device)
+            positions = positions if planes == 1 else positions[:, None]
+        embedded = [each for each in rows if each.embeddings is not None]
+        if not embedded:
+            return {"input_ids": inputs.ids[None], "position_ids": positions}
+        ids = inputs.ids.clone()
+        for each in embedded:
+            ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
+        embeddings = self.model.get_input_embeddings()(ids)
+        for each in embedded:
+            embeddings[each.first : each.first + each.count] = each.embeddings
+        return {"inputs_embeds": embeddings[None], "position_ids": positions}
 
 
 def weights_changed(model: Any) -> None:

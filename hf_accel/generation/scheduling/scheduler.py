@@ -229,7 +229,7 @@ class Scheduler:
             self._suspend(other)
         if suspect.cached is None:
             try:
-                cached = self.pages.begin_with_prefix(suspect.tokens)
+                cached = self.pages.begin_with_prefix(suspect.contents(len(suspect.tokens)))
             except Exception as error:
                 self._fail(suspect, error)
                 return chunks
@@ -296,7 +296,7 @@ class Scheduler:
                 # Full blocks are published before they are computed: a sequence admitted to the same pass may share
                 # them, because in each layer a pass writes K and V before it reads them. The chunk is added right
                 # after, so that what was published is computed.
-                self.pages.publish(cached, sequence.tokens[: sequence.num_computed + count])
+                self.pages.publish(cached, sequence.contents(sequence.num_computed + count))
                 chunks.append(chunk)
         except Exception as error:
             self._fail(sequence, error)
@@ -331,7 +331,7 @@ class Scheduler:
                 return
             free = self.pages.free_blocks()
             try:
-                cached = self.pages.begin_with_prefix(head.tokens)
+                cached = self.pages.begin_with_prefix(head.contents(len(head.tokens)))
             except Exception as error:
                 self._fail(head, error)
                 slack, places = None, self._places()
