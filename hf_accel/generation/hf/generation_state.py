@@ -16,6 +16,7 @@ from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
+from ...undo.state import state_of
 from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
 from .model_runner import other_input
@@ -82,8 +83,7 @@ class LoopCall:
     @property
     def has_more_than_ids(self) -> bool:
         """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
-        positions = self.inputs.get("position_ids")
-        return other_input(self.inputs) is not None or (positions is not None and positions.ndim != 2)
+        return other_input(self.inputs) is not None or state_of(self.model).generation.prepares
 
     @property
     def prompt_columns(self) -> int:
@@ -111,6 +111,8 @@ class GenerationState:
     passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
+    prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P coordinates
+        for the position of each token; None for one.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
@@ -127,6 +129,8 @@ class GenerationState:
     cache: CacheConfig | None
     speculative: SpeculativeConfig | None = None
     ragged_refusal: str | None = None
+    prepares: bool = False
+    planes: int | None = None
     invariant_rows: int | None = None
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)

@@ -252,15 +252,15 @@ class ModelRunner:
 
     def _tokens(self, inputs: PassInputs, rows: Sequence[PassRows]) -> dict[str, Tensor]:
         """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass."""
-        positions = inputs.positions[None]
+        planes = state_of(self.model).generation.planes
+        positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
         placed = [each for each in rows if each.positions is not None]
-        if placed:
-            planes = len(placed[0].positions)  # type: ignore[arg-type]
-            positions = positions.repeat(planes, 1)
-            for each in placed:
-                assert each.positions is not None
-                positions[:, each.first : each.first + each.count] = each.positions.to(positions.device)
-            positions = positions if planes == 1 else positions[:, None]
+        positions = positions.clone() if placed else positions
+        for each in placed:
+            assert each.positions is not None
+            positions[..., each.first : each.first + each.count] = each.positions.to(positions.device).view(
+                *positions.shape[:-1], -1
+            )
         embedded = [each for each in rows if each.embeddings is not None]
         if not embedded:
             return {"input_ids": inputs.ids[None], "position_ids": positions}

@@ -8,18 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ...errors import NotRaggedError
 from ...models import vocabulary_size
+from ...tensors import model_device
 from ..prompt_inputs import PromptInputs, contents_of
 from .decoder_call import DecoderCalls
 from .model_runner import TEXT_INPUTS, prepare_step
 
+# Methods that only prepare calls of the decoder, so that a trial shows what they do.
+PREPARING = (
+    "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
+)  # fmt: skip
+# Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
+# before. A method that uses this name is therefore allowed.
+LONG_ROPE = "original_max_position_embeddings"
 PROBE = 1  # any token, for the second pass
+TEXT_LENGTHS = ((5,), (9, 6), (33,))  # of the texts of trials
+MOST_IDS = 32  # the tokens of trials are the first ones: those that stand for images have large ids
 
 
-@torch.no_grad()
 def prompt_inputs(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]
 ) -> list[PromptInputs | None]:
@@ -32,50 +41,74 @@ def prompt_inputs(
     other inputs, as generate() has prepared them. Raises NotRaggedError if the decoder is given what ragged passes do
     not hand on, and what the model's code raises.
     """
-    calls = DecoderCalls(model, prepare_step)
-    first = _Call.of(calls, calls.first(ids, inputs))
-    rows, columns = first.shape
-    tokens = torch.ones(rows, columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
-    first.check_mask(mask)
-    probes = torch.full_like(ids[:, :1] if ids.shape[1] else ids.new_zeros(rows, 1), PROBE)
-    second = _Call.of(calls, calls.second(torch.cat([ids, probes], dim=1), inputs, columns))
-    embedded = _embedded(model, probes)
-    if second.embeddings is not None and not torch.equal(second.embeddings, embedded):
-        raise NotRaggedError(f"{type(model).__name__} embeds a token after the prompt in a way of its own")
-    _check_pass(calls, first)
+    read = _Read(DecoderCalls(model, prepare_step), ids, mask, inputs)
+    return [read.row(row) for row in range(len(ids))]
+
+
+def own_methods(model: PreTrainedModel) -> list[str]:
+    """List the methods of the model's class that prepare calls of the decoder in a way of their own."""
+    own = [(name, getattr(type(model), name)) for name in PREPARING]
     return [
-        _row(model, ids[row], tokens[row], row, first=first, second=second)
-        for row in range(rows)
+        name
+        for name, method in own
+        if method is not getattr(GenerationMixin, name) and LONG_ROPE not in method.__code__.co_names
     ]
+
+
+def text_form(model: PreTrainedModel) -> int | None:
+    """Return P where the decoder is given P coordinates for the position of each token of a text; None for one.
+
+    This is found by calling the model's own code with random texts, one of them with padding. Raises NotRaggedError if
+    the decoder is given more than the tokens and their positions, in passes of a text or behind it.
+    """
+    planes = None
+    for lengths in TEXT_LENGTHS:
+        ids, mask = _texts(model, lengths)
+        calls = DecoderCalls(model, prepare_step)
+        inputs: dict[str, Any] = {"attention_mask": mask}
+        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
+        read = _Read(calls, ids, mask, inputs)
+        planes = read.first.planes
+        for row, count in enumerate(lengths):
+            padding = max(lengths) - count
+            found = read.row(row)
+            if found is not None and not (padding and read.is_moved_text(row, padding)):
+                raise NotRaggedError("its decoder is given other tokens or positions than those of a text")
+    return planes
+
+
+def text_refusal(model: PreTrainedModel) -> str | None:
+    """Return why a text is more to the model's own methods than its tokens, as one clause; None if it is not."""
+    try:
+        text_form(model)
+    except NotRaggedError as error:
+        return str(error)
+    except Exception as error:
+        return f"its own code fails on a text ({type(error).__name__}: {error})"
+    return None
+
+
+def _texts(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return random token ids and their mask, [B, T], padded on the left."""
+    columns, device = max(lengths), model_device(model)
+    generator = torch.Generator().manual_seed(columns)
+    most = min(vocabulary_size(model), MOST_IDS)
+    ids = torch.randint(1, most, (len(lengths), columns), generator=generator).to(device)
+    mask = torch.arange(columns) >= columns - torch.tensor(lengths)[:, None]
+    return ids, mask.long().to(device)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a decoder was given: embeddings [B, T, D] or ids [B, T], positions [P, B, T] on the host, and a mask."""
+    """What a decoder was given: embeddings [B, T, D], positions [P, B, T] on the host, and a mask.
 
-    embeddings: Tensor | None
-    ids: Tensor | None
-    positions: Tensor | None
+    planes: P where it was given positions [P, B, T]; None if they were [B, T].
+    """
+
+    embeddings: Tensor
+    positions: Tensor
+    planes: int | None
     mask: Any
-    planes: int | None  # P of positions [P, B, T]; None if they were [B, T], or missing
-
-    @classmethod
-    def of(cls, calls: DecoderCalls, given: dict[str, Any]) -> _Call:
-        for name, value in given.items():
-            known = name in TEXT_INPUTS or name == "inputs_embeds" or value is False
-            if not known and calls.is_read(name):
-                raise NotRaggedError(f"its decoder is given {name}")
-        positions = given.get("position_ids")
-        planes = len(positions) if positions is not None and positions.ndim == 3 else None
-        if positions is not None:
-            positions = (positions[None] if planes is None else positions).cpu()
-        embeddings, ids = given.get("inputs_embeds"), given.get("input_ids")
-        return cls(embeddings, ids, positions, given.get("attention_mask"), planes)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        source: Any = self.ids if self.embeddings is None else self.embeddings
-        return source.shape[0], source.shape[1]
 
     def check_mask(self, mask: Tensor | None) -> None:
         """Raise NotRaggedError unless the decoder makes its own mask, from the columns that are no padding."""
@@ -85,55 +118,91 @@ class _Call:
         if not isinstance(own, Tensor) or own.ndim != 2 or mask is None or not torch.equal(own.bool(), mask.bool()):
             raise NotRaggedError("its decoder is given a mask of another form")
 
-    def positions_of(self, row: int, columns: Tensor) -> Tensor:
-        """Return the positions [P, n] of the columns of a row that hold its tokens."""
-        if self.positions is None:
-            return columns.nonzero().T
-        return self.positions[:, min(row, self.positions.shape[1] - 1), columns]
 
+class _Read:
+    """The decoder's calls for a batch of prompts, checked, and read row by row. See prompt_inputs."""
 
-def _check_pass(calls: DecoderCalls, first: _Call) -> None:
-    """Raise NotRaggedError unless the model hands on the embeddings and positions of a ragged pass unchanged."""
-    assert first.embeddings is not None
-    embeddings = first.embeddings[:1]
-    count = embeddings.shape[1]
-    positions = torch.arange(count, device=embeddings.device).flip(0)[None] + 3
-    if first.planes is not None:
-        positions = positions.expand(first.planes, 1, count)
-    given = calls(inputs_embeds=embeddings, position_ids=positions, use_cache=True)
-    call = _Call.of(calls, given)
-    same = call.embeddings is not None and torch.equal(call.embeddings, embeddings)
-    if not same or call.positions is None or not torch.equal(given["position_ids"], positions):
-        raise NotRaggedError("it changes embeddings or positions that it is given")
+    @torch.no_grad()
+    def __init__(self, calls: DecoderCalls, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> None:
+        self.calls, self.ids = calls, ids
+        self.first = self._call(calls.first(ids, inputs))
+        rows, self.columns = self.first.embeddings.shape[:2]
+        self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
+        self.first.check_mask(mask)
+        probes = ids.new_full((rows, 1), PROBE)
+        self.second = self._call(calls.second(torch.cat([ids, probes], dim=1), inputs, self.columns))
+        if not torch.equal(self.second.embeddings, self._embedded(probes)):
+            raise NotRaggedError(f"{type(calls.model).__name__} embeds the tokens behind a prompt in a way of its own")
+        self._check_pass()
 
+    def _check_pass(self) -> None:
+        """Raise NotRaggedError unless the model hands on the embeddings and positions of a ragged pass unchanged."""
+        embeddings, planes = self.first.embeddings[:1], self.first.planes
+        positions = torch.arange(self.columns, device=embeddings.device).flip(0)[None] + 3
+        if planes is not None:
+            positions = positions.expand(planes, 1, self.columns)
+        given = self.calls(inputs_embeds=embeddings, position_ids=positions, use_cache=True)
+        call = self._call(given)
+        if not torch.equal(call.embeddings, embeddings) or not torch.equal(given["position_ids"], positions):
+            raise NotRaggedError("its own code changes embeddings or positions that it is given")
 
-def _row(
-    model: PreTrainedModel, ids: Tensor, tokens: Tensor, row: int, *, first: _Call, second: _Call
-) -> PromptInputs | None:
-    assert first.embeddings is not None
-    columns = tokens.nonzero().flatten()
-    embeddings = first.embeddings[row, columns.to(first.embeddings.device)]
-    positions = first.positions_of(row, tokens)
-    count = len(columns)
-    if second.positions is None:  # the decoder counts the columns of its cache
-        shifts = torch.tensor([first.shape[1] - count])
-    else:
-        shifts = second.positions_of(row, torch.ones(1, dtype=torch.bool))[:, 0] - count
-    indices = torch.arange(count)
-    if len(ids):
-        own_ids = ids[columns.to(ids.device)]
-        plain = (_embedded(model, own_ids) == embeddings).all(dim=-1) & (own_ids < vocabulary_size(model))
-    else:
-        own_ids, plain = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
-    moved = bool((positions != indices).any()) or bool(shifts.any())
-    if bool(plain.all()) and not moved:
-        return None
-    is_plain = (plain.cpu() & (positions == indices).all(dim=0)).tolist()
-    contents = contents_of(own_ids.tolist(), is_plain, embeddings, positions if moved else None)
-    return PromptInputs(embeddings, positions if moved else None, tuple(shifts.tolist()), contents)
+    def row(self, row: int) -> PromptInputs | None:
+        """Return the inputs of one prompt; None if it is text alone."""
+        columns = self.tokens[row].nonzero().flatten()
+        count, indices = len(columns), torch.arange(len(columns))
+        embeddings, positions, shifts = self._embeddings(row), self._positions(row), self._shifts(row)
+        plain = torch.zeros(count, dtype=torch.bool)
+        ids = plain.long()
+        if self.ids.shape[1]:
+            ids = self.ids[row].cpu()[columns]
+            same = (self._embedded(ids) == embeddings).all(dim=-1).cpu()
+            plain = same & (ids < vocabulary_size(self.calls.model))
+        moved = bool((positions != indices).any()) or bool(shifts.any())
+        if bool(plain.all()) and not moved:
+            return None
+        is_plain = (plain & (positions == indices).all(dim=0)).tolist()
+        places = positions if moved else None
+        contents = contents_of(ids.tolist(), is_plain, embeddings, places)
+        return PromptInputs(embeddings, places, tuple(shifts.tolist()), contents)
 
+    def is_moved_text(self, row: int, columns: int) -> bool:
+        """Return whether a row is a text whose tokens stand, with those behind it, so many columns later."""
+        positions, ids = self._positions(row), self.ids[row].cpu()[self.tokens[row]]
+        same = torch.equal(self._embedded(ids), self._embeddings(row))
+        moved = positions == torch.arange(len(ids)) + columns
+        return same and bool(moved.all()) and bool((self._shifts(row) == columns).all())
 
-def _embedded(model: Any, ids: Tensor) -> Tensor:
-    """Return the embeddings of token ids, of any that the model knows where one is none of its own."""
-    embedded: Tensor = model.get_input_embeddings()(ids.clamp(max=vocabulary_size(model) - 1))
-    return embedded
+    def _call(self, given: dict[str, Any]) -> _Call:
+        """Read a call. Raises NotRaggedError if the decoder reads an argument that ragged passes do not hand on."""
+        for name, value in given.items():
+            known = name in TEXT_INPUTS or name == "inputs_embeds" or value is False
+            if not known and self.calls.is_read(name):
+                raise NotRaggedError(f"its decoder is given {name}")
+        positions, embeddings = given.get("position_ids"), given.get("inputs_embeds")
+        if positions is None:
+            raise NotRaggedError("its decoder is given no positions, and counts tokens in a way of its own")
+        planes = len(positions) if positions.ndim == 3 else None
+        positions = (positions[None] if planes is None else positions).cpu()
+        if embeddings is None:
+            embeddings = self._embedded(given["input_ids"])
+        return _Call(embeddings, positions, planes, given.get("attention_mask"))
+
+    def _embeddings(self, row: int) -> Tensor:
+        embeddings = self.first.embeddings
+        return embeddings[row, self.tokens[row].to(embeddings.device)]
+
+    def _positions(self, row: int) -> Tensor:
+        """Return the positions [P, n] of the tokens of a row."""
+        positions = self.first.positions
+        return positions[:, min(row, positions.shape[1] - 1), self.tokens[row]]
+
+    def _shifts(self, row: int) -> Tensor:
+        """Return what is added to the index of a token behind a row's prompt, [P]."""
+        positions = self.second.positions
+        return positions[:, min(row, positions.shape[1] - 1), 0] - int(self.tokens[row].sum())
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of token ids, and those of any token where the model has none for an id."""
+        table: Any = self.calls.model.get_input_embeddings()
+        embedded: Tensor = table(ids.clamp(max=vocabulary_size(self.calls.model) - 1).to(self.ids.device))
+        return embedded
