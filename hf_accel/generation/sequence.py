@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ class Sequence:
     followers: other samples of the same prompt, which share this sequence's pages.
     keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
     inputs: what the model is given for the prompt besides the token ids; None if it is given nothing else.
+    given: further inputs of the model's for the prompt, such as pixel_values, of which the Session makes `inputs`.
     num_hidden: how many of the first tokens have no ids that anybody gave; logits processors do not see them.
     """
 
@@ -59,6 +60,7 @@ class Sequence:
     keeps_pages: bool = False
     kept_pages: CachedSequence | None = None
     inputs: PromptInputs | None = None
+    given: Mapping[str, Any] | None = None
     num_hidden: int = 0
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 

@@ -212,7 +212,8 @@ class AcceleratedGeneration(WritesModelCard):
     ) -> Any:
         """Generate for prompts of any length without padding, as transformers' generate_batch.
 
-        inputs: a list of token ids for each prompt. generation_config: may also be a list with a config for each
+        inputs: for each prompt a list of token ids, or the dict that a processor makes for one prompt with images
+        (input_ids, pixel_values, ...). generation_config: may also be a list with a config for each
         prompt. kwargs: fields of GenerationConfig, or of ContinuousBatchingConfig, such as allow_block_sharing.
         speculative: see generate(). persistent_manager and warmup have an effect only on transformers' own manager.
 

@@ -45,6 +45,21 @@ def prompt_inputs(
     return [read.row(row) for row in range(len(ids))]
 
 
+def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str, Any]) -> PromptInputs | None:
+    """Return the inputs of one prompt of T tokens; None if it is text alone. Raises what prompt_inputs raises.
+
+    given: what the model takes besides the token ids, as a processor makes it for one prompt: pixel_values, ...
+    """
+    device = model_device(model)
+    ids = torch.tensor([tokens], device=device)
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    inputs["attention_mask"] = torch.ones_like(ids)
+    if "position_ids" not in given:
+        calls = DecoderCalls(model, prepare_step)
+        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
+    return prompt_inputs(model, ids, inputs["attention_mask"], inputs)[0]
+
+
 def own_methods(model: PreTrainedModel) -> list[str]:
     """List the methods of the model's class that prepare calls of the decoder in a way of their own."""
     own = [(name, getattr(type(model), name)) for name in PREPARING]
