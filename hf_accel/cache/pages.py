@@ -67,12 +67,28 @@ class TokenRange:
 
     write_from: the first token whose K and V the pass writes; 0 means `start`. The tokens before it are in blocks
     that the sequence shares, so they are written already, or by another sequence of the same pass.
+    seen: for each token, how many of the sequence's first tokens it attends to; None if to those up to itself.
     """
 
     sequence: CachedSequence
     start: int
     count: int
     write_from: int = 0
+    seen: Sequence[int] | None = None
+
+    @property
+    def queries(self) -> list[tuple[int, int]]:
+        """Return the runs of tokens that attend causally to the first tokens of the sequence: (tokens, attended to).
+
+        A token that sees later ones is a run of its own.
+        """
+        if self.seen is None:
+            return [(self.count, self.start + self.count)]
+        runs: list[tuple[int, int]] = []
+        for index, seen in enumerate(self.seen, start=self.start + 1):
+            grows = bool(runs) and seen == index and runs[-1][1] == index - 1
+            runs[-1:] = [(runs[-1][0] + 1, index)] if grows else [*runs[-1:], (1, seen)]
+        return runs
 
     @property
     def num_written(self) -> int:
@@ -248,11 +264,10 @@ class Pages:
 
         device: where its tensors are. A Runner takes them on the host, and moves them in one copy.
         """
-        counts = [each.count for each in ranges]
-        cu_q = offsets(counts, device)
+        cu_q = offsets([count for each in ranges for count, _ in each.queries], device)
         return Step(
             groups=[_group_step(group, index, ranges, cu_q) for index, group in enumerate(self.groups)],
-            num_columns=sum(counts),
+            num_columns=sum(each.count for each in ranges),
             token_columns=None,
             fresh=False,
             contiguous=[True] * len(self.groups),
@@ -290,10 +305,14 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
         return group.step(tables, spans, [each.write_from or each.start for each in ranges], cu_q)
     slots: list[int] = []
     held: list[int] = []
+    attending: list[BlockTable] = []
+    longest = 0
     for each, table in zip(ranges, tables, strict=True):
-        stop = each.start + each.count
-        slots += table.slots(each.write_from or each.start, stop)
-        held.append(stop - table.num_dropped_blocks * group.pool.block_size)
+        slots += table.slots(each.write_from or each.start, each.start + each.count)
+        queries = each.queries
+        held += [stop - table.num_dropped_blocks * group.pool.block_size for _, stop in queries]
+        longest = max(longest, *(count for count, _ in queries))
+        attending += [table] * len(queries)
     written = None
     if len(slots) < sum(each.count for each in ranges):
         ends = accumulate(each.count for each in ranges)
@@ -304,9 +323,9 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     ragged = Ragged(
         cu_q,
         kv_len=integers(held, dtype=torch.int32).to(device),
-        max_q=max((each.count for each in ranges), default=0),
+        max_q=longest,
         max_kv=max(held, default=0),
-        block_table=group.table_tensor(tables, device),
+        block_table=group.table_tensor(attending, device),
     )
     step = GroupStep(integers(slots).to(device), written, ragged)
     if group.context is None:

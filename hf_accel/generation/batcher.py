@@ -209,12 +209,14 @@ class Batcher:
             sequence, start = chunk.sequence, chunk.sequence.num_computed
             assert sequence.cached is not None
             count = chunk.count + len(draft.tokens)
+            seen = None
             if sequence.inputs is not None:
                 rows += sequence.inputs.rows(len(ids), start, count)
+                seen = sequence.inputs.seen_by(start, count)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
             positions += range(start, start + count)
-            ranges.append(TokenRange(sequence.cached, start, count))
+            ranges.append(TokenRange(sequence.cached, start, count, seen=seen))
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)

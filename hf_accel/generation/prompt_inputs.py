@@ -35,12 +35,36 @@ class PromptInputs:
     None if each stands at its index. shifts: what is added to the index of a token behind the prompt, for each
     coordinate. contents: for each token, the number by which the prefix index knows it: its id, or a negative number
     that is another one for other inputs.
+    seen: for each token, how many of the first tokens it sees; None if each sees those up to itself.
     """
 
     embeddings: Tensor
     positions: Tensor | None
     shifts: tuple[int, ...]
     contents: list[int]
+    seen: list[int] | None = None
+
+    def seen_by(self, start: int, count: int) -> list[int] | None:
+        """Return how many tokens each of the tokens start..start+count-1 sees; None if it sees those up to itself."""
+        if self.seen is None or start >= len(self.seen):
+            return None
+        return self.seen[start : start + count] + list(range(len(self.seen) + 1, start + count + 1))
+
+    def chunk(self, start: int, count: int) -> int:
+        """Return how many tokens from `start` on a pass takes where there is room for `count`.
+
+        Tokens that see each other are computed together: there are fewer, or more if the first of them need it.
+        """
+        if self.seen is None:
+            return count
+        whole = 0
+        for stop in _whole_stops(self.seen, start):
+            if stop - start > count and whole:
+                return whole
+            whole = stop - start
+            if whole >= count:
+                return whole
+        return count
 
     def rows(self, first: int, start: int, count: int) -> Iterator[PassRows]:
         """Yield the inputs of the tokens start..start+count-1, of which the pass has the first one at `first`."""
@@ -55,6 +79,38 @@ class PromptInputs:
             yield PassRows(first + given, count - given, None, later + torch.tensor(self.shifts)[:, None])
 
 
+def _whole_stops(seen: list[int], start: int) -> Iterator[int]:
+    """Yield where a pass from token `start` on may stop: behind tokens that see no later ones."""
+    needed = 0
+    for index in range(start, len(seen)):
+        needed = max(needed, seen[index])
+        if needed <= index + 1:
+            yield index + 1
+
+
+def contents_of_wholes(contents: list[int], seen: list[int]) -> list[int]:
+    """Return other numbers for tokens that see later ones, of which their keys and values then depend on.
+
+    contents, seen: see PromptInputs.
+    """
+    whole, start = list(contents), 0
+    for stop in _whole_stops(seen, 0):
+        if stop - start > 1:
+            everything = repr(contents[start:stop]).encode()
+            for index in range(start, stop):
+                whole[index] = _number(everything, repr(index - start).encode())
+        start = stop
+    return whole
+
+
+def _number(*parts: bytes) -> int:
+    """Return a negative number that is another one for other bytes."""
+    digest = hashlib.blake2b(digest_size=CONTENT_BYTES)
+    for part in parts:
+        digest.update(part)
+    return -1 - (int.from_bytes(digest.digest(), "little") >> 1)
+
+
 def contents_of(ids: list[int], is_plain: list[bool], embeddings: Tensor, positions: Tensor | None) -> list[int]:
     """Return a number for each token, which is another one for other inputs; see PromptInputs.contents.
 
@@ -66,8 +122,6 @@ def contents_of(ids: list[int], is_plain: list[bool], embeddings: Tensor, positi
     contents = []
     for index, token in enumerate(ids):
         if not is_plain[index]:
-            digest = hashlib.blake2b(rows[index].tobytes(), digest_size=CONTENT_BYTES)
-            digest.update(repr(places[index] if places else index).encode())
-            token = -1 - (int.from_bytes(digest.digest(), "little") >> 1)
+            token = _number(rows[index].tobytes(), repr(places[index] if places else index).encode())
         contents.append(token)
     return contents

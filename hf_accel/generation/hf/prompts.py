@@ -13,9 +13,11 @@ from transformers import GenerationMixin, PreTrainedModel
 from ...errors import NotRaggedError
 from ...models import vocabulary_size
 from ...tensors import model_device
-from ..prompt_inputs import PromptInputs, contents_of
+from ...undo.state import find_state
+from ..prompt_inputs import PromptInputs, contents_of, contents_of_wholes
 from .decoder_call import DecoderCalls
 from .model_runner import TEXT_INPUTS, prepare_step
+from .prompt_masks import tokens_seen
 
 # Methods that only prepare calls of the decoder, so that a trial shows what they do.
 PREPARING = (
@@ -125,14 +127,6 @@ class _Call:
     planes: int | None
     mask: Any
 
-    def check_mask(self, mask: Tensor | None) -> None:
-        """Raise NotRaggedError unless the decoder makes its own mask, from the columns that are no padding."""
-        own = self.mask
-        if own is None and (mask is None or bool(mask.all())):
-            return
-        if not isinstance(own, Tensor) or own.ndim != 2 or mask is None or not torch.equal(own.bool(), mask.bool()):
-            raise NotRaggedError("its decoder is given a mask of another form")
-
 
 class _Read:
     """The decoder's calls for a batch of prompts, checked, and read row by row. See prompt_inputs."""
@@ -143,7 +137,10 @@ class _Read:
         self.first = self._call(calls.first(ids, inputs))
         rows, self.columns = self.first.embeddings.shape[:2]
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
-        self.first.check_mask(mask)
+        self.seen = tokens_seen(calls.config, self.first.mask, self.tokens)
+        state = find_state(calls.model)
+        if any(self.seen) and state is not None and state.generation.context is not None:
+            raise NotRaggedError("tokens see later ones, and ranks share out its cache")
         probes = ids.new_full((rows, 1), PROBE)
         self.second = self._call(calls.second(torch.cat([ids, probes], dim=1), inputs, self.columns))
         if not torch.equal(self.second.embeddings, self._embedded(probes)):
@@ -173,12 +170,15 @@ class _Read:
             same = (self._embedded(ids) == embeddings).all(dim=-1).cpu()
             plain = same & (ids < vocabulary_size(self.calls.model))
         moved = bool((positions != indices).any()) or bool(shifts.any())
-        if bool(plain.all()) and not moved:
+        if bool(plain.all()) and not moved and self.seen[row] is None:
             return None
         is_plain = (plain & (positions == indices).all(dim=0)).tolist()
         places = positions if moved else None
         contents = contents_of(ids.tolist(), is_plain, embeddings, places)
-        return PromptInputs(embeddings, places, tuple(shifts.tolist()), contents)
+        seen = self.seen[row]
+        if seen is not None:
+            contents = contents_of_wholes(contents, seen)
+        return PromptInputs(embeddings, places, tuple(shifts.tolist()), contents, seen)
 
     def is_moved_text(self, row: int, columns: int) -> bool:
         """Return whether a row is a text whose tokens stand, with those behind it, so many columns later."""

@@ -289,7 +289,9 @@ class Scheduler:
         An error ends the sequence.
         """
         try:
-            count = self.pages.room(cached, wanted)
+            # Tokens that see each other are computed together, if there is room for them.
+            whole = sequence.chunk(self.pages.room(cached, wanted))
+            count = whole if self.pages.can_append(cached, whole) else 0
             if count:
                 self.pages.append(cached, count)
                 chunk = Chunk(sequence, count)
@@ -313,7 +315,7 @@ class Scheduler:
         left = len(first.tokens) - first.num_computed
         if not left:
             raise ValueError(f"sequence {first.arrival} runs with all {len(first.tokens)} tokens computed")
-        if self._make_room(first, first.cached):
+        if self._make_room(first, first.cached, first.chunk(1)):
             self._reserve(chunks, first, first.cached, min(left, budget))
 
     # -- admission -------------------------------------------------------------------------------------
@@ -392,10 +394,11 @@ class Scheduler:
 
     # -- preemption ------------------------------------------------------------------------------------
 
-    def _make_room(self, sequence: Sequence, cached: CachedSequence) -> bool:
-        """Preempt sequences until `sequence` can have one more slot. False if it was itself preempted or failed."""
+    def _make_room(self, sequence: Sequence, cached: CachedSequence, count: int = 1) -> bool:
+        """Preempt sequences until `sequence` can have `count` more slots. False if it was itself preempted or failed.
+        """
         self._slide()
-        while not self.pages.can_append(cached, 1):
+        while not self.pages.can_append(cached, count):
             victim = self.running[-1]
             if victim is not sequence:
                 self._preempt(victim)
