@@ -141,8 +141,12 @@ class _Read:
         state = find_state(calls.model)
         if any(self.seen) and state is not None and state.generation.context is not None:
             raise NotRaggedError("tokens see later ones, and ranks share out its cache")
+        if bool((ids >= vocabulary_size(calls.model)).any()):  # a drafter may propose such a token
+            raise NotRaggedError("the prompt holds token ids that have no embedding")
         probes = ids.new_full((rows, 1), PROBE)
         self.second = self._call(calls.second(torch.cat([ids, probes], dim=1), inputs, self.columns))
+        if self.first.embeddings.dtype is not self.second.embeddings.dtype:
+            raise NotRaggedError(f"it is given embeddings of {self.first.embeddings.dtype}")
         if not torch.equal(self.second.embeddings, self._embedded(probes)):
             raise NotRaggedError(f"{type(calls.model).__name__} embeds the tokens behind a prompt in a way of its own")
         self._check_pass()
@@ -167,8 +171,7 @@ class _Read:
         ids = plain.long()
         if self.ids.shape[1]:
             ids = self.ids[row].cpu()[columns]
-            same = (self._embedded(ids) == embeddings).all(dim=-1).cpu()
-            plain = same & (ids < vocabulary_size(self.calls.model))
+            plain = (self._embedded(ids) == embeddings).all(dim=-1).cpu()
         moved = bool((positions != indices).any()) or bool(shifts.any())
         if bool(plain.all()) and not moved and self.seen[row] is None:
             return None
@@ -217,7 +220,6 @@ class _Read:
         return positions[:, min(row, positions.shape[1] - 1), 0] - int(self.tokens[row].sum())
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """Return the embeddings of token ids, and those of any token where the model has none for an id."""
         table: Any = self.calls.model.get_input_embeddings()
-        embedded: Tensor = table(ids.clamp(max=vocabulary_size(self.calls.model) - 1).to(self.ids.device))
+        embedded: Tensor = table(ids.to(self.ids.device))
         return embedded
