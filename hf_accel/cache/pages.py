@@ -16,6 +16,7 @@ from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
 from .pool import BlockTable
 from .prefixes import NO_MATCH, Prefixes, PrefixMatch, chain
+from .queries import runs_of
 from .states import StateGroup
 
 HOST = torch.device("cpu")
@@ -82,20 +83,6 @@ class TokenRange:
     count: int
     write_from: int = 0
     seen: Sequence[int] | None = None
-
-    @property
-    def queries(self) -> list[tuple[int, int]]:
-        """Return the runs of tokens that attend causally to the first tokens of the sequence: (tokens, attended to).
-
-        A token that sees later ones is a run of its own.
-        """
-        if self.seen is None:
-            return [(self.count, self.start + self.count)]
-        runs: list[tuple[int, int]] = []
-        for index, seen in enumerate(self.seen, start=self.start + 1):
-            grows = bool(runs) and seen == index and runs[-1][1] == index - 1
-            runs[-1:] = [(runs[-1][0] + 1, index)] if grows else [*runs[-1:], (1, seen)]
-        return runs
 
     @property
     def num_written(self) -> int:
@@ -302,7 +289,7 @@ class Pages:
 
         device: where its tensors are. A Runner takes them on the host, and moves them in one copy.
         """
-        cu_q = offsets([count for each in ranges for count, _ in each.queries], device)
+        cu_q = offsets([count for each in ranges for count, _ in runs_of(each.start, each.count, each.seen)], device)
         return Step(
             groups=[_group_step(group, index, ranges, cu_q) for index, group in enumerate(self.groups)],
             num_columns=sum(each.count for each in ranges),
@@ -347,7 +334,7 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     longest = 0
     for each, table in zip(ranges, tables, strict=True):
         slots += table.slots(each.write_from or each.start, each.start + each.count)
-        queries = each.queries
+        queries = runs_of(each.start, each.count, each.seen)
         held += [stop - table.num_dropped_blocks * group.pool.block_size for _, stop in queries]
         longest = max(longest, *(count for count, _ in queries))
         attending += [table] * len(queries)

@@ -16,8 +16,8 @@ from ..cache.pages import CachedSequence, Pages, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
+from .prompt_inputs import PassRows, Rows
 from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
-from .prompt_inputs import PassRows
 from .scheduling.scheduler import Scheduler
 from .sequence import NO_DRAFT, Chunk, Draft, Sequence
 from .speculation.speculation import Speculation
@@ -313,13 +313,7 @@ class Runner(Protocol):
     def device(self) -> torch.device: ...
 
     def __call__(
-        self,
-        ids: list[int] | Tensor,
-        positions: list[int],
-        step: Step,
-        keep: list[int],
-        *,
-        rows: abc.Sequence[PassRows] = (),
+        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
     ) -> Tensor:
         """Compute N tokens of one or many sequences, which stand end to end.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,9 @@ class PassRows:
     count: int
     embeddings: Tensor | None
     positions: Tensor | None
+
+
+Rows = Sequence[PassRows]
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Sequence:
         return self.inputs.contents[:count] + self.tokens[self.num_prompt : count]
 
     def chunk(self, count: int) -> int:
-        """Return how many of the next tokens a pass computes where there is room for `count`; see PromptInputs.chunk."""
+        """Return how many of the next tokens a pass takes if there is room for `count`; see PromptInputs.chunk."""
         return count if self.inputs is None or not count else self.inputs.chunk(self.num_computed, count)
 
     @property

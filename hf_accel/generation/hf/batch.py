@@ -162,9 +162,7 @@ class SequenceFactory:
         seed = getattr(settings, "seed", None)
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
-    def make(
-        self, name: str, prompt: Any, config: GenerationConfig, *, timestamps: bool, what: str
-    ) -> list[Reply]:
+    def make(self, name: str, prompt: Any, config: GenerationConfig, *, timestamps: bool, what: str) -> list[Reply]:
         """Make the sequences of one prompt's samples, in the order of transformers: the leader comes last.
 
         prompt: see prompt_parts. config: see complete_config. what: the name of the prompt for error messages.

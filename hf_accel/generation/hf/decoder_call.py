@@ -31,7 +31,7 @@ class _Reached(Exception):
         self.call = call
 
 
-class DecoderCalls:
+class UpToDecoder:
     """Runs a model's own code up to the call of its decoder, and returns the arguments of that call.
 
     Everything but the decoder is the model's own, without copies of weights: an image goes through the model's tower.
@@ -50,7 +50,7 @@ class DecoderCalls:
             if has_own_forward(module) or any(hook is not own_hook for hook in hooks):
                 raise NotRaggedError(f"a hook or another forward is on {type(module).__name__}, around its decoder")
         self.decoder = model.get_submodule(self.name)
-        self._parameters = inspect.signature(type(self.decoder).forward)
+        self._signature = inspect.signature(type(self.decoder).forward)
         end: Any = unwatched_twin(self.decoder)
         end.forward = self._reached
         names = self.name.split(".")
@@ -60,9 +60,9 @@ class DecoderCalls:
         self.config = layers_config(model.config)
 
     def _reached(self, *args: Any, **kwargs: Any) -> None:
-        bound = self._parameters.bind(None, *args, **kwargs)
+        bound = self._signature.bind(None, *args, **kwargs)
         named = dict(bound.arguments)
-        for name, parameter in self._parameters.parameters.items():
+        for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 named |= named.pop(name, {})
         named.pop("self", None)
@@ -132,7 +132,7 @@ def _parents(name: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _names_in(kind: type) -> frozenset[str]:
-    """Return all names and strings in the code of the methods of a class and its bases, but for torch's own."""
+    """Return all names and strings in the code of the methods of a class and its bases, except torch's own."""
     found: set[str] = set()
     for base in kind.__mro__:
         if base in (nn.Module, object) or base.__module__.startswith("torch."):

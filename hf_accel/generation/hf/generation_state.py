@@ -16,10 +16,8 @@ from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...undo.state import state_of
 from ..agreement import ALONE, ProcessAgreement
 from ..speculation.controller import Controller
-from .model_runner import other_input
 from .model_watch import ModelWatch
 
 # Maps (model, weights) to a patched model over the same Parameters. The given model is not changed.
@@ -81,11 +79,6 @@ class LoopCall:
         return self.input_ids.shape[1]
 
     @property
-    def has_more_than_ids(self) -> bool:
-        """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
-        return other_input(self.inputs) is not None or state_of(self.model).generation.prepares
-
-    @property
     def prompt_columns(self) -> int:
         """Return T, the columns of the prompts; these have no ids where the prompts are embeddings."""
         embeddings = self.inputs.get("inputs_embeds")
@@ -111,8 +104,8 @@ class GenerationState:
     passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
-    prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P coordinates
-        for the position of each token; None for one.
+    prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
+        coordinates for the position of each token; None for one.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.

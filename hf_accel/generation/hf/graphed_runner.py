@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -21,7 +21,7 @@ from ...tensors import autocast_dtype, integers, packed, plain_tensors, views
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
 from ..graphs import SPLIT, Graph, GraphMaker, make_graphs
-from ..prompt_inputs import PassRows
+from ..prompt_inputs import Rows
 from .generation_state import GenerationState
 from .model_runner import ModelRunner, pass_inputs, prepare_step
 
@@ -97,13 +97,7 @@ class GraphedRunner(ModelRunner):
         self._is_checked = False
 
     def __call__(
-        self,
-        ids: list[int] | Tensor,
-        positions: list[int],
-        step: Step,
-        keep: list[int],
-        *,
-        rows: Sequence[PassRows] = (),
+        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
     ) -> Tensor:
         """Compute N tokens; see ModelRunner."""
         refusal = "it has tokens whose inputs do not follow from their ids" if rows else self._refusal()

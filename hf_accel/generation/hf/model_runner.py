@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...models import model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.state import PART_OF, find_state, state_of
-from ..prompt_inputs import PassRows
+from ..prompt_inputs import Rows
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -194,13 +194,7 @@ class ModelRunner:
         return model_device(self.model)
 
     def __call__(
-        self,
-        ids: list[int] | Tensor,
-        positions: list[int],
-        step: Step,
-        keep: list[int],
-        *,
-        rows: Sequence[PassRows] = (),
+        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
     ) -> Tensor:
         """Compute N tokens; returns logits [len(keep), V] of the tokens with the indices `keep`. See Runner."""
         inputs = pass_inputs(ids, positions, step, keep).to(self.device)
@@ -208,7 +202,7 @@ class ModelRunner:
             inputs = replace(inputs, ids=ids)
         return self.compute(inputs, everything=len(keep) == len(ids), rows=rows)[: len(keep)]
 
-    def compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows] = ()) -> Tensor:
+    def compute(self, inputs: PassInputs, *, everything: bool, rows: Rows = ()) -> Tensor:
         """Compute a pass whose tensors are on the device. Returns the logits [K, V] of the tokens inputs.keep.
 
         everything: whether these are all tokens, in order; inputs.keep is then not read. rows: see Runner. Without
@@ -231,7 +225,7 @@ class ModelRunner:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
 
-    def _compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows]) -> Tensor:
+    def _compute(self, inputs: PassInputs, *, everything: bool, rows: Rows) -> Tensor:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         self.cache.known_pass = _known_pass(self.model)
@@ -249,8 +243,7 @@ class ModelRunner:
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
 
-
-    def _tokens(self, inputs: PassInputs, rows: Sequence[PassRows]) -> dict[str, Tensor]:
+    def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass."""
         planes = state_of(self.model).generation.planes
         positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)

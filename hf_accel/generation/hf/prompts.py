@@ -13,10 +13,11 @@ from transformers import GenerationMixin, PreTrainedModel
 from ...errors import NotRaggedError
 from ...models import vocabulary_size
 from ...tensors import model_device
-from ...undo.state import find_state
+from ...undo.state import find_state, state_of
 from ..prompt_inputs import PromptInputs, contents_of, contents_of_wholes
-from .decoder_call import DecoderCalls
-from .model_runner import TEXT_INPUTS, prepare_step
+from .decoder_call import UpToDecoder
+from .generation_state import LoopCall
+from .model_runner import TEXT_INPUTS, other_input, prepare_step
 from .prompt_masks import tokens_seen
 
 # Methods that only prepare calls of the decoder, so that a trial shows what they do.
@@ -31,6 +32,11 @@ TEXT_LENGTHS = ((5,), (9, 6), (33,))  # of the texts of trials
 MOST_IDS = 32  # the tokens of trials are the first ones: those that stand for images have large ids
 
 
+def has_more_than_ids(call: LoopCall) -> bool:
+    """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
+    return other_input(call.inputs) is not None or state_of(call.model).generation.prepares
+
+
 def prompt_inputs(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]
 ) -> list[PromptInputs | None]:
@@ -43,7 +49,7 @@ def prompt_inputs(
     other inputs, as generate() has prepared them. Raises NotRaggedError if the decoder is given what ragged passes do
     not hand on, and what the model's code raises.
     """
-    read = _Read(DecoderCalls(model, prepare_step), ids, mask, inputs)
+    read = _Read(UpToDecoder(model, prepare_step), ids, mask, inputs)
     return [read.row(row) for row in range(len(ids))]
 
 
@@ -57,7 +63,7 @@ def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     inputs["attention_mask"] = torch.ones_like(ids)
     if "position_ids" not in given:
-        calls = DecoderCalls(model, prepare_step)
+        calls = UpToDecoder(model, prepare_step)
         inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
     return prompt_inputs(model, ids, inputs["attention_mask"], inputs)[0]
 
@@ -81,7 +87,7 @@ def text_form(model: PreTrainedModel) -> int | None:
     planes = None
     for lengths in TEXT_LENGTHS:
         ids, mask = _texts(model, lengths)
-        calls = DecoderCalls(model, prepare_step)
+        calls = UpToDecoder(model, prepare_step)
         inputs: dict[str, Any] = {"attention_mask": mask}
         inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
         read = _Read(calls, ids, mask, inputs)
@@ -117,7 +123,7 @@ def _texts(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Tensor, Te
 
 @dataclass(frozen=True)
 class _Call:
-    """What a decoder was given: embeddings [B, T, D], positions [P, B, T] on the host, and a mask.
+    """The arguments of a decoder: embeddings [B, T, D], positions [P, B, T] on the host, and a mask.
 
     planes: P where it was given positions [P, B, T]; None if they were [B, T].
     """
@@ -132,7 +138,7 @@ class _Read:
     """The decoder's calls for a batch of prompts, checked, and read row by row. See prompt_inputs."""
 
     @torch.no_grad()
-    def __init__(self, calls: DecoderCalls, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, calls: UpToDecoder, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> None:
         self.calls, self.ids = calls, ids
         self.first = self._call(calls.first(ids, inputs))
         rows, self.columns = self.first.embeddings.shape[:2]

@@ -22,6 +22,7 @@ from .model_runner import (
     positions_count_tokens,
 )
 from .processing import is_users, processors_refusal
+from .prompts import has_more_than_ids
 
 NO_PAGES = "it has no paged cache"
 
@@ -78,7 +79,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "synced_gpus=True needs the same passes on all ranks"
     if not input_ids.shape[0] or not call.prompt_columns:
         return "it is given no token ids"
-    if call.has_more_than_ids and not own_cache and call.cache.get_seq_length():
+    more = has_more_than_ids(call)
+    if more and not own_cache and call.cache.get_seq_length():
         return f"a cache that holds tokens is passed along with {other_input(call.inputs) or 'positions'}"
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
@@ -92,7 +94,7 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "it is given other token ids than embeddings"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
-    if not call.has_more_than_ids and not positions_count_tokens(positions, None if mask is None else mask.bool()):
+    if not more and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
     return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
 

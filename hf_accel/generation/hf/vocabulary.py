@@ -51,7 +51,9 @@ def prompt_parts(model: Any, prompt: Any, name: str = "prompt") -> tuple[list[in
     known = inspect.signature(type(model).forward).parameters
     unknown = sorted(key for key in given if key not in known)
     if unknown:
-        raise UnsupportedError(f"{name} holds {unknown[0]!r}, which {type(model).__name__} does not take; leave it out")
+        raise UnsupportedError(
+            f"{name} holds {unknown[0]!r}, which {type(model).__name__} does not take; leave it out"
+        )
     if not given:  # an id that stands for an image may be none that has an embedding
         check_ids(model, ids, name)
     return ids, given or None

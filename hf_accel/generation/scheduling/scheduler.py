@@ -289,15 +289,13 @@ class Scheduler:
         An error ends the sequence.
         """
         try:
-            # Tokens that see each other are computed together, if there is room for them.
-            whole = sequence.chunk(self.pages.room(cached, wanted))
-            count = whole if self.pages.can_append(cached, whole) else 0
+            count = sequence.chunk(self.pages.room(cached, wanted))
+            count = count if self.pages.can_append(cached, count) else 0  # it may need more than there is room for
             if count:
                 self.pages.append(cached, count)
                 chunk = Chunk(sequence, count)
-                # Full blocks are published before they are computed: a sequence admitted to the same pass may share
-                # them, because in each layer a pass writes K and V before it reads them. The chunk is added right
-                # after, so that what was published is computed.
+                # Full blocks are published before they are computed: a sequence of the same pass may share them, since
+                # in each layer a pass writes K and V before it reads them. The chunk, added next, computes them.
                 self.pages.publish(cached, sequence.contents(sequence.num_computed + count))
                 chunks.append(chunk)
         except Exception as error:
@@ -395,8 +393,7 @@ class Scheduler:
     # -- preemption ------------------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, cached: CachedSequence, count: int = 1) -> bool:
-        """Preempt sequences until `sequence` can have `count` more slots. False if it was itself preempted or failed.
-        """
+        """Preempt sequences until `sequence` has room for `count` tokens; False if it was preempted or failed."""
         self._slide()
         while not self.pages.can_append(cached, count):
             victim = self.running[-1]

@@ -68,7 +68,7 @@ def test_padding_is_left_out() -> None:
     ],
 )
 def test_other_masks_are_refused(config: Any, mask: Any) -> None:
-    with pytest.raises(NotRaggedError, match="mask|window"):
+    with pytest.raises(NotRaggedError, match=r"mask|window"):
         tokens_seen(config, mask, ALL)
 
 
