@@ -1,4 +1,4 @@
-"""How the tokens of a pass attend where some of them see later ones."""
+"""The runs of tokens of a pass that attend causally, where some of them see later ones."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Session(Batcher):
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
         """Add a sequence; see Batcher.add. Prefixes of another model are dropped if there is no other sequence.
 
-        What the sequence is given besides its ids is read here, so that a tower never runs beside a pass.
+        What the sequence is given besides its ids is read here, so that a tower never runs during a pass.
         """
         if not self.has_work:
             self._fit_windows()

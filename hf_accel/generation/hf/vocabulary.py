@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...models import vocabulary_size
 
-OF_TOKENS = ("input_ids", "attention_mask")  # a processor makes them beside the inputs of images
+OF_TOKENS = ("input_ids", "attention_mask")  # a processor makes them besides the inputs of images
 
 
 def vocabulary_refusal(target: Any, draft: Any) -> str | None:
