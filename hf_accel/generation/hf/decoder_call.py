@@ -108,7 +108,7 @@ class UpToDecoder:
 
     def is_read(self, name: str) -> bool:
         """Return whether the code of the decoder, or of a module inside of it, names an argument."""
-        return any(name in _names_in(type(module)) for module in self.decoder.modules())
+        return any(name in _names_in(type(module)) for module in self.decoder.modules())  # type: ignore[arg-type]
 
 
 def decoder_name(model: PreTrainedModel) -> str:
