@@ -159,7 +159,8 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
     A next turn over the same cache attends to this token; its mask hides the padding after it.
     """
     longest, pages = max(sequence.num_new for sequence in sequences), session.pages
-    ranges, ids = [], []
+    ranges: list[TokenRange] = []
+    ids: list[int] = []
     rows: list[PassRows] = []
     for sequence in sequences:
         cached = sequence.kept_pages
