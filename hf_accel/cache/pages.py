@@ -16,6 +16,7 @@ from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
 from .pool import BlockTable
 from .prefixes import NO_MATCH, Prefixes, PrefixMatch, chain
+from .queries import runs_of
 from .states import StateGroup
 
 HOST = torch.device("cpu")
@@ -74,12 +75,14 @@ class TokenRange:
 
     write_from: the first token whose K and V the pass writes; 0 means `start`. The tokens before it are in blocks
     that the sequence shares, so they are written already, or by another sequence of the same pass.
+    seen: for each token, how many of the sequence's first tokens it attends to; None if to those up to itself.
     """
 
     sequence: CachedSequence
     start: int
     count: int
     write_from: int = 0
+    seen: Sequence[int] | None = None
 
     @property
     def num_written(self) -> int:
@@ -286,11 +289,10 @@ class Pages:
 
         device: where its tensors are. A Runner takes them on the host, and moves them in one copy.
         """
-        counts = [each.count for each in ranges]
-        cu_q = offsets(counts, device)
+        cu_q = offsets([count for each in ranges for count, _ in runs_of(each.start, each.count, each.seen)], device)
         return Step(
             groups=[_group_step(group, index, ranges, cu_q) for index, group in enumerate(self.groups)],
-            num_columns=sum(counts),
+            num_columns=sum(each.count for each in ranges),
             token_columns=None,
             fresh=False,
             contiguous=[True] * len(self.groups),
@@ -328,10 +330,14 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
         return group.step(tables, spans, [each.write_from or each.start for each in ranges], cu_q)
     slots: list[int] = []
     held: list[int] = []
+    attending: list[BlockTable] = []
+    longest = 0
     for each, table in zip(ranges, tables, strict=True):
-        stop = each.start + each.count
-        slots += table.slots(each.write_from or each.start, stop)
-        held.append(stop - table.num_dropped_blocks * group.pool.block_size)
+        slots += table.slots(each.write_from or each.start, each.start + each.count)
+        queries = runs_of(each.start, each.count, each.seen)
+        held += [stop - table.num_dropped_blocks * group.pool.block_size for _, stop in queries]
+        longest = max(longest, *(count for count, _ in queries))
+        attending += [table] * len(queries)
     written = None
     if len(slots) < sum(each.count for each in ranges):
         ends = accumulate(each.count for each in ranges)
@@ -342,9 +348,9 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     ragged = Ragged(
         cu_q,
         kv_len=integers(held, dtype=torch.int32).to(device),
-        max_q=max((each.count for each in ranges), default=0),
+        max_q=longest,
         max_kv=max(held, default=0),
-        block_table=group.table_tensor(tables, device),
+        block_table=group.table_tensor(attending, device),
     )
     step = GroupStep(integers(slots).to(device), written, ragged)
     if group.context is None:

@@ -27,6 +27,7 @@ from ..errors import UnsupportedError
 from ..fused.hf.convolutions import is_known_convolution
 from ..fused.hf.operator_models import OperatorModel, operator_model
 from ..fused.hf.recurrences import is_known_recurrence, recurrent_pages_refusal
+from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
@@ -130,11 +131,6 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
     return refusal if any(kind != LayerKind(None) for kind in kinds) else None
 
 
-# Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
-# before. A method that uses this name is therefore allowed.
-LONG_ROPE = "original_max_position_embeddings"
-
-
 def loop_refusal(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
     name = type(model).__name__
@@ -148,11 +144,12 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
         return "its rotary scaling depends on the length of the batch"
     if getattr(model, "_is_stateful", False) and cache_refusal(model) is not None:
         return f"{name} keeps a recurrent state that cannot go back"
+    prepares = own_methods(model)
     for method in OWN_METHODS:
-        own = getattr(type(model), method)
-        if own is not getattr(GenerationMixin, method) and LONG_ROPE not in own.__code__.co_names:
+        if method not in PREPARING and getattr(type(model), method) is not getattr(GenerationMixin, method):
             return f"{name} has a {method} of its own"
-    return None
+    refusal = text_refusal(model) if prepares else None
+    return None if refusal is None else f"{name} has a {prepares[0]} of its own, and {refusal}"
 
 
 def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
@@ -33,7 +33,7 @@ from .generation_state import GenerationState
 from .refusals import ragged_refusal, warn_once
 from .request_config import default_new_tokens, request_config
 from .session import Session
-from .vocabulary import check_ids, token_ids
+from .vocabulary import prompt_parts
 
 NOT_GIVEN: Any = Default("not given")
 OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n")  # keywords of submit alone
@@ -109,7 +109,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Iterable[int] | Tensor,
+        prompt: str | Iterable[int] | Tensor | Mapping[str, Any],
         *,
         max_new_tokens: int | None = None,
         stop: str | Iterable[str] | None = None,
@@ -120,9 +120,11 @@ class Engine:
     ) -> Request:
         """Submit a request and return at once. The Request can be iterated over, waited for and cancelled.
 
-        prompt: token ids, or text if the engine has a tokenizer. max_new_tokens, stop: the most new tokens, and the
-        strings that end the text. seed: makes the request's tokens reproducible. priority: requests with a higher one
-        go first. n: the number of samples, which share the prompt's pages.
+        prompt: token ids, text if the engine has a tokenizer, or all that a processor makes for one prompt with images
+        (input_ids, pixel_values, ...). Prompts share pages as far as their words and images are equal.
+        max_new_tokens, stop: the most new tokens, and the strings that end the text. seed: makes the request's tokens
+        reproducible. priority: requests with a higher one go first. n: the number of samples, which share the prompt's
+        pages.
         sampling: what a GenerationConfig says about tokens (top_k, top_p, min_p, repetition_penalty, min_new_tokens,
         bad_words_ids, ...), and these. Left out, settings are those of model.generation_config.
 
@@ -143,7 +145,7 @@ class Engine:
         for max_tokens, and HfAccelError if the engine is closed, has broken, or belongs to another process. A later
         error is raised where the Request is read, and ends no other request.
         """
-        ids = self._ids(prompt)
+        ids, given = self._prompt(prompt)
         limits = self._limit(max_new_tokens, len(ids))
         ends = (self.model.generation_config.stop_strings or ()) if stop is None else stop
         strings = StopStrings(ends, self._decode)
@@ -153,7 +155,7 @@ class Engine:
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
         sequences = [
-            Sequence(list(ids), limits, params, stop=rules, seed=first + number, priority=rank)
+            Sequence(list(ids), limits, params, stop=rules, seed=first + number, priority=rank, given=given)
             for number in range(_integer("n", n, least=1))
         ]
         sequences[0].followers = sequences[1:]
@@ -175,14 +177,13 @@ class Engine:
         self.loop.submit(sequences[0], dict(zip(sequences, request.samples, strict=True)))
         return request
 
-    def _ids(self, prompt: Any) -> list[int]:
+    def _prompt(self, prompt: Any) -> tuple[list[int], dict[str, Any] | None]:
+        """Return the token ids of a prompt, and the model's other inputs; see prompt_parts."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UnsupportedError("prompt is text; give the Engine a tokenizer=, or submit token ids")
             prompt = self.tokenizer(prompt)["input_ids"]
-        ids = token_ids(prompt)
-        check_ids(self.model, ids, "prompt")
-        return ids
+        return prompt_parts(self.model, prompt)
 
     def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:
         if max_new_tokens is None:

@@ -51,7 +51,8 @@ class CallState:
 class LoopCall:
     """The inputs that transformers' generate() has prepared for its loop.
 
-    input_ids: [B, T], with padding on the left where the mask [B, T] is 0. inputs: the model's other inputs.
+    input_ids: [B, T], with padding on the left where the mask [B, T] is 0; [B, 0] where the prompts are embeddings
+    [B, T, D] alone. inputs: the model's other inputs.
     streams: the user's streamers, or transformers' own streamer. speculative: None for decoding without drafts.
     """
 
@@ -78,6 +79,12 @@ class LoopCall:
         return self.input_ids.shape[1]
 
     @property
+    def prompt_columns(self) -> int:
+        """Return T, the columns of the prompts; these have no ids where the prompts are embeddings."""
+        embeddings = self.inputs.get("inputs_embeds")
+        return self.num_columns if embeddings is None else int(embeddings.shape[1])
+
+    @property
     def repeats(self) -> int:
         """The number of consecutive rows that are samples of one prompt."""
         return self.config.num_return_sequences or 1
@@ -97,6 +104,8 @@ class GenerationState:
     passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
+    prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
+        coordinates for the position of each token; None for one.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
@@ -114,6 +123,8 @@ class GenerationState:
     cache: CacheConfig | None
     speculative: SpeculativeConfig | None = None
     ragged_refusal: str | None = None
+    prepares: bool = False
+    planes: int | None = None
     invariant_rows: int | None = None
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)

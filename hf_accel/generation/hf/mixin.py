@@ -212,7 +212,8 @@ class AcceleratedGeneration(WritesModelCard):
     ) -> Any:
         """Generate for prompts of any length without padding, as transformers' generate_batch.
 
-        inputs: a list of token ids for each prompt. generation_config: may also be a list with a config for each
+        inputs: for each prompt a list of token ids, or the dict that a processor makes for one prompt with images
+        (input_ids, pixel_values, ...). generation_config: may also be a list with a config for each
         prompt. kwargs: fields of GenerationConfig, or of ContinuousBatchingConfig, such as allow_block_sharing.
         speculative: see generate(). persistent_manager and warmup have an effect only on transformers' own manager.
 
@@ -314,7 +315,8 @@ class AcceleratedGeneration(WritesModelCard):
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        text_only = other_input(model_kwargs) is None and ragged_refusal(self) is None  # type: ignore[arg-type]
+        text_only = other_input(model_kwargs) is None and not self._generation_state.prepares
+        text_only = text_only and ragged_refusal(self) is None  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

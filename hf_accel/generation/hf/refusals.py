@@ -22,6 +22,7 @@ from .model_runner import (
     positions_count_tokens,
 )
 from .processing import is_users, processors_refusal
+from .prompts import has_more_than_ids
 
 NO_PAGES = "it has no paged cache"
 
@@ -76,21 +77,26 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "a cache that is passed along holds columns, padding included"
     if call.synced_gpus:
         return "synced_gpus=True needs the same passes on all ranks"
-    other = other_input(call.inputs)
-    if other is not None or not input_ids.numel():
-        return f"it is given {other or 'no token ids'}"
+    if not input_ids.shape[0] or not call.prompt_columns:
+        return "it is given no token ids"
+    more = has_more_than_ids(call)
+    if more and not own_cache and call.cache.get_seq_length():
+        return f"a cache that holds tokens is passed along with {other_input(call.inputs) or 'positions'}"
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
     if asked:
         return f"{asked[0]}=True collects a tensor of each step"
+    shape = (len(input_ids), call.prompt_columns)
     given = [tensor for tensor in (mask, positions) if tensor is not None]
-    if input_ids.is_floating_point() or any(tensor.shape != input_ids.shape for tensor in given):
+    if input_ids.is_floating_point() or any(tensor.shape[-2:] != shape for tensor in given):
         return "its mask and position_ids are not those of its token ids"
+    if input_ids.shape[1] not in (0, shape[1]):
+        return "it is given other token ids than embeddings"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
     operators = state_of(call.model).generation.operators
     has_none = operators is not None and not operators.takes_positions
-    if not has_none and not positions_count_tokens(positions, None if mask is None else mask.bool()):
+    if not (more or has_none) and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
     return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
 
