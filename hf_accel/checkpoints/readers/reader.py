@@ -190,7 +190,8 @@ def headers_of(files: Sequence[Path], *, way_out: str = "") -> Iterator[tuple[st
 
 
 def _safe_headers(file: Path) -> Iterator[tuple[str, Found]]:
-    tensors = safe_open(file, framework="pt")  # open as long as a tensor may be read: opening takes longer than most do
+    # It stays open as long as a tensor may be read: opening a file takes longer than reading most of them.
+    tensors = safe_open(file, framework="pt")
     for name in tensors.keys():  # noqa: SIM118  # it is no dict
         header = tensors.get_slice(name)
         dtype = str_to_torch_dtype.get(header.get_dtype(), header.get_dtype())
