@@ -279,13 +279,11 @@ def test_weights_are_copied_unless_they_are_to_be_shared(tmp_path: Path, monkeyp
 
 
 def test_a_file_is_opened_once_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening it for each of its tensors took half of the time to load a model of a billion parameters."""
-    hf_accel.patch(build("qwen2"), weights=GROUPS).save_pretrained(tmp_path)
+    hf_accel.patch(build("qwen2")).save_pretrained(tmp_path)
     opened: list[object] = []
     for module in (reader, originals):
         monkeypatch.setattr(module, "safe_open", lambda file, **keys: opened.append(file) or safe_open(file, **keys))
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert len(opened) == 1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path) and len(opened) == 1
 
 
 def test_undo_says_what_it_lacks(tmp_path: Path) -> None:
