@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..cache.hf.kinds import LayerKind, layer_kinds
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.recurrences import RECURRENCE
+from ..fused.hf.recurrences import COMPRESSED, RECURRENCE
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels
@@ -128,6 +128,7 @@ FUSED_KINDS = {
     "conv1d": ("float Conv1Ds", "torch, in float32"),
     CONVOLUTION: ("short convolutions", "inputs in pages"),
     RECURRENCE: ("recurrent layers", "states in pages"),
+    COMPRESSED: ("attention modules", "compressed keys in pages"),
 }
 
 KNOWN_BY = {
@@ -192,7 +193,7 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
     dtype = str(plan.model.dtype).removeprefix("torch.") if cache.dtype == "auto" else cache.dtype
     capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
     # Blocks of a window, and states, are given back while a prompt is computed.
-    shares = cache.prefix_sharing and set(layer_kinds(plan.model.config)) == {LayerKind(None)}
+    shares = cache.prefix_sharing and {kind._replace(rank=None) for kind in layer_kinds(plan.model.config)} == {LayerKind(None)}
     sharing = "prefixes shared" if shares else "prefixes not shared"
     yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
     if plan.context is not None:

@@ -160,6 +160,7 @@ CALL_KEYWORDS = frozenset({
     "query", "key", "value", "deterministic", "use_cache",
 })  # fmt: skip
 CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
+EXPANDS = "expand_kv"  # the method that makes keys and values of compressed ones
 CACHE_METHODS = frozenset({"update", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_initialized"})
 LIBRARIES = (
     "torch.", "builtins", "transformers.modeling_utils", "transformers.modeling_layers", "transformers.generation.",
@@ -173,7 +174,8 @@ class AttentionCode:
 
     attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
     ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
-    function can be ours. eager: the name, in the class's file, of the attention function that it uses if no other is
+    function can be ours. caches: whether it updates a cache. expands: whether it makes K and V by its own `expand_kv`
+    of what the cache returns. eager: the name, in the class's file, of the attention function that it uses if no other is
     chosen.
     """
 
@@ -181,6 +183,8 @@ class AttentionCode:
     eager: str | None = None
     refusal: str | None = None
     unpaged: str | None = None
+    caches: bool = False
+    expands: bool = False
 
 
 def code_of(module: Any) -> AttentionCode:
@@ -216,6 +220,8 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
         eager=next((eager for function in functions for eager in _eager_names(function)), None),
         refusal=next(iter(refusals), None),
         unpaged=next(iter(unpaged), None),
+        caches=any(_updates(function) for function in functions),
+        expands=any(_expansion(function, call) is not None for function in functions for call in calls[id(function)]),
     )
 
 
@@ -385,14 +391,11 @@ def names_in(node: ast.AST | None) -> set[str]:
 
 
 def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterator[str]:
-    caches = _caches(function)
-    updates = []
+    caches, updates = _caches(function), _updates(function)
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches:
             if node.attr not in CACHE_METHODS:
                 yield f"uses {ast.unparse(node)}"
-            elif node.attr == "update":
-                updates.append(node)
         elif isinstance(node, ast.Subscript) and getattr(node.value, "id", None) in caches:
             yield f"reads {ast.unparse(node)}"
     if not updates:
@@ -401,6 +404,16 @@ def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterato
         yield "updates the cache, or attends, more than once"
     elif not _hands_on(function, updates[0], calls[0]):
         yield "changes K or V between the cache and its attention function"
+
+
+def _updates(function: ast.FunctionDef) -> list[ast.Attribute]:
+    """Return where a function updates the cache."""
+    caches = _caches(function)
+    return [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches and node.attr == "update"
+    ]
 
 
 def _caches(function: ast.FunctionDef) -> set[str]:
@@ -413,8 +426,20 @@ def _caches(function: ast.FunctionDef) -> set[str]:
 
 
 def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) -> bool:
-    """Return whether `k, v = cache.update(k, v, layer)` is followed by a call with k and v as they are."""
-    keys, values = (call.args[i] if len(call.args) > i else _keyword(call, n) for i, n in ((2, "key"), (3, "value")))
+    """Return whether `k, v = cache.update(k, v, layer)` is followed by a call with k and v as they are.
+
+    The call may be one of the module's own expand_kv, whose results are then the k and v of the attention function.
+    """
+    expansion = _expansion(function, call)
+    if expansion is not None:
+        keys, values = expansion.args
+        uses = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+                and node.lineno > (update.end_lineno or update.lineno)]  # fmt: skip
+        if any(isinstance(each, ast.Name) and uses.count(each.id) != 1 for each in (keys, values)):
+            return False
+        call = expansion
+    else:
+        keys, values = _keys_and_values(call)
     if not (isinstance(keys, ast.Name) and isinstance(values, ast.Name)):
         return False
     assigned = [
@@ -428,6 +453,34 @@ def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) 
     node, target = assigned[0]
     wanted = isinstance(target, ast.Tuple) and [getattr(e, "id", None) for e in target.elts] == [keys.id, values.id]
     return bool(wanted and not _is_written(function, {keys.id, values.id}, node, call))
+
+
+def _keys_and_values(call: ast.Call) -> tuple[ast.expr | None, ast.expr | None]:
+    """Return the arguments that a call gives as keys and values."""
+    keys, values = (call.args[i] if len(call.args) > i else _keyword(call, n) for i, n in ((2, "key"), (3, "value")))
+    return keys, values
+
+
+def _expansion(function: ast.FunctionDef, call: ast.Call) -> ast.Call | None:
+    """Return the call `k, v = self.expand_kv(a, b)` if its results are used once, as K and V of the given call."""
+    keys, values = (getattr(each, "id", None) for each in _keys_and_values(call))
+    if keys is None or values is None:
+        return None
+    assigned = [
+        (node, target)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if {keys, values} & {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    ]
+    match assigned:
+        case [(ast.Assign(value=ast.Call(args=[_, _], keywords=[]) as made), ast.Tuple(elts=elements))]:
+            method = isinstance(made.func, ast.Attribute) and ast.unparse(made.func) == f"self.{EXPANDS}"
+            loaded = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+            once = loaded.count(keys) == loaded.count(values) == 1
+            named = [getattr(each, "id", None) for each in elements] == [keys, values]
+            return made if method and once and named else None
+    return None
 
 
 def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, before: ast.Call) -> bool:

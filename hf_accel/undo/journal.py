@@ -131,7 +131,7 @@ class Journal:
 
 
 class Mixin:
-    """Base of the mixins that come before an object's own class."""
+    """Base of the mixins that come before an object's own class, or before that with another mixin."""
 
     original_class: type  # what the object's class was
 
@@ -139,12 +139,19 @@ class Mixin:
         """Pickle and copy by the original class, since the mixed one cannot be found by its name."""
         reduced = super().__reduce_ex__(protocol)
         assert isinstance(reduced, tuple)
-        return (rebuild, type(self).__bases__, *reduced[2:])
+        mixins, kind = [], type(self)
+        while isinstance(vars(kind).get("original_class"), type):
+            mixin, kind = kind.__bases__
+            mixins.append(mixin)
+        return (rebuild, (*mixins, kind), *reduced[2:])
 
 
 def original_class(given: object) -> Any:
-    """Return the class that an object had before a mixin was put before it."""
-    return getattr(type(given), "original_class", type(given))
+    """Return the class that an object had before mixins were put before it."""
+    kind: Any = type(given)
+    while hasattr(kind, "original_class"):
+        kind = kind.original_class
+    return kind
 
 
 _MIXED: dict[tuple[type, type], type] = {}
@@ -179,5 +186,9 @@ def unmixed_class(kind: type, original: type) -> type:
     return without(kind) if any(map(is_ours, kind.__mro__)) else original
 
 
-def rebuild(mixin: type[Mixin], original: type) -> Any:
-    return object.__new__(mixed_class(mixin, original))
+def rebuild(*classes: type[Any]) -> Any:
+    """Make an object of mixins and the class that comes after them."""
+    *mixins, kind = classes
+    for mixin in reversed(mixins):
+        kind = mixed_class(mixin, kind)
+    return object.__new__(kind)

@@ -82,7 +82,7 @@ class PagedLayer(LayerOverPages):
             )
         storage = self.group.storages[self.layer_idx]
         slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
-        keys, values = read_with_zeros(storage, slots)
+        keys, values = self.group.parted(*read_with_zeros(storage, slots))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

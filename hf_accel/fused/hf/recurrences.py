@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...attention.hf.latents import PagedLatents, is_known_expansion
 from ...cache.hf import CacheOverPages, RaggedCache, layer_kinds
 from ...cache.pages import Pages, TokenRange
 from ...cache.states import StateGroup
@@ -28,6 +29,7 @@ from .convolutions import causal_refusal, convolution_sites, require_pages, tria
 from .sites import FusedSite
 
 RECURRENCE = "recurrence"  # the kind in the plan
+COMPRESSED = "compressed"
 # The projections of Qwen3-Next, and those of Qwen3.5.
 INTERLEAVED, SEPARATE = {"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
 OTHER_PARTS = {"conv1d", "norm", "out_proj"}
@@ -130,9 +132,14 @@ def recurrent_pages_refusal(device: torch.device) -> str | None:
 
 def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
-    if any(kind.convolves or kind.recurs for kind in layer_kinds(model.config)):
+    kinds = layer_kinds(model.config)
+    if any(kind.convolves or kind.recurs for kind in kinds):
         yield from convolution_sites(model)
         yield from _recurrence_sites(model)
+    if any(kind.rank is not None for kind in kinds):
+        for name, module in model.named_modules():
+            if is_known_expansion(module):
+                yield FusedSite(name, module, COMPRESSED, PagedLatents, None)
 
 
 def _recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
