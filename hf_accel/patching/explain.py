@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..cache.hf.kinds import LayerKind, layer_kinds
+from ..fused.hf.compressed import COMPRESSED
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.recurrences import COMPRESSED, RECURRENCE
+from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
 from ..kernels import cpu as cpu_kernels

@@ -17,7 +17,7 @@ from ...recognition.code import CALL_KEYWORDS
 from ...tensors import is_recorded, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
-from .latents import Expansion, expanded
+from .latents import expanded
 from .mask import as_known, mask_forward, numbers_of
 from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
@@ -175,11 +175,11 @@ def _paged(module: nn.Module, query: Tensor, kv: KV, options: AttentionOptions, 
     return step.columns(out, query.shape[0])
 
 
-def _compressed(module: nn.Module, query: Tensor, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
+def _compressed(module: Any, query: Tensor, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
     """Compute attention of a forward pass over pages of compressed keys."""
     step, ragged, q = paged.step, paged.group_step.ragged, paged.step.tokens(query)
-    parts = Expansion.of(module, q.dtype)
-    if parts is None:  # the linear layer is quantized, or has an adapter: its own code makes all keys and values
+    parts = module.expansion(q.dtype)
+    if parts is None:  # the layer's own code makes the keys and values of all tokens
         kv = expanded(module, paged.held())
         backend = _backend(module, query, kv.v.transpose(0, 1)[None], options, paged=None)
         out = backend.packed(q, kv, ragged._replace(block_table=None), options)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...attention.hf.latents import PagedLatents, is_known_expansion
 from ...cache.hf import CacheOverPages, RaggedCache, layer_kinds
 from ...cache.pages import Pages, TokenRange
 from ...cache.states import StateGroup
@@ -25,11 +24,11 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, mixed_class, original_class
+from .compressed import compressed_sites
 from .convolutions import causal_refusal, convolution_sites, require_pages, trial_convolution, trial_linear
 from .sites import FusedSite
 
 RECURRENCE = "recurrence"  # the kind in the plan
-COMPRESSED = "compressed"
 # The projections of Qwen3-Next, and those of Qwen3.5.
 INTERLEAVED, SEPARATE = {"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
 OTHER_PARTS = {"conv1d", "norm", "out_proj"}
@@ -137,9 +136,7 @@ def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
         yield from convolution_sites(model)
         yield from _recurrence_sites(model)
     if any(kind.rank is not None for kind in kinds):
-        for name, module in model.named_modules():
-            if is_known_expansion(module):
-                yield FusedSite(name, module, COMPRESSED, PagedLatents, None)
+        yield from compressed_sites(model)
 
 
 def _recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
