@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..cache.hf.kinds import LayerKind, layer_kinds
 from ..fused.hf.compressed import COMPRESSED
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
@@ -193,9 +192,7 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         return
     dtype = str(plan.model.dtype).removeprefix("torch.") if cache.dtype == "auto" else cache.dtype
     capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
-    # Blocks of a window, and states, are given back while a prompt is computed.
-    shares = cache.prefix_sharing and {kind._replace(rank=None) for kind in layer_kinds(plan.model.config)} == {LayerKind(None)}
-    sharing = "prefixes shared" if shares else "prefixes not shared"
+    sharing = "prefixes shared" if cache.prefix_sharing else "prefixes not shared"
     yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
     if plan.context is not None:
         ranks = plan.context.ranks

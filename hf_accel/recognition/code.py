@@ -175,8 +175,8 @@ class AttentionCode:
     attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
     ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
     function can be ours. caches: whether it updates a cache. expands: whether it makes K and V by its own `expand_kv`
-    of what the cache returns. eager: the name, in the class's file, of the attention function that it uses if no other is
-    chosen.
+    of what the cache returns. eager: the name, in the class's file, of the attention function that it uses if no other
+    is chosen.
     """
 
     attends: bool = False

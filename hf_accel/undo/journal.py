@@ -34,6 +34,13 @@ class Write:
         container: MutableMapping[Any, Any] = entries if self.container is None else entries[self.container]
         return container
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle a class with mixins by its parts, since it cannot be found by its name."""
+        return vars(self) | ({"old": classes_of(self.old)} if self.key == "__class__" else {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | ({"old": class_of(*state["old"])} if state["key"] == "__class__" else {}))
+
 
 Holders = dict[int, list[tuple[nn.Module, str]]]
 
@@ -139,11 +146,7 @@ class Mixin:
         """Pickle and copy by the original class, since the mixed one cannot be found by its name."""
         reduced = super().__reduce_ex__(protocol)
         assert isinstance(reduced, tuple)
-        mixins, kind = [], type(self)
-        while isinstance(vars(kind).get("original_class"), type):
-            mixin, kind = kind.__bases__
-            mixins.append(mixin)
-        return (rebuild, (*mixins, kind), *reduced[2:])
+        return (rebuild, classes_of(type(self)), *reduced[2:])
 
 
 def original_class(given: object) -> Any:
@@ -186,9 +189,22 @@ def unmixed_class(kind: type, original: type) -> type:
     return without(kind) if any(map(is_ours, kind.__mro__)) else original
 
 
-def rebuild(*classes: type[Any]) -> Any:
-    """Make an object of mixins and the class that comes after them."""
+def rebuild(*classes: type) -> Any:
+    return object.__new__(class_of(*classes))
+
+
+def classes_of(kind: type) -> tuple[type, ...]:
+    """Return the mixins of a class that was made here, in order, and the class that comes after them."""
+    mixins: list[type] = []
+    while isinstance(vars(kind).get("original_class"), type):
+        mixin, kind = kind.__bases__
+        mixins.append(mixin)
+    return (*mixins, kind)
+
+
+def class_of(*classes: Any) -> Any:
+    """Make the class of these `classes_of`."""
     *mixins, kind = classes
     for mixin in reversed(mixins):
         kind = mixed_class(mixin, kind)
-    return object.__new__(kind)
+    return kind

@@ -31,7 +31,7 @@ from .shapes import TINY
         (ResNetConfig(), "ResNetConfig has no num_attention_heads"),
         (T5Config(), "T5Config describes an encoder-decoder"),
         (MambaConfig(), "MambaConfig has no num_attention_heads"),
-        (DeepseekV32Config(), "DeepseekV32Config has DynamicIndexedLayer layers"),
+        (DeepseekV32Config(), "DeepseekV32Config has attention over chosen keys"),
         (MiMoV2FlashConfig(), "MiMoV2FlashConfig has values of another size than keys"),
         ("/no/such/model", "no model config can be read from '/no/such/model'"),
         (42, "estimate\\(\\) takes a config, a model or a path, not int"),
