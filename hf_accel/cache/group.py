@@ -150,10 +150,7 @@ class PageGroup:
     window: the layers' sliding window in tokens, None for full attention. index: the blocks that others may find, None
     if sequences share no prefixes. context: the ranks that share out the blocks, set before
     there are pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
-
-    rank: None, or the numbers from which the layers make a token's keys and values (DeepSeek-AI 2024, "DeepSeek-V2",
-    section 2.1). The layers then write these as K [.., 1, rank] and the rotated part of the keys, which all heads
-    share, as V. A page holds one behind the other as its keys, and no values.
+    rank: the numbers of compressed keys, set before there are pages (latent_pages.py); None for keys and values.
     """
 
     def __init__(
@@ -165,9 +162,9 @@ class PageGroup:
         growable: bool,
         prefix_sharing: bool,
         quantized: torch.dtype | None,
-        rank: int | None = None,
     ) -> None:
-        self.window, self.rank = window, rank
+        self.window = window
+        self.rank: int | None = None
         self.context: SharedContext | None = None
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
@@ -251,31 +248,6 @@ class PageGroup:
         elif not (storage.dtype is keys.dtype is values.dtype):
             storage.widen(torch.promote_types(keys.dtype, values.dtype))
         return storage
-
-    def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V [..., H, D] that a layer writes as the pages hold them.
-
-        Raises UnsupportedError for keys and values that are not compressed, where the pages are for such.
-        """
-        if self.rank is None:
-            return keys, values
-        if keys.shape[-2:] != (1, self.rank):
-            raise UnsupportedError(
-                f"the pages hold compressed keys of {self.rank} numbers, and a layer writes {keys.shape[-2]} heads of "
-                f"{keys.shape[-1]}; use transformers' own cache"
-            )
-        keys = torch.cat([keys, values], dim=-1)
-        return keys, keys[..., :0]
-
-    def parted(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V [..., H, D] as a layer wrote them; the inverse of `joined`."""
-        return (keys, values) if self.rank is None else (keys[..., : self.rank], keys[..., self.rank :])
-
-    def attended(self, pages: KV) -> KV:
-        """Return a layer's pages as attention reads them. The values of compressed keys are a part of these."""
-        if self.rank is None:
-            return pages
-        return KV(pages.k, pages.k[..., : self.rank], pages.k_scales, pages.k_scales)
 
     def append(self, table: BlockTable, num_tokens: int, *, each: bool = False) -> None:
         """Allocate slots for more tokens in a table. A shared last block that is partly filled is copied first.

@@ -39,7 +39,7 @@ class Write:
         return vars(self) | ({"old": classes_of(self.old)} if self.key == "__class__" else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | ({"old": class_of(*state["old"])} if state["key"] == "__class__" else {}))
+        vars(self).update(state | ({"old": mixed_from(*state["old"])} if state["key"] == "__class__" else {}))
 
 
 Holders = dict[int, list[tuple[nn.Module, str]]]
@@ -190,7 +190,7 @@ def unmixed_class(kind: type, original: type) -> type:
 
 
 def rebuild(*classes: type) -> Any:
-    return object.__new__(class_of(*classes))
+    return object.__new__(mixed_from(*classes))
 
 
 def classes_of(kind: type) -> tuple[type, ...]:
@@ -202,8 +202,8 @@ def classes_of(kind: type) -> tuple[type, ...]:
     return (*mixins, kind)
 
 
-def class_of(*classes: Any) -> Any:
-    """Make the class of these `classes_of`."""
+def mixed_from(*classes: Any) -> Any:
+    """Make the class of these classes, as `classes_of` gives them."""
     *mixins, kind = classes
     for mixin in reversed(mixins):
         kind = mixed_class(mixin, kind)

@@ -14,8 +14,9 @@ from torch import Tensor, distributed, nn
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
-from hf_accel.attention.hf.latents import is_known_expansion
+from hf_accel.attention.hf.latents import Expansion, is_known_expansion
 from hf_accel.fused.hf.compressed import PagedLatents
+from hf_accel.kernels.layouts import Ragged
 
 from .families import VOCABULARY
 from .snapshot import snapshot
@@ -249,6 +250,20 @@ def test_logits_are_no_farther_from_the_truth_than_stocks(dtype: torch.dtype) ->
     ours = torch.cat([model(part, past_key_values=cache).logits for cache in [PagedCache(model.config)]
                       for part in ids.split([40, *[1] * 24], 1)], 1)  # fmt: skip
     assert (ours - truth).abs().mean() <= 1.2 * (stock - truth).abs().mean()
+
+
+@pytest.mark.parametrize(("counts", "lengths", "more"), [
+    ([200, 60], [200, 60], True), ([200], [900], True), ([1] * 40, [900] * 40, False), ([3], [3], False),
+    ([20], [4000], False),
+])  # fmt: skip
+def test_latents_are_read_where_that_takes_fewer_operations(counts: list[int], lengths: list[int], more: bool) -> None:
+    ragged = Ragged(torch.tensor([0, *counts]).cumsum(0), torch.tensor(lengths), max(counts), max(lengths))
+    rank, key, rotated, value = 512, 128, 64, 128
+    pairs = sum(length - place for count, length in zip(counts, lengths, strict=True) for place in range(count))
+    absorbed = pairs * (2 * rank + rotated) + sum(counts) * rank * (key + value)
+    made = pairs * (key + rotated + value) + sum(lengths) * rank * (key + value)
+    found = Expansion(torch.empty(2, key + value, rank), None, key).takes_more(ragged, rotated)
+    assert found is (absorbed > made) is more
 
 
 class Adapted(nn.Module):

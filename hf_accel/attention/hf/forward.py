@@ -178,7 +178,7 @@ def _paged(module: nn.Module, query: Tensor, kv: KV, options: AttentionOptions, 
 def _compressed(module: Any, query: Tensor, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
     """Compute attention of a forward pass over pages of compressed keys."""
     step, ragged, q = paged.step, paged.group_step.ragged, paged.step.tokens(query)
-    parts = module.expansion(q.dtype)
+    parts = module.expansion(q.dtype, ragged)
     if parts is None:  # the layer's own code makes the keys and values of all tokens
         kv = expanded(module, paged.held())
         backend = _backend(module, query, kv.v.transpose(0, 1)[None], options, paged=None)

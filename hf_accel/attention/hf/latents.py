@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ...kernels import cpu
 from ...kernels.cpu.head_products import head_products, reference
 from ...kernels.cpu.library import native
-from ...kernels.layouts import KV
-from ...recognition.code import EXPANDS, code_of
+from ...kernels.layouts import KV, Ragged
+from ...recognition.cache_code import EXPANDS
+from ...recognition.code import code_of
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import original_class
 
@@ -45,6 +46,17 @@ class Expansion:
         size, rows = module.qk_nope_head_dim, module.qk_nope_head_dim + module.v_head_dim
         heads = None if scales is None else scales.view(-1, rows)
         return Expansion(weight.view(-1, rows, module.kv_lora_rank), heads, size)
+
+    def takes_more(self, ragged: Ragged, rotated: int) -> bool:
+        """Return whether attention to latents takes more operations than to keys and values that are made for it.
+
+        rotated: the numbers of a rotated part.
+        """
+        _, rows, rank = self.weight.shape
+        queries, keys = ragged.cu_q.diff().double(), ragged.kv_len.double()
+        pairs = float((queries * (keys - (queries - 1) / 2)).sum())
+        absorbed = pairs * (2 * rank + rotated) + float(queries.sum()) * rank * rows
+        return absorbed > pairs * (rows + rotated) + float(keys.sum()) * rank * rows
 
     def queries(self, q: Tensor) -> Tensor:
         """Turn queries for keys, [N, H, D + Dr], into queries for latents and rotated parts, [N, H, rank + Dr]."""
@@ -95,7 +107,7 @@ def _agrees(module: nn.Module) -> bool:
     linear: nn.Linear = nn.utils.skip_init(nn.Linear, rank, heads * (key + value), bias=False, device="cpu")
     linear.weight.copy_(numbers(*linear.weight.shape))
     twin = unwatched_twin(module, _modules={EXPANSION: linear})
-    vars(twin).update(zip(SIZES, (rank, key, rotated, value), strict=True))
+    twin.kv_lora_rank, twin.qk_nope_head_dim, twin.qk_rope_head_dim, twin.v_head_dim = rank, key, rotated, value
     latents, parts = numbers(2, 1, 7, rank), numbers(2, 1, 7, rotated)
     made = torch.einsum("bitr,hdr->bhtd", latents, linear.weight.view(heads, key + value, rank))
     ours = torch.cat([made[..., :key], parts.expand(-1, heads, -1, -1)], dim=-1), made[..., key:]

@@ -124,12 +124,11 @@ def page_groups(
             growable=growable,
             prefix_sharing=settings.prefix_sharing,
             quantized=None if kind.convolves else QUANTIZED.get(settings.dtype),
-            rank=kind.rank,
         )
         for kind in distinct_kinds
     ]
-    for group in groups:
-        group.context = context
+    for group, kind in zip(groups, distinct_kinds, strict=True):
+        group.context, group.rank = context, kind.rank
     return groups, [distinct_kinds.index(kind) for kind in kinds]
 
 

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import NotRaggedError, UnsupportedError
 from ...kernels.layouts import KV
 from ...tensors import product_dtype
+from ..latent_pages import attended, joined, parted
 from ..group import GroupStep, KVStorage, PageGroup, Step
 from ..states import StateStep
 from .kinds import NOT_PAGED
@@ -74,7 +75,7 @@ class LayerOverPages(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         group_step = step.groups[self.group_index]
-        new_keys, new_values = self.group.joined(step.tokens(keys), step.tokens(values))
+        new_keys, new_values = joined(step.tokens(keys), step.tokens(values), self.group.rank)
         storage = self.group.storage(self.layer_idx, new_keys, new_values)
         if group_step.written is not None:
             new_keys, new_values = new_keys[group_step.written], new_values[group_step.written]
@@ -169,12 +170,12 @@ class PagedKV:
 
     @property
     def pages(self) -> KV:
-        return self.layer.group.attended(self.storage.pages)
+        return attended(self.storage.pages, self.rank)
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Return K and V [1, Hkv, M, D] of all tokens that the sequences of the pass have, end to end."""
         slots = self.group_step.ragged.slots(self.layer.group.pool.block_size)
-        keys, values = self.layer.group.parted(*self.storage.read(slots))
+        keys, values = parted(*self.storage.read(slots), self.rank)
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def attach(self, keys: Tensor) -> Tensor:

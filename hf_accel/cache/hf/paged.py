@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
+from ..latent_pages import parted
 from ..group import PageGroup, SharedContext, Step
 from ..padded import PaddedBatch, last_columns
 from ..pages import CachedSequence, Pages
@@ -82,7 +83,7 @@ class PagedLayer(LayerOverPages):
             )
         storage = self.group.storages[self.layer_idx]
         slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
-        keys, values = self.group.parted(*read_with_zeros(storage, slots))
+        keys, values = parted(*read_with_zeros(storage, slots), self.group.rank)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from ...attention.hf.latents import EXPANSION, Expansion, is_known_expansion
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
+from ...kernels.layouts import Ragged
 from ...linear import QuantLinear
 from ...linear.formats import Int8Weight
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
+from ..projections import ProjectionCall
 from .sites import FusedSite
 
 COMPRESSED = "compressed"  # the kind in the plan
@@ -41,10 +43,12 @@ class PagedLatents(Mixin):
             )
         return kv_nope, k_rot
 
-    def expansion(self, dtype: torch.dtype) -> Expansion | None:
-        """Return the weight that multiplies queries and results of `dtype`; None if only the layer's own code can.
+    def expansion(self, dtype: torch.dtype, ragged: Ragged) -> Expansion | None:
+        """Return the weight that multiplies queries and results of `dtype`; None to make all keys and values.
 
-        That is so if the layer has an adapter or hooks, or computes in another dtype.
+        That is so if the layer has an adapter or hooks, or computes in another dtype. It is so too where it takes
+        fewer operations, as in prompts, and the layer rounds a row by their number anyway: otherwise a token's bits
+        would depend on what is computed with it.
         """
         own: Any = self
         state: ExpansionState = vars(self)[FUSED]
@@ -55,7 +59,12 @@ class PagedLatents(Mixin):
             return state.stored(own, linear) if linear.dtype is dtype and linear.part is None else None
         weight = linear._parameters.get("weight")
         plain = original_class(linear) is nn.Linear and weight is not None and weight.dtype is dtype
-        return Expansion.of(own, weight) if plain and weight.is_contiguous() else None
+        if not plain or not weight.is_contiguous():
+            return None
+        call = vars(linear).get(FUSED)
+        rounds = ragged.max_q > (call.float_rows if isinstance(call, ProjectionCall) else 1)
+        parts = Expansion.of(own, weight)
+        return None if rounds and parts.takes_more(ragged, own.qk_rope_head_dim) else parts
 
 
 class ExpansionState:
