@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import NotRaggedError, UnsupportedError
 from ...kernels.layouts import KV
 from ...tensors import product_dtype
-from ..latent_pages import attended, joined, parted
 from ..group import GroupStep, KVStorage, PageGroup, Step
+from ..latent_pages import attended, joined, parted
 from ..states import StateStep
 from .kinds import NOT_PAGED
 

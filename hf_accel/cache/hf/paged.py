@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
-from ..latent_pages import parted
 from ..group import PageGroup, SharedContext, Step
+from ..latent_pages import parted
 from ..padded import PaddedBatch, last_columns
 from ..pages import CachedSequence, Pages
 from .kinds import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups
