@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
+from ..attention.hf.latents import is_known_expansion
 from ..attention.hf.stock import (
     answer_once,
     attention_refusals,
@@ -20,8 +21,8 @@ from ..attention.hf.stock import (
     stock_parts,
 )
 from ..cache.hf import NOT_PAGED, layer_kinds, layer_windows
-from ..cache.hf.kinds import LayerKind
-from ..cache.quantized import QUANTIZED, dim_refusal
+from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind
+from ..cache.quantized import INT4, QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import is_known_convolution
@@ -90,8 +91,6 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     refusal = model_attention_refusal(model)
     if refusal is not None:
         return operator_refusal(model, refusal)
-    if getattr(layers_config(model.config), "kv_lora_rank", None):
-        return f"{name} caches compressed keys and makes K from them on the way to its attention"
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
@@ -102,6 +101,9 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         kinds = layer_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
+    refusal = _compression_refusal(model, compressed=any(kind.rank is not None for kind in kinds))
+    if refusal is not None:
+        return refusal
     if any(kind.convolves for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
         return f"{name} has convolutions, whose pages are read on a CPU alone"
     if any(kind.recurs for kind in kinds) and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
@@ -131,6 +133,24 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
     return refusal if any(kind != LayerKind(None) for kind in kinds) else None
 
 
+def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | None:
+    """Return why the pages of a model cannot hold what its attention caches, as one clause; None if they can.
+
+    compressed: whether the config says that it caches compressed keys.
+    """
+    for module in attention_modules(model):
+        known = is_known_expansion(module)
+        if code_of(module).caches and known is not compressed:
+            return f"{type(module).__name__} makes K and V of what it caches in a way of its own"
+    if not compressed:
+        return None
+    if split_of(model) is not None:
+        return f"the compressed keys of {type(model).__name__} are not shared out over ranks"
+    if model_device(model).type not in ("cpu", "meta"):
+        return f"{type(model).__name__} caches compressed keys, whose pages are read on a CPU alone"
+    return None
+
+
 def loop_refusal(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
     name = type(model).__name__
@@ -157,6 +177,8 @@ def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | No
     quantized = None if cache is None else QUANTIZED.get(cache.dtype)
     if quantized is None:
         return None
+    if quantized is INT4 and getattr(layers_config(model.config), COMPRESSED_NUMBERS, None):
+        return "int4 pages rotate compressed keys whole, and attention reads a part of them as values; take 'int8'"
     operators = known_operators(model)
     specs = [site.spec for site in attention_sites(model, quantized_kv=True)]
     specs += [] if operators is None else operators.specs
@@ -231,7 +253,8 @@ def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> Attention
 
 def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:
     config = layers_config(model.config)
-    num_heads, size = config.num_attention_heads, getattr(module, "head_dim", None) or head_dim(config)
+    num_heads = config.num_attention_heads
+    size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or head_dim(config)
     groups = getattr(module, "num_key_value_groups", None)  # layers may differ
     return AttentionSpec(
         dtype=model.dtype,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from ..fused.hf.compressed import COMPRESSED
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.operator_models import OPERATORS
@@ -130,6 +131,7 @@ FUSED_KINDS = {
     CONVOLUTION: ("short convolutions", "inputs in pages"),
     RECURRENCE: ("recurrent layers", "states in pages"),
     OPERATORS: ("attention modules by operators", "over pages"),
+    COMPRESSED: ("attention modules", "compressed keys in pages"),
 }
 
 KNOWN_BY = {

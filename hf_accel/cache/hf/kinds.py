@@ -16,6 +16,7 @@ from ..states import FIRST_STATES, MOST_STATES, WINDOW, StateGroup
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
 CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many tokens its convolutions see
+COMPRESSED_NUMBERS = "kv_lora_rank"  # the setting that says how many numbers stand for a token's keys and values
 # The settings of layers with the gated delta rule.
 RECURRENT_SETTINGS = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
@@ -25,15 +26,17 @@ FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a 
 
 
 class LayerKind(NamedTuple):
-    """The state that a decoder layer keeps of its tokens: keys and values, or one of the two below.
+    """The state that a decoder layer keeps of its tokens: keys and values, or one of the three below.
 
     window: the number of last tokens that it keeps; None for all. convolves: whether it keeps the inputs of a short
-    convolution. recurs: whether it keeps a state of fixed size after a token.
+    convolution. recurs: whether it keeps a state of fixed size after a token. rank: the numbers that it keeps in place
+    of a token's keys and values, and makes both from; None if it keeps these themselves.
     """
 
     window: int | None
     convolves: bool = False
     recurs: bool = False
+    rank: int | None = None
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -78,10 +81,11 @@ def layer_kind(layer: Any, name: str | None, decoder: Any) -> LayerKind | None:
 
     name: what the decoder's config calls the layer.
     """
+    rank = getattr(decoder, COMPRESSED_NUMBERS, None)
     if type(layer) is DynamicLayer:
-        return LayerKind(None)
+        return LayerKind(None, rank=rank)
     if type(layer) is DynamicSlidingWindowLayer:
-        return LayerKind(layer.sliding_window)
+        return LayerKind(layer.sliding_window, rank=rank)
     window = getattr(decoder, CONVOLVED_TOKENS, None)
     if name == "linear_attention" and type(layer) is LinearAttentionLayer:
         return LayerKind(WINDOW, recurs=True) if all(hasattr(decoder, each) for each in RECURRENT_SETTINGS) else None
@@ -123,8 +127,8 @@ def page_groups(
         )
         for kind in distinct_kinds
     ]
-    for group in groups:
-        group.context = context
+    for group, kind in zip(groups, distinct_kinds, strict=True):
+        group.context, group.rank = context, kind.rank
     return groups, [distinct_kinds.index(kind) for kind in kinds]
 
 
@@ -138,8 +142,11 @@ def most_states(num_blocks: int) -> int:
 
 def sharing_refusal(config: PreTrainedConfig) -> str | None:
     """Return why ranks cannot share out the pages of a model, as one clause; None if they can."""
-    if any(kind.convolves or kind.recurs for kind in layer_kinds(config)):
+    kinds = layer_kinds(config)
+    if any(kind.convolves or kind.recurs for kind in kinds):
         return "layers that are no attention need all that they keep on each rank"
+    if any(kind.rank is not None for kind in kinds):
+        return "no rank knows how to attend over a part of the compressed keys"
     return None
 
 

@@ -24,6 +24,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.unchanged import is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, mixed_class, original_class
+from .compressed import compressed_sites
 from .convolutions import causal_refusal, convolution_sites, require_pages, trial_convolution, trial_linear
 from .sites import FusedSite
 
@@ -130,9 +131,12 @@ def recurrent_pages_refusal(device: torch.device) -> str | None:
 
 def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
-    if any(kind.convolves or kind.recurs for kind in layer_kinds(model.config)):
+    kinds = layer_kinds(model.config)
+    if any(kind.convolves or kind.recurs for kind in kinds):
         yield from convolution_sites(model)
         yield from _recurrence_sites(model)
+    if any(kind.rank is not None for kind in kinds):
+        yield from compressed_sites(model)
 
 
 def _recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:

@@ -32,7 +32,8 @@
   KERNEL(position_scores, PositionScoresCall) \
   KERNEL(write_pages, WriteCall)          \
   KERNEL(delta_rule, DeltaCall)           \
-  KERNEL(short_conv, ConvCall)
+  KERNEL(short_conv, ConvCall)            \
+  KERNEL(head_products, HeadsCall)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
 
@@ -366,6 +367,17 @@ struct ConvCall {
   int64_t x_stride, sequences, channels, length;
   int32_t activation;      // an Activation
   int32_t dtype, weight_dtype, threads;
+};
+
+// A product for each head: out[n, h, o] = sum_i x[n, h, i] * w[h, o, i], or w[h, i, o] if `transposed`.
+struct HeadsCall {
+  const void* x;        // of dtype
+  const void* weight;   // of weight_dtype, or int8; a row is w[h, o], or w[h, i] if `transposed`, and is contiguous
+  const float* scales;  // of each row of int8; null for floats
+  void* out;            // of dtype
+  int64_t x_token, x_head, out_token, out_head, weight_head, weight_row, scale_head;
+  int64_t tokens, heads, inputs, outputs;
+  int32_t transposed, dtype, weight_dtype, threads;
 };
 
 // -- the tables ------------------------------------------------------------------------------------------------------
