@@ -152,6 +152,8 @@ class PageGroup:
     there are pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
     """
 
+    grows_with_tokens = True  # whether a sequence needs more blocks for more tokens
+
     def __init__(
         self,
         *,
@@ -170,8 +172,8 @@ class PageGroup:
         self.storages: dict[int, KVStorage] = {}
         self.has_scratch = False
 
-    def table(self) -> BlockTable:
-        """Return the empty table of a new sequence."""
+    def table(self, source: Tensor | None = None) -> BlockTable:
+        """Return the empty table of a new sequence. source: the output of an encoder that the sequence attends to."""
         return BlockTable(self.pool)
 
     def has_columns(self, layer_idx: int) -> bool:

@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
+from .once import OnceGroup
 from .pool import BlockTable
 from .states import StateGroup
 
@@ -83,6 +84,8 @@ def _rolls(group: PageGroup) -> bool:
     """Return whether a sequence of any length fits, because the window always frees a block before a new one is
     needed.
     """
+    if not group.grows_with_tokens:
+        return True
     return group.window is not None and group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
 
 
@@ -99,6 +102,13 @@ class Pages:
     def block_size(self) -> int:
         """Return the tokens in a block of keys and values, which come before other kinds."""
         return self.groups[0].pool.block_size
+
+    def source_refusal(self, source: Tensor | None) -> str | None:
+        """Return why the pages cannot hold the keys of an encoder's output [T, C], as a clause; None if they can."""
+        length = 0 if source is None else len(source)
+        pools = [g.pool for g in self.groups if not g.grows_with_tokens and not g.pool.growable]
+        most = min((pool.num_blocks * pool.block_size for pool in pools), default=length)
+        return None if length <= most else f"the encoder's output has {length} rows, and the cache holds {most}"
 
     @property
     def capacity(self) -> int | None:
@@ -130,21 +140,27 @@ class Pages:
             return []
         return self.index.match(token_ids)
 
-    def begin(self, blocks: Sequence[int] = (), num_tokens: int = 0) -> CachedSequence:
-        """Start a sequence with the `num_tokens` tokens that `blocks` hold, or an empty one."""
-        sequence = CachedSequence([group.table() for group in self.groups], self.epoch)
+    def begin(
+        self, blocks: Sequence[int] = (), num_tokens: int = 0, *, source: Tensor | None = None
+    ) -> CachedSequence:
+        """Start a sequence with the `num_tokens` tokens that `blocks` hold, or an empty one.
+
+        source: the output of an encoder, [T, C], that its tokens attend to.
+        """
+        sequence = CachedSequence([group.table(source) for group in self.groups], self.epoch)
         if num_tokens:
             sequence.tables[0].adopt(blocks[: -(-num_tokens // self.block_size)], num_tokens)
         return sequence
 
-    def begin_with_prefix(self, token_ids: Sequence[int]) -> CachedSequence:
+    def begin_with_prefix(self, token_ids: Sequence[int], source: Tensor | None = None) -> CachedSequence:
         """Start a sequence with the cached blocks of these tokens. At least the last token is left to compute.
 
         Only whole blocks are used. A block of which only a part is used would be copied before it is written to; but
         a block that was published in the current pass is not written yet, so the copy would be wrong.
         """
         blocks = self.match_prefix(token_ids)
-        return self.begin(blocks, max(0, min(len(blocks), (len(token_ids) - 1) // self.block_size)) * self.block_size)
+        count = max(0, min(len(blocks), (len(token_ids) - 1) // self.block_size))
+        return self.begin(blocks, count * self.block_size, source=source)
 
     def publish(self, sequence: CachedSequence, token_ids: Sequence[int]) -> list[int]:
         """Add the sequence's full blocks to the prefix index, and return those that were added.
@@ -288,6 +304,8 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     spans = [range(each.start, each.start + each.count) for each in ranges]
     if isinstance(group, StateGroup):
         return group.step(tables, spans, [each.write_from or each.start for each in ranges], cu_q)
+    if isinstance(group, OnceGroup):
+        return group.step(tables, spans)
     slots: list[int] = []
     held: list[int] = []
     for each, table in zip(ranges, tables, strict=True):

@@ -45,6 +45,7 @@ from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_calibration, check_in_memory, check_model
+from .encoder_decoder_survey import rows_hidden_in
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
@@ -112,6 +113,7 @@ def make_plan(
         seconds_after=read_after / bandwidth,
         split=split,
         context=context,
+        hides_rows=None if stock_cache else rows_hidden_in(inner),
         on_disk=(find_originals or find_on_disk)(inner, linears) if config.keep_original == "auto" else None,
     )
     if config.deterministic and plan.variant:

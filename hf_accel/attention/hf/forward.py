@@ -95,6 +95,8 @@ def attention_forward(
         dropout=dropout,
     )
     backend = _backend(module, query, value, options, paged=paged)
+    if paged is not None and paged.layer.attends_to_all:
+        return _over_source(backend, query, options, paged=paged).to(wanted), None
     if paged is not None:
         plain = ours is not None or (attention_mask is None and causal)
         if plain and paged.contiguous and paged.window == options.window and not dropout:
@@ -163,6 +165,20 @@ def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionO
         ragged = ragged._replace(block_table=None)  # a fresh pass has all keys with it
         out = backend.packed(step.tokens(query), KV(step.tokens(kv.k), step.tokens(kv.v)), ragged, options)
     return step.columns(out, query.shape[0])
+
+
+def _over_source(
+    backend: AttentionBackend, query: Tensor, options: AttentionOptions, *, paged: PagedKV
+) -> Tensor:
+    """Compute attention over all stored keys of each token's sequence, those of an encoder's output.
+
+    The mask of the call is not read: what it hides has no slots.
+    """
+    step = paged.step
+    out = backend.paged(
+        step.tokens(query), paged.storage.pages, paged.group_step.ragged, options._replace(causal=True)
+    )
+    return step.columns(out, query.shape[0]).contiguous()
 
 
 def _packed(

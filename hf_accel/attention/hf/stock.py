@@ -143,9 +143,11 @@ def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
 
 
 Refusals = list[tuple[PreTrainedModel, str, str]]
-# The answers of attention_refusals by the id of the model, while nobody changes it; None: it may change.
-_answered: ContextVar[dict[int, Refusals] | None] = ContextVar("answered", default=None)
+# The answers to questions about a model, by question and the id of the model, while nobody changes it; None: it may
+# change.
+_answered: ContextVar[dict[tuple[object, int], Any] | None] = ContextVar("answered", default=None)
 Asking = TypeVar("Asking", bound=Callable[..., Any])
+Answer = TypeVar("Answer")
 
 
 def reading_once(function: Asking) -> Asking:
@@ -166,12 +168,23 @@ def attention_refusals(model: PreTrainedModel) -> Refusals:
     """Return the innermost model around each module whose attention cannot be ours, its name, and the reason as a
     clause.
     """
+    return asked_once(_all_refusals, model)
+
+
+def asked_once(question: Callable[[PreTrainedModel], Answer], model: PreTrainedModel) -> Answer:
+    """Return question(model), which is asked once within a function that is decorated with `reading_once`."""
     answered = _answered.get()
     if answered is None:
-        return list(_refusals(model))
-    if id(model) not in answered:
-        answered[id(model)] = list(_refusals(model))
-    return answered[id(model)]
+        return question(model)
+    key = (question, id(model))
+    if key not in answered:
+        answered[key] = question(model)
+    answer: Answer = answered[key]
+    return answer
+
+
+def _all_refusals(model: PreTrainedModel) -> Refusals:
+    return list(_refusals(model))
 
 
 def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:

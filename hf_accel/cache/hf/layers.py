@@ -54,6 +54,7 @@ class LayerOverPages(CacheLayerMixin):
     """One layer of a CacheOverPages."""
 
     is_initialized = False
+    attends_to_all = False  # whether each token attends to all keys of its sequence, and not to those before it alone
 
     def __init__(self, cache: CacheOverPages, layer_idx: int, group: PageGroup, group_index: int) -> None:
         # super().__init__() is not called: it would set `keys` and `values`, which are in the pages.

@@ -19,6 +19,7 @@ from ...cache.pages import CachedSequence, TokenRange
 from ...errors import UnsupportedError
 from ...undo.state import state_of
 from ..sequence import Sequence
+from .encoder_source import sources
 from .generation_state import LoopCall
 from .graphed_runner import GraphedRunner, keep_runner
 from .processing import BatchDraws, stock_sampling, stop_rules
@@ -67,6 +68,7 @@ def _sequences(call: LoopCall) -> list[Sequence]:
         else torch.randint(2**62, (len(call.input_ids),)).tolist()
     )
     sequences: list[Sequence] = []
+    attended = sources(call)
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
         sequence = Sequence(
@@ -77,7 +79,8 @@ def _sequences(call: LoopCall) -> list[Sequence]:
             seed=seeds[row],
             padding=ids[:padding],
             index=row,
-            keeps_pages=keeps,
+            source=attended[row],
+            keeps_pages=keeps and not call.has_encoder,
         )
         if row % call.repeats:
             sequences[row - row % call.repeats].followers.append(sequence)

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from ...attention.hf import ATTENTION_NAME
@@ -279,6 +281,8 @@ class AcceleratedGeneration(WritesModelCard):
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         wanted = wanted and padding_refusal(self, model_kwargs.get("attention_mask")) is None  # type: ignore[arg-type]
+        if self.config.is_encoder_decoder:  # type: ignore[attr-defined]
+            wanted = wanted and generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
@@ -292,12 +296,13 @@ class AcceleratedGeneration(WritesModelCard):
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
                 kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-            model_kwargs["past_key_values"] = kept
+            model_kwargs["past_key_values"] = EncoderDecoderCache(kept, DynamicCache()) if self.config.is_encoder_decoder else kept  # type: ignore[attr-defined]
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
             )
         cache = model_kwargs.get("past_key_values")
+        cache = getattr(cache, "self_attention_cache", cache)
         if isinstance(cache, PagedCache):
             cache.check_config(self.config)  # type: ignore[attr-defined]
         if state.call is not None:

@@ -13,6 +13,7 @@ from ...errors import HfAccelWarning, UnsupportedError
 from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..sampling.purity import stateful_refusal
+from .encoder_source import encoder_refusal
 from .generation_state import GenerationState, LoopCall
 from .model_runner import (
     attention_refusal,
@@ -72,11 +73,13 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     input_ids, mask, positions = call.input_ids, call.mask, call.inputs.get("position_ids")
     if not isinstance(call.cache, PagedCache) or call.inputs.get("use_cache") is False:
         return NO_PAGES
+    if call.has_encoder and (refusal := encoder_refusal(call, own_cache=own_cache)) is not None:
+        return refusal
     if not own_cache and len(input_ids) > 1:
         return "a cache that is passed along holds columns, padding included"
     if call.synced_gpus:
         return "synced_gpus=True needs the same passes on all ranks"
-    other = other_input(call.inputs)
+    other = other_input({name: value for name, value in call.inputs.items() if name not in call.encoder_inputs})
     if other is not None or not input_ids.numel():
         return f"it is given {other or 'no token ids'}"
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")

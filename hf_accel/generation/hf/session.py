@@ -22,6 +22,7 @@ from ..sequence import Sequence
 from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
 from .drafting import keep_controller, make_speculation, remake_drafts
+from .encoder_decoder_runner import EncoderDecoderRunner
 from .graphed_runner import GraphedRunner, make_runner
 from .model_runner import ModelRunner, weights_salt
 
@@ -79,7 +80,8 @@ class Session(Batcher):
         if model_device(model).type in graphs.DEVICES:
             runner = make_runner(model, pages.groups, group_of_layer, rows)
         else:
-            runner = ModelRunner(model, pages.groups, group_of_layer)
+            kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
+            runner = kind(model, pages.groups, group_of_layer)
         speculation = None
         if speculative is not None:
             speculation = make_speculation(speculative, runner, pages, controller)

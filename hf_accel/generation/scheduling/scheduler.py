@@ -76,6 +76,9 @@ class Scheduler:
 
     def require_room(self, sequence: Sequence) -> None:
         """Raise OutOfBlocksError if the sequence does not fit even when it runs alone. Any thread may call this."""
+        refusal = self.pages.source_refusal(sequence.source)
+        if refusal is not None:
+            raise OutOfBlocksError(f"{refusal}; shorten the input, or raise max_tokens")
         capacity = self.pages.capacity
         wanted = sequence.num_prompt + sequence.max_new_tokens
         if capacity is not None and wanted > capacity:
@@ -229,7 +232,7 @@ class Scheduler:
             self._suspend(other)
         if suspect.cached is None:
             try:
-                cached = self.pages.begin_with_prefix(suspect.tokens)
+                cached = self.pages.begin_with_prefix(suspect.tokens, suspect.source)
             except Exception as error:
                 self._fail(suspect, error)
                 return chunks
@@ -331,7 +334,7 @@ class Scheduler:
                 return
             free = self.pages.free_blocks()
             try:
-                cached = self.pages.begin_with_prefix(head.tokens)
+                cached = self.pages.begin_with_prefix(head.tokens, head.source)
             except Exception as error:
                 self._fail(head, error)
                 slack, places = None, self._places()
