@@ -147,8 +147,8 @@ def _longer(old: Tensor, num_blocks: int) -> Tensor:
 class PageGroup:
     """A block pool, its prefix index, and the K/V pages of the layers that share the pool.
 
-    window: the layers' sliding window in tokens, None for full attention. A group with a window has no prefix index,
-    because it releases the blocks of a prompt's beginning. context: the ranks that share out the blocks, set before
+    window: the layers' sliding window in tokens, None for full attention. index: the blocks that others may find, None
+    if sequences share no prefixes. context: the ranks that share out the blocks, set before
     there are pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
     """
 
@@ -168,13 +168,49 @@ class PageGroup:
         self.context: SharedContext | None = None
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
-        self.index = PrefixIndex(self.pool) if prefix_sharing and window is None else None
+        self.index = PrefixIndex(self.pool) if prefix_sharing else None
         self.storages: dict[int, KVStorage] = {}
         self.has_scratch = False
 
     def table(self, source: Tensor | None = None) -> BlockTable:
         """Return the empty table of a new sequence. source: the output of an encoder that the sequence attends to."""
         return BlockTable(self.pool)
+
+    # -- prefixes --------------------------------------------------------------------------------------
+
+    def first_needed(self, num_blocks: int, block_size: int) -> int:
+        """Return the number of the first block that a token behind `num_blocks` full ones needs."""
+        return 0 if self.window is None else max(0, num_blocks * block_size - self.window + 1) // block_size
+
+    def num_known(self, digests: Sequence[bytes], block_size: int) -> int:
+        """Return the number of blocks of the longest beginning of `digests` behind which a sequence can go on."""
+        assert self.index is not None
+        length = len(digests)
+        for number in reversed(range(length)):
+            if number < self.first_needed(length, block_size):
+                break
+            if self.index.find(digests[number]) is None:
+                length = number
+        return length
+
+    def adopt(self, table: BlockTable, digests: Sequence[bytes], num_tokens: int, block_size: int) -> None:
+        """Start an empty table with `num_tokens` tokens of the blocks with these digests, see `num_known`."""
+        assert self.index is not None
+        first = self.first_needed(len(digests), block_size)
+        blocks = [self.index.find(digest) for digest in digests[first:]]
+        table.adopt([block for block in blocks if block is not None], num_tokens, num_dropped_blocks=first)
+
+    def publish(self, table: BlockTable, digests: Sequence[bytes], first: int) -> list[int]:
+        """Add a table's blocks from number `first` on to the index, and return those that were added.
+
+        They may be published before the pass that writes them: in each layer, a pass writes K and V before it reads.
+        """
+        assert self.index is not None
+        first, dropped = max(first, table.num_dropped_blocks), table.num_dropped_blocks
+        return self.index.insert(digests[first:], table.blocks[first - dropped : len(digests) - dropped])
+
+    def publish_states(self, table: BlockTable, digests: Sequence[bytes], block_size: int) -> None:
+        """Add the states after the blocks with these digests to the index; keys and values have none."""
 
     def has_columns(self, layer_idx: int) -> bool:
         """Return whether pages of this layer hold K and V of tokens."""

@@ -67,7 +67,7 @@ class OnceTable(BlockTable):
         other.num_tokens = self.num_tokens
         return other
 
-    def adopt(self, blocks: Sequence[int], num_tokens: int) -> None:
+    def adopt(self, blocks: Sequence[int], num_tokens: int, *, num_dropped_blocks: int = 0) -> None:
         raise ValueError("a beginning that sequences share says nothing of their sources; such models share none")
 
     def drop_before(self, token: int) -> None:

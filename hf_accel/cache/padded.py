@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from .group import Step
 from .pages import CachedSequence, Pages, TokenRange
+from .prefixes import NO_MATCH
 from .states import StateGroup
 
 
@@ -32,7 +33,7 @@ class PaddedBatch:
         self.token_mask: Tensor | None = None
         # take_back restores what was here before the last prepare: sequences, their lengths, num_columns, token_mask.
         self._before: tuple[list[CachedSequence], list[int], int, Tensor | None] = ([], [], 0, None)
-        self._published: list[int] = []
+        self._published: list[tuple[int, int]] = []
 
     # -- the next forward pass -------------------------------------------------------------------------
 
@@ -61,7 +62,12 @@ class PaddedBatch:
         self._refuse_gaps(token_mask)
         new_mask = None if token_mask is None else token_mask[:, self.num_columns :]
         counts = [num_new] * batch_size if new_mask is None else new_mask.sum(1).tolist()
-        ids = [None] * batch_size if token_ids is None else _ids_per_sequence(token_ids, new_mask)
+        contiguous = [self._contiguous(token_mask, num_new, group.window) for group in self.pages.groups]
+        # A window counts padding between tokens, so keys and values behind it do not follow from token ids.
+        if token_ids is None or not (self.pages.keeps_all or all(contiguous)):
+            ids: Sequence[list[int] | None] = [None] * batch_size
+        else:
+            ids = _ids_per_sequence(token_ids, new_mask)
         starts = [sequence.num_tokens for sequence in self.sequences] or [0] * batch_size
         self._before, self._published = (self.sequences, starts, self.num_columns, self.token_mask), []
         try:
@@ -69,7 +75,7 @@ class PaddedBatch:
             step = self.pages.step(ranges, device)
             step.num_columns, step.fresh = num_new, not any(starts)
             step.token_columns = None if new_mask is None else new_mask.flatten().nonzero().squeeze(1).to(device)
-            step.contiguous = [self._contiguous(token_mask, num_new, group.window) for group in self.pages.groups]
+            step.contiguous = contiguous
         except BaseException:
             self.take_back()
             raise
@@ -140,8 +146,9 @@ class PaddedBatch:
         for count, new_ids in zip(counts, ids, strict=True):
             equal = sequence_of_ids.get(tuple(new_ids or ()))
             if equal is None:
-                blocks = self.pages.match_prefix(new_ids or ())
-                self.sequences.append(self.pages.begin(blocks, len(blocks) * self.pages.block_size))
+                # The pass computes all tokens, so layers must hold all of them.
+                match = self.pages.match_prefix(new_ids or ()) if self.pages.keeps_all else NO_MATCH
+                self.sequences.append(self.pages.begin(match))
             else:
                 self.sequences.append(equal.fork())
             ranges.append(self._extend(self.sequences[-1], 0, count, new_ids))
@@ -166,7 +173,8 @@ class PaddedBatch:
             sequence.epoch = None
             return tokens
         sequence.token_ids[start:] = ids
-        if (start + count) // self.pages.block_size > start // self.pages.block_size:
+        size = self.pages.sharing_size
+        if (start + count) // size > start // size:
             self._published += self.pages.publish(sequence, sequence.token_ids)
         return tokens
 
@@ -183,29 +191,32 @@ class PaddedBatch:
 
     def fills_blocks(self, num_new: int) -> bool:
         """Return whether a pass over so many more columns begins the sequences, or may fill a block of one of them."""
-        counts = [sequence.num_tokens % self.pages.block_size for sequence in self.sequences]
-        return not counts or max(counts) + num_new >= self.pages.block_size
+        size = self.pages.sharing_size
+        counts = [sequence.num_tokens % size for sequence in self.sequences]
+        return not counts or max(counts) + num_new >= size
 
     # -- changes between passes ------------------------------------------------------------------------
 
     def adopt_prefix(self, token_ids: Tensor, mask: Tensor | None) -> int:
         """Start sequences with the cached blocks of their prefixes, and return how many columns are skipped.
 
-        All sequences skip the same number of columns, because the input must stay a rectangle. At least one column is
-        left to compute. token_ids: [B, T]. mask: [B, T], False for padding, or None. Returns 0, with nothing changed,
-        if no column can be skipped, if the batch is not empty, or if padding follows a token.
+        All sequences skip the same number of columns, because the input must stay a rectangle; with windows or states,
+        each must then know a prefix that ends there. At least one column is left to compute. token_ids: [B, T]. mask:
+        [B, T], False for padding, or None. Returns 0, with nothing changed, if no column can be skipped, if the batch
+        is not empty, or if padding follows a token.
         """
         token_mask = None if mask is None or bool(mask.all()) else mask.bool()
         if self.sequences or (token_mask is not None and bool((token_mask[:, :-1] & ~token_mask[:, 1:]).any())):
             return 0
         sequences = _ids_per_sequence(token_ids, token_mask)
-        blocks = [self.pages.match_prefix(ids) for ids in sequences]
+        keeps_all = self.pages.keeps_all
+        matches = [self.pages.match_prefix(ids, keeps_last=not keeps_all) for ids in sequences]
         pads = [token_ids.shape[1] - len(ids) for ids in sequences]
-        reach = [pad + len(found) * self.pages.block_size for pad, found in zip(pads, blocks, strict=True)]
+        reach = [pad + len(match.digests) * self.pages.sharing_size for pad, match in zip(pads, matches, strict=True)]
         skipped = min([*reach, token_ids.shape[1] - 1])
-        if skipped <= 0:
+        if skipped <= 0 or not (keeps_all or len(set(reach)) == 1):
             return 0
-        for ids, pad, found in zip(sequences, pads, blocks, strict=True):
+        for ids, pad, found in zip(sequences, pads, matches, strict=True):
             sequence = self.pages.begin(found, max(0, skipped - pad))
             sequence.token_ids = ids[: sequence.num_tokens]
             self.sequences.append(sequence)

@@ -16,23 +16,28 @@ from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
 from .once import OnceGroup
 from .pool import BlockTable
+from .prefixes import NO_MATCH, Prefixes, PrefixMatch, chain
 from .states import StateGroup
 
 HOST = torch.device("cpu")
+STATES_APART = 16  # tokens between the states that others may find, if no layer has keys and values
 
 
 @dataclass
 class CachedSequence:
     """One sequence: a block table for each group of layers.
 
-    epoch: the epoch of the prefix index when the sequence began; its blocks enter the index only in that epoch. None:
-    its blocks never enter the index, because its K and V do not follow from token ids. token_ids: the ids of its
+    epoch: the epoch of the prefixes when the sequence began; its blocks are published only in that epoch. None: its
+    blocks are never published, because its K and V do not follow from token ids. sharing_size: the tokens of a block
+    that others may find. digests: those of its blocks that were published, or found. token_ids: the ids of its
     tokens, if the caller does not keep them elsewhere. truncate() leaves those of removed tokens until others take
     their places.
     """
 
     tables: list[BlockTable]
     epoch: int | None
+    sharing_size: int
+    digests: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -40,7 +45,7 @@ class CachedSequence:
         return self.tables[0].num_tokens
 
     def fork(self) -> CachedSequence:
-        other = CachedSequence([], self.epoch, list(self.token_ids))
+        other = CachedSequence([], self.epoch, self.sharing_size, list(self.digests), list(self.token_ids))
         try:
             for table in self.tables:
                 other.tables.append(table.fork())
@@ -51,6 +56,7 @@ class CachedSequence:
 
     def truncate(self, num_tokens: int) -> None:
         """Keep only the first `num_tokens` tokens."""
+        del self.digests[num_tokens // self.sharing_size :]
         for table in self.tables:
             if num_tokens:
                 table.truncate(min(num_tokens, table.num_tokens))
@@ -58,6 +64,7 @@ class CachedSequence:
                 table.release()
 
     def release(self) -> None:
+        self.digests = []
         for table in self.tables:
             table.release()
 
@@ -94,9 +101,10 @@ class Pages:
 
     def __init__(self, groups: list[PageGroup]) -> None:
         self.groups = groups
-        # A model with a sliding window shares no prefixes, because blocks behind the window are released.
-        self.index = groups[0].index if len(groups) == 1 else None
-        self.epoch = 0 if self.index is None else self.index.epoch
+        self.sharing_size = next((g.pool.block_size for g in groups if not isinstance(g, StateGroup)), STATES_APART)
+        shares = all(group.index is not None for group in groups)
+        self.prefixes = Prefixes(groups, self.sharing_size) if shares else None
+        self.epoch = 0
 
     @property
     def block_size(self) -> int:
@@ -111,6 +119,11 @@ class Pages:
         return None if length <= most else f"the encoder's output has {length} rows, and the cache holds {most}"
 
     @property
+    def keeps_all(self) -> bool:
+        """Return whether every layer keeps all tokens, so that a sequence can begin or go back anywhere."""
+        return all(group.window is None for group in self.groups)
+
+    @property
     def capacity(self) -> int | None:
         """The number of tokens that one sequence can have if it is alone; None if there is no limit."""
         bounded = [g.pool.num_blocks * g.pool.block_size for g in self.groups if not g.pool.growable and not _rolls(g)]
@@ -119,37 +132,47 @@ class Pages:
     # -- prefix caching --------------------------------------------------------------------------------
 
     def use_salt(self, salt: bytes) -> None:
-        """Clear the prefix index if its blocks were computed with another salt.
+        """Forget all prefixes if they were computed with another salt.
 
         salt: identifies what K and V depend on besides the tokens (weights, adapters).
         """
-        if self.index is not None:
-            self.index.use_salt(salt)
-            self.epoch = self.index.epoch
+        if self.prefixes is not None:
+            self.prefixes.use_salt(salt)
+            self.epoch = self.prefixes.epoch
 
     def clear_prefixes(self) -> None:
-        """Remove all blocks from the prefix index. After a pass that failed, their content may be wrong."""
-        if self.index is not None:
-            self.index.clear()
-            self.epoch = self.index.epoch
+        """Forget all prefixes. After a pass that failed, their content may be wrong."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
+            self.epoch = self.prefixes.epoch
 
-    def match_prefix(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the cached blocks of the longest prefix of these tokens, for `begin`."""
-        # A fork over the same pages may have changed the salt of the index.
-        if self.index is None or self.index.epoch != self.epoch:
-            return []
-        return self.index.match(token_ids)
+    def match_prefix(self, token_ids: Sequence[int], *, keeps_last: bool = False) -> PrefixMatch:
+        """Return the longest known prefix of these tokens, for `begin`; see Prefixes.match."""
+        # A fork over the same pages may have changed the salt.
+        if self.prefixes is None or self.prefixes.epoch != self.epoch:
+            return NO_MATCH
+        return self.prefixes.match(token_ids, keeps_last=keeps_last)
 
     def begin(
-        self, blocks: Sequence[int] = (), num_tokens: int = 0, *, source: Tensor | None = None
+        self, match: PrefixMatch = NO_MATCH, num_tokens: int | None = None, *, source: Tensor | None = None
     ) -> CachedSequence:
-        """Start a sequence with the `num_tokens` tokens that `blocks` hold, or an empty one.
+        """Start a sequence with the first `num_tokens` tokens of a prefix (None: with all of it), or an empty one.
 
-        source: the output of an encoder, [T, C], that its tokens attend to.
+        Only if `keeps_all`, these may be fewer than all. source: the output of an encoder, [T, C], that its tokens
+        attend to.
         """
-        sequence = CachedSequence([group.table(source) for group in self.groups], self.epoch)
-        if num_tokens:
-            sequence.tables[0].adopt(blocks[: -(-num_tokens // self.block_size)], num_tokens)
+        size = self.sharing_size
+        num_tokens = len(match.digests) * size if num_tokens is None else num_tokens
+        sequence = CachedSequence([group.table(source) for group in self.groups], self.epoch, size)
+        digests = match.digests[: -(-num_tokens // size)]
+        try:
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                if num_tokens:
+                    group.adopt(table, digests, num_tokens, size)
+        except BaseException:
+            sequence.release()
+            raise
+        sequence.digests = digests[: num_tokens // size]
         return sequence
 
     def begin_with_prefix(self, token_ids: Sequence[int], source: Tensor | None = None) -> CachedSequence:
@@ -158,25 +181,37 @@ class Pages:
         Only whole blocks are used. A block of which only a part is used would be copied before it is written to; but
         a block that was published in the current pass is not written yet, so the copy would be wrong.
         """
-        blocks = self.match_prefix(token_ids)
-        count = max(0, min(len(blocks), (len(token_ids) - 1) // self.block_size))
-        return self.begin(blocks, count * self.block_size, source=source)
+        match = self.match_prefix(token_ids, keeps_last=True)
+        sequence = self.begin(match, source=source)
+        # States are kept where the same prompt, or one with a beginning that is known to be shared, can go on.
+        ends = {(len(token_ids) - 1) // self.sharing_size, match.num_held} if self.prefixes is not None else ()
+        marks = sorted(end * self.sharing_size for end in ends if end > len(match.digests))
+        for table in sequence.tables:
+            table.mark(marks)
+        return sequence
 
-    def publish(self, sequence: CachedSequence, token_ids: Sequence[int]) -> list[int]:
-        """Add the sequence's full blocks to the prefix index, and return those that were added.
+    def publish(self, sequence: CachedSequence, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Let others find the sequence's full blocks, and return those that were added as (group, block).
 
         token_ids: the sequence's first tokens; it must not be truncated to fewer.
         """
-        if self.index is None or sequence.epoch != self.index.epoch:
+        if self.prefixes is None or sequence.epoch != self.prefixes.epoch:
             return []
-        return self.index.insert(token_ids, sequence.tables[0].blocks)
+        first = len(sequence.digests)
+        digests = [*sequence.digests, *chain(token_ids, self.sharing_size, sequence.digests)]
+        added = self.prefixes.publish(sequence.tables, digests, first)
+        sequence.digests = digests
+        return added
 
-    def withdraw(self, blocks: Iterable[int]) -> None:
-        """Remove published blocks from the prefix index, because they will not be written. They stay allocated."""
-        if self.index is not None:
-            for block in blocks:
-                if block in self.index:
-                    self.index.remove(block)
+    def publish_states(self, sequence: CachedSequence, num_computed: int) -> None:
+        """Let others find the states after the sequence's first `num_computed` tokens, whose passes are done."""
+        if self.prefixes is not None and sequence.epoch == self.prefixes.epoch:
+            self.prefixes.publish_states(sequence.tables, sequence.digests, num_computed)
+
+    def withdraw(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Hide published blocks, given as (group, block), because they will not be written. They stay allocated."""
+        if self.prefixes is not None:
+            self.prefixes.withdraw(blocks)
 
     # -- windows ---------------------------------------------------------------------------------------
 
@@ -281,8 +316,8 @@ class Pages:
         return {
             "blocks_used": sum(group.pool.num_used for group in self.groups),
             "blocks_allocated": sum(group.pool.num_blocks for group in self.groups),
-            "prefix_lookups": 0 if self.index is None else self.index.lookups,
-            "prefix_hits": 0 if self.index is None else self.index.hits,
+            "prefix_lookups": 0 if self.prefixes is None else self.prefixes.lookups,
+            "prefix_hits": 0 if self.prefixes is None else self.prefixes.hits,
         }
 
     def waste(self, sequences: Iterable[CachedSequence]) -> float:

@@ -1,11 +1,9 @@
-"""Blocks: allocation, reference counts, the blocks of one sequence, and the index of full ones for prefix caching."""
+"""Blocks: allocation, reference counts, the blocks of one sequence, and the index of those that others may find."""
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import OutOfBlocksError
 
@@ -16,12 +14,17 @@ class BlockPool:
     A block is blank (it holds nothing of value), used (it has one reference or more), or cached (it has no
     reference, but the prefix index lists its content). Blank blocks are allocated first, then the least recently
     used cached block is evicted. A growable pool doubles when it has neither.
+
+    max_cached: the number of cached blocks above which the least recently used one becomes blank; None for no limit.
     """
 
-    def __init__(self, num_blocks: int, *, block_size: int, growable: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, *, block_size: int, growable: bool = False, max_cached: int | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.growable = growable
+        self.max_cached = max_cached
         self.index: PrefixIndex | None = None
         # This is a stack: the block freed last is allocated first. So the system commits no memory for pages
         # that were never written.
@@ -32,6 +35,10 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return len(self._references)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def num_free(self) -> int:
@@ -69,13 +76,17 @@ class BlockPool:
 
     def _evict_or_grow(self) -> None:
         if self._cached:
-            block = next(iter(self._cached))
-            assert self.index is not None
-            self.index.remove(block)
-            self.uncache(block)
+            self._evict()
         else:
             self._blank.extend(reversed(range(self.num_blocks, 2 * self.num_blocks)))
             self.num_blocks *= 2
+
+    def _evict(self) -> None:
+        """Make the least recently used cached block blank."""
+        block = next(iter(self._cached))
+        assert self.index is not None
+        self.index.remove(block)
+        self.uncache(block)
 
     def retain(self, block: int) -> None:
         """Add a reference to a used or cached block. Raises ValueError for a blank block."""
@@ -101,6 +112,8 @@ class BlockPool:
         del self._references[block]
         if self.index is not None and block in self.index:
             self._cached[block] = None
+            if self.max_cached is not None and len(self._cached) > self.max_cached:
+                self._evict()
         else:
             self._blank.append(block)
 
@@ -118,26 +131,15 @@ class BlockPool:
         return self._references.get(block) == 1 and (self.index is None or block not in self.index)
 
 
-# With 2^32 blocks, the probability of any collision is about 2^-65, so tokens are not compared.
-DIGEST_BYTES = 16
-
-
 class PrefixIndex:
-    """Maps the digest of a full block to the block.
+    """Maps digests to blocks of a pool. prefixes.py says what a digest identifies.
 
-    Each digest covers the block's tokens and the digest of the block before it, as in vLLM's automatic prefix
-    caching. So it identifies all tokens up to the block's end, which its keys and values depend on. `salt`
-    identifies everything else that they depend on (weights, adapters).
+    The index lists a block once, and each digest has one block at most.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         pool.index = self
-        self.lookups = 0  # full blocks looked up
-        self.hits = 0  # full blocks found
-        self.salt = b""
-        # The number of times the index was cleared. Blocks computed in an earlier epoch must not be inserted.
-        self.epoch = 0
         self._blocks: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
 
@@ -147,62 +149,30 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._digests
 
-    def match(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the cached blocks of the longest prefix of `token_ids`, in order. The caller must retain them."""
-        found: list[int] = []
-        self.lookups += len(token_ids) // self.pool.block_size
-        for digest in self._chain(token_ids, b"", 0):
-            block = self._blocks.get(digest)
-            if block is None:
-                break
-            found.append(block)
-        self.hits += len(found)
-        return found
+    def find(self, digest: bytes) -> int | None:
+        """Return the block with this digest. The caller must retain it."""
+        return self._blocks.get(digest)
 
-    def insert(self, token_ids: Sequence[int], blocks: Sequence[int]) -> list[int]:
-        """Add the full blocks of a sequence to the index, and return those that were added.
-
-        If the index already has a block with the same content, it keeps that block.
-        """
-        # All digests are collected before the first is added, so that an error leaves the index as it was.
-        new: dict[int, bytes] = {}
-        num_indexed = 0
-        previous = b""
-        while num_indexed < len(blocks) and (digest := self._digests.get(blocks[num_indexed])) is not None:
-            previous, num_indexed = digest, num_indexed + 1
-        for number, digest in enumerate(self._chain(token_ids, previous, num_indexed), start=num_indexed):
-            if digest not in self._blocks and blocks[number] not in self._digests:
-                new[blocks[number]] = digest
-        self._blocks.update((digest, block) for block, digest in new.items())
-        self._digests.update(new)
-        return list(new)
+    def insert(self, digests: Sequence[bytes], blocks: Sequence[int]) -> list[int]:
+        """Add blocks, and return those that were added: what is listed already keeps its block, or its digest."""
+        # All are collected before the first is added, so that an error leaves the index as it was.
+        pairs = zip(digests, blocks, strict=True)
+        new = {d: block for d, block in pairs if d not in self._blocks and block not in self._digests}
+        self._blocks.update(new)
+        self._digests.update((block, digest) for digest, block in new.items())
+        return list(new.values())
 
     def remove(self, block: int) -> None:
         """Remove a block whose content is about to change. The blocks after it can no longer be found."""
         del self._blocks[self._digests.pop(block)]
 
-    def use_salt(self, salt: bytes) -> None:
-        """Clear the index if its blocks were computed with another salt."""
-        if salt != self.salt:
-            self.clear()
-            self.salt = salt
-
     def clear(self) -> None:
-        """Remove all blocks, because their content may be wrong (for example, the weights have changed)."""
-        self.epoch += 1
+        """Remove all blocks."""
         blocks = list(self._digests)
         self._blocks.clear()
         self._digests.clear()
         for block in blocks:
             self.pool.uncache(block)
-
-    def _chain(self, token_ids: Sequence[int], previous: bytes, first: int) -> Iterator[bytes]:
-        """Yield the digests of the full blocks from number `first` on. previous: the digest of the block before."""
-        size = self.pool.block_size
-        for number in range(first, len(token_ids) // size):
-            tokens = array("q", token_ids[number * size : (number + 1) * size]).tobytes()
-            previous = hashlib.blake2b(previous + tokens, digest_size=DIGEST_BYTES).digest()
-            yield previous
 
 
 Copy = Callable[[list[tuple[int, int]]], object]  # copies whole blocks, given as (source, destination)
@@ -330,17 +300,24 @@ class BlockTable:
             self.release()
             raise
 
-    def adopt(self, blocks: Sequence[int], num_tokens: int) -> None:
+    def adopt(self, blocks: Sequence[int], num_tokens: int, *, num_dropped_blocks: int = 0) -> None:
         """Start an empty table with `num_tokens` tokens that `blocks` already hold.
+
+        num_dropped_blocks: the blocks before them, which lie behind the window.
 
         Raises ValueError if the table is not empty, or if the tokens do not fill exactly these blocks.
         """
-        if self.blocks or self.num_tokens or len(blocks) != -(-num_tokens // self.pool.block_size):
+        num_filled = -(-num_tokens // self.pool.block_size)
+        if self.blocks or self.num_tokens or num_dropped_blocks + len(blocks) != num_filled:
             raise ValueError(
-                f"cannot adopt {len(blocks)} blocks as {num_tokens} tokens of a table of {self.num_tokens}"
+                f"cannot adopt {len(blocks)} blocks as {num_tokens} tokens of a table of {self.num_tokens}, behind "
+                f"{num_dropped_blocks} dropped blocks"
             )
         self._retain(blocks)
-        self.num_tokens = num_tokens
+        self.num_tokens, self.num_dropped_blocks = num_tokens, num_dropped_blocks
+
+    def mark(self, ends: Sequence[int]) -> None:
+        """Ask for a state after so many first tokens, for other sequences; keys and values need none."""
 
     def drop_before(self, token: int) -> None:
         """Release each full block whose tokens all come before `token`."""

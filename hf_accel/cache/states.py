@@ -1,7 +1,7 @@
 """States of fixed size: what a recurrent layer keeps after a token, in pages of one block for each state.
 
 A token's result needs the state after the token before it. A pass keeps the states of few tokens, so that drafts can
-be taken back, and of many tokens the last one alone.
+be taken back, and of many tokens the last one alone, and those where another prompt with the same beginning can go on.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from .pool import BlockPool, BlockTable, Copy, copy_nothing
 WINDOW = 2  # a token's result needs the state before it, and the pass makes its own
 MOST_STATES = 32  # of a pass whose tokens may be taken back
 FIRST_STATES = 8  # the initial capacity of a pool that grows
+MOST_SNAPSHOTS = 16  # the states of ended or longer sequences that are kept for prompts with the same beginning
 
 
 class StateTable(BlockTable):
     """The blocks of one sequence that hold its states.
 
-    blocks[i] holds the state after token tokens[i]; other tokens have no state.
+    blocks[i] holds the state after token tokens[i]; other tokens have no state. marks: the numbers of first tokens
+    after which a state is kept for other sequences, if there is room for it.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
         self.tokens: list[int] = []
+        self.marks: tuple[int, ...] = ()
 
     @property
     def num_held_tokens(self) -> int:
@@ -47,12 +50,20 @@ class StateTable(BlockTable):
         return min(num_blocks, MOST_STATES) if each else sys.maxsize if num_blocks else 0
 
     def append(self, num_tokens: int, copy: Copy = copy_nothing, *, each: bool = False) -> list[tuple[int, int]]:
-        count = self.blocks_needed(num_tokens, each=each)
-        self.pool.require(count)
+        kept = self.kept(num_tokens, each=each)
+        self.pool.require(len(kept))
         self.num_tokens += num_tokens
-        self.tokens += range(self.num_tokens - count, self.num_tokens)
-        self.blocks += [self.pool.allocate() for _ in range(count)]
+        self.tokens += kept
+        self.blocks += [self.pool.allocate() for _ in kept]
         return []
+
+    def kept(self, num_tokens: int, *, each: bool = False) -> list[int]:
+        """Return the tokens whose states `append` would keep."""
+        count, end = self.blocks_needed(num_tokens, each=each), self.num_tokens + num_tokens
+        needed = list(range(end - count, end))
+        room = sys.maxsize if self.pool.growable else self.pool.num_free - count
+        marked = [mark - 1 for mark in self.marks if self.num_tokens < mark <= end - count]
+        return marked[: max(0, room)] + needed
 
     def slots(self, start: int, stop: int) -> list[int]:
         """The slots of the states after tokens start..stop-1, of those that have one."""
@@ -87,8 +98,18 @@ class StateTable(BlockTable):
         other.num_tokens, other.tokens = self.num_tokens, list(self.tokens)
         return other
 
-    def adopt(self, blocks: Sequence[int], num_tokens: int) -> None:
-        raise ValueError("a beginning that sequences share has no state; such models share none")
+    def adopt(self, blocks: Sequence[int], num_tokens: int, *, num_dropped_blocks: int = 0) -> None:
+        """Start an empty table with the state after `num_tokens` tokens, which one block holds."""
+        if self.blocks or self.num_tokens or len(blocks) != min(1, num_tokens):
+            raise ValueError(
+                f"cannot adopt {len(blocks)} blocks as the state after {num_tokens} tokens, in a table of "
+                f"{self.num_tokens}"
+            )
+        self._retain(blocks)
+        self.num_tokens, self.tokens = num_tokens, [num_tokens - 1][: len(blocks)]
+
+    def mark(self, ends: Sequence[int]) -> None:
+        self.marks = tuple(ends)
 
     def drop_before(self, token: int) -> None:
         while self.tokens and self.tokens[0] < token:
@@ -97,7 +118,7 @@ class StateTable(BlockTable):
 
     def release(self) -> None:
         super().release()
-        self.tokens = []
+        self.tokens, self.marks = [], ()
 
 
 @dataclass
@@ -119,15 +140,16 @@ class StateGroup(PageGroup):
     A state is large, so there are pages for as many as were in use at a time, and not for all of the pool.
     """
 
-    def __init__(self, *, num_blocks: int, growable: bool) -> None:
+    def __init__(self, *, num_blocks: int, growable: bool, prefix_sharing: bool = False) -> None:
         super().__init__(
             window=WINDOW,
             num_blocks=num_blocks,
             block_size=1,
             growable=growable,
-            prefix_sharing=False,
+            prefix_sharing=prefix_sharing,
             quantized=None,
         )
+        self.pool.max_cached = MOST_SNAPSHOTS
         self._num_rows = FIRST_STATES
 
     @property
@@ -138,9 +160,24 @@ class StateGroup(PageGroup):
     def used_bytes(self) -> float:
         return self.nbytes * self.pool.num_used / self._num_rows
 
+    def first_needed(self, num_blocks: int, block_size: int) -> int:
+        return max(0, num_blocks - 1)
+
+    def publish(self, table: BlockTable, digests: Sequence[bytes], first: int) -> list[int]:
+        # Sequences of one pass are computed side by side, so a state cannot be read in the pass that writes it.
+        return []
+
+    def publish_states(self, table: BlockTable, digests: Sequence[bytes], block_size: int) -> None:
+        assert isinstance(table, StateTable) and self.index is not None
+        for token, block in zip(table.tokens, table.blocks, strict=True):
+            number, rest = divmod(token + 1, block_size)
+            if not rest and number <= len(digests):
+                self.index.insert(digests[number - 1 : number], [block])
+
     def append(self, table: BlockTable, num_tokens: int, *, each: bool = False) -> None:
-        # The pool gives a block that was never used only if all before it are in use: so these are the first ones.
-        needed = self.pool.num_used + table.blocks_needed(num_tokens, each=each)
+        # The pool gives a block that was never used only if all before it hold something: so these are the first ones.
+        assert isinstance(table, StateTable)
+        needed = self.pool.num_used + self.pool.num_cached + len(table.kept(num_tokens, each=each))
         if needed > self._num_rows:
             rows = max(needed, 2 * self._num_rows)
             for storage in self.storages.values():

@@ -227,6 +227,8 @@ class Batcher:
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, reaches_end = chunk.sequence, chunk.reaches_end
             sequence.num_computed += chunk.count
+            if chunk.count > 1 and sequence.cached is not None:
+                self.pages.publish_states(sequence.cached, sequence.num_computed)
             if reaches_end:
                 begin, end = end, end + 1 + len(draft.tokens)
                 followers = self.scheduler.fork(sequence) if sequence.followers else []
@@ -264,8 +266,9 @@ class Batcher:
         before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
         assert sequence.cached is not None
         sequence.cached.truncate(sequence.num_computed)
-        if sequence.num_computed // self.pages.block_size > (before - 1) // self.pages.block_size:
+        if sequence.num_computed // self.pages.sharing_size > (before - 1) // self.pages.sharing_size:
             self.pages.publish(sequence.cached, sequence.tokens[: sequence.num_computed])
+            self.pages.publish_states(sequence.cached, sequence.num_computed)
         if reason is not None:
             if sequence.keeps_pages:
                 sequence.kept_pages = sequence.cached.fork()

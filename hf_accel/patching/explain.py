@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..cache.hf.kinds import LayerKind, layer_kinds
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.recurrences import RECURRENCE
@@ -191,8 +190,7 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         return
     dtype = str(plan.model.dtype).removeprefix("torch.") if cache.dtype == "auto" else cache.dtype
     capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
-    # Blocks of a window, and states, are given back while a prompt is computed.
-    shares = cache.prefix_sharing and set(layer_kinds(plan.model.config)) == {LayerKind(None)}
+    shares = cache.prefix_sharing and not plan.model.config.is_encoder_decoder
     sharing = "prefixes shared" if shares else "prefixes not shared"
     yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
     if plan.context is not None:
@@ -203,7 +201,11 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         yield Line("generate", "all modes", "stock's loops", f"over the paged cache: {plan.stock_loop}")
         return
     yield Line("generate", "greedy, sampling", "ragged", "no padding; a sequence that has ended costs nothing")
-    yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
+    if plan.model.config.is_encoder_decoder:
+        yield Line("generate", "encoder's output", "computed once", "its keys and values are in pages, without padding")
+        yield Line("generate", "beams", "stock's loop", "over transformers' cache")
+    else:
+        yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
     yield Line("generate", "init_continuous_batching()", "ragged", "by the loop that an Engine runs")
     yield _speculation_line(plan)
 

@@ -109,7 +109,11 @@ def page_groups(
     distinct_kinds = sorted(dict.fromkeys(kinds), key=lambda kind: kind.recurs)
     num_blocks, growable = max(1, -(-tokens // settings.block_size)), settings.max_tokens is None
     groups = [
-        StateGroup(num_blocks=FIRST_STATES if growable else most_states(num_blocks), growable=growable)
+        StateGroup(
+            num_blocks=FIRST_STATES if growable else most_states(num_blocks),
+            growable=growable,
+            prefix_sharing=settings.prefix_sharing,
+        )
         if kind.recurs
         else PageGroup(
             window=kind.window,

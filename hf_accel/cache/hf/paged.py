@@ -272,7 +272,7 @@ class PagedCache(CacheOverPages):
 
     @property
     def has_prefixes(self) -> bool:
-        return bool(self.pages.index)
+        return self.pages.prefixes is not None and not self.pages.prefixes.is_empty
 
     def _set_columns(self) -> None:
         self._column_slots.clear()

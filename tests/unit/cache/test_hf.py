@@ -220,7 +220,7 @@ def test_tokens_that_were_taken_back_are_no_prefix() -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_random_prompts(kind: str) -> None:
     told = run_told(kind, 0, 60, capacity=64)
-    assert (told.cache.statistics()["prefix_hits"] > 0) == (kind == "full")
+    assert told.cache.statistics()["prefix_hits"] > 0
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -43,21 +43,21 @@ def test_cached_blocks_are_evicted_after_blank_ones_least_recently_used_first() 
     pool = BlockPool(4, block_size=1)
     index = PrefixIndex(pool)
     first, second = pool.allocate(), pool.allocate()
-    index.insert([1], [first])
-    index.insert([2], [second])
+    index.insert([b"1"], [first])
+    index.insert([b"2"], [second])
     pool.release(second)
     pool.release(first)
     assert pool.num_free == 4
     assert {pool.allocate(), pool.allocate()}.isdisjoint({first, second})
-    assert pool.allocate() == second and index.match([2]) == []
-    assert index.match([1]) == [first]
+    assert pool.allocate() == second and index.find(b"2") is None
+    assert index.find(b"1") == first
 
 
 def test_a_cached_block_is_revived_by_retain() -> None:
     pool = BlockPool(1, block_size=1)
     index = PrefixIndex(pool)
     block = pool.allocate()
-    index.insert([7], [block])
+    index.insert([b"7"], [block])
     pool.release(block)
     pool.retain(block)
     assert pool.reference_count(block) == 1
@@ -73,7 +73,7 @@ def test_only_a_private_block_that_no_index_vouches_for_is_writable() -> None:
     pool.retain(block)
     assert not pool.is_writable(block)
     pool.release(block)
-    index.insert([1], [block])
+    index.insert([b"1"], [block])
     assert not pool.is_writable(block)
     index.clear()
     assert pool.is_writable(block)
@@ -83,7 +83,7 @@ def test_clearing_the_index_blanks_cached_blocks() -> None:
     pool = BlockPool(1, block_size=1)
     index = PrefixIndex(pool)
     block = pool.allocate()
-    index.insert([1], [block])
+    index.insert([b"1"], [block])
     pool.release(block)
     index.clear()
     assert pool.num_free == 1 and pool.allocate() == block and len(index) == 0

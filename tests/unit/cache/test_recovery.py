@@ -21,12 +21,12 @@ def test_failed_append_evicts_nothing() -> None:
     index = PrefixIndex(pool)
     table = BlockTable(pool)
     table.append(12)
-    blocks, tokens = list(table.blocks), list(range(12))
-    index.insert(tokens, blocks)
+    blocks, digests = list(table.blocks), [b"first", b"second", b"third"]
+    index.insert(digests, blocks)
     table.release()
     with pytest.raises(OutOfBlocksError, match="8 of 8 blocks of 4 tokens are free, 9 are needed"):
         BlockTable(pool).append(33)
-    assert index.match(tokens) == blocks
+    assert [index.find(digest) for digest in digests] == blocks
 
 
 def test_freed_block_is_used_again_before_an_untouched_one() -> None:
@@ -165,10 +165,10 @@ def test_a_pass_that_stops_leaves_the_prefixes_of_others() -> None:
         for layer in range(2 if name == "known" else 1):
             cache.update(states(each), states(each), layer)
             cache.unread = None
-        assert len(cache.pages.match_prefix(each[0].tolist())) == each.shape[1] // 4
+        assert len(cache.pages.match_prefix(each[0].tolist()).digests) == each.shape[1] // 4
         cache.reset()
-    assert len(cache.pages.match_prefix(ids["known"][0].tolist())) == 2
-    assert len(cache.pages.match_prefix(ids["stopped"][0].tolist())) == 1
+    assert len(cache.pages.match_prefix(ids["known"][0].tolist()).digests) == 2
+    assert len(cache.pages.match_prefix(ids["stopped"][0].tolist()).digests) == 1
     assert cache.pages.groups[0].pool.num_used == 0
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from hf_accel.cache.pool import BlockPool, BlockTable, PrefixIndex
+from hf_accel.cache.prefixes import chain
 from hf_accel.errors import OutOfBlocksError
 
 
@@ -45,10 +46,10 @@ def test_no_copy_when_the_shared_block_is_full() -> None:
 def test_a_cropped_block_that_the_index_knows_is_copied_before_it_is_overwritten() -> None:
     table = table_of(4)
     index = PrefixIndex(table.pool)
-    index.insert([1, 2, 3, 4], table.blocks)
+    index.insert([b"1 2 3 4"], table.blocks)
     table.truncate(2)
     ((source, _),) = table.append(2)
-    assert index.match([1, 2, 3, 4]) == [source] != table.blocks
+    assert [index.find(b"1 2 3 4")] == [source] != table.blocks
 
 
 def test_truncate_releases_whole_blocks_and_refuses_what_it_has_not() -> None:
@@ -125,7 +126,8 @@ class Simulation:
         self.tables.append(table)
         self.tokens.append(tokens)
         prompt = [self.random.randrange(2) for _ in range(self.random.randrange(1, 14))]
-        shared = self.index.match(prompt)
+        found = [self.index.find(digest) for digest in chain(prompt, 4)]
+        shared = [block for block in found[: found.index(None) if None in found else None] if block is not None]
         table.adopt(shared, len(shared) * 4)
         self.adopted += len(shared)
         tokens += prompt[: len(shared) * 4]
@@ -148,7 +150,8 @@ class Simulation:
             self.memory[slot] = token
         tokens += new
         if not table.num_dropped_blocks:
-            self.index.insert(tokens, table.blocks)
+            digests = list(chain(tokens, 4))
+            self.index.insert(digests, table.blocks[: len(digests)])
 
     def fork(self) -> None:
         row = self.pick()

@@ -40,7 +40,7 @@ POINTS: list[tuple[type, str]] = [
     (BlockPool, "retain"),
     (BlockTable, "fork"),
     (PageGroup, "table_tensor"),
-    (PrefixIndex, "match"),
+    (PrefixIndex, "find"),
     (PrefixIndex, "insert"),
     (PrefixIndex, "remove"),
     (Slots, "copy"),
