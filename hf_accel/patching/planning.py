@@ -22,6 +22,7 @@ from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
+from ..generation.hf.drafting import NO_DRAFTS
 from ..hardware import detect, read_bandwidth
 from ..kernels import triton
 from ..kernels.cpu.library import FLOATS
@@ -154,8 +155,9 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
 def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:
     """Return why generate stays on transformers' loops; raises if speculation was asked for, which they lack."""
     refusal = stock_cache or loop_refusal(model)
-    if refusal is not None and config.speculative is not None:
-        raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
+    no_drafts = refusal or (NO_DRAFTS if model.config.is_encoder_decoder else None)
+    if no_drafts is not None and config.speculative is not None:
+        raise UnsupportedError(f"speculative= was asked for, but {no_drafts}; leave speculative= out")
     return refusal
 
 

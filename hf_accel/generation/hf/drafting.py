@@ -34,6 +34,9 @@ from .refusals import ragged_refusal
 from .vocabulary import vocabulary_refusal
 
 
+NO_DRAFTS = "nothing drafts for an encoder-decoder"
+
+
 def make_speculation(
     config: SpeculativeConfig, runner: ModelRunner, pages: Pages, controller: Controller | None = None
 ) -> Speculation:
@@ -184,10 +187,20 @@ def _twin(state: GenerationState, model: PreTrainedModel, weights: str | None) -
     return draft
 
 
+def refuse_drafts(model: PreTrainedModel) -> None:
+    """Raise UnsupportedError for a model for which nothing can draft."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"speculative= was asked for, but {NO_DRAFTS}, as {type(model).__name__} is; leave speculative= out"
+        )
+
+
 def assisted(
     model: Any, generation_config: Any, assistant_model: Any, assistant_tokenizer: Any
 ) -> tuple[SpeculativeConfig, str | None]:
     """Return the SpeculativeConfig of a call, and why transformers' own loop must serve it (None if it need not)."""
+    if model.config.is_encoder_decoder:
+        return SpeculativeConfig(), NO_DRAFTS
     if assistant_tokenizer is not None:
         return SpeculativeConfig(), "the draft model has another tokenizer"
     lookup = generation_config.prompt_lookup_num_tokens

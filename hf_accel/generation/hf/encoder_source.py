@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from ...errors import UnsupportedError
+from ...tensors import model_device
 from ...undo.state import state_of
 from .generation_state import LoopCall
 
@@ -39,6 +43,41 @@ def sources(call: LoopCall) -> list[Tensor | None]:
     if mask is None or not _hides(call):
         return list(states)
     return [row[kept != 0] for row, kept in zip(states, mask, strict=True)]
+
+
+# -- prompts that are given as token ids --------------------------------------------------------------------
+
+
+def prompts_refusal(model: Any) -> str | None:
+    """Return why requests of this model cannot be lists of token ids, as one clause; None if they can."""
+    if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
+        return f"{type(model).__name__} reads {model.main_input_name}, and no token ids"
+    return None
+
+
+def decoder_prompt(model: PreTrainedModel, config: Any, ids: list[int]) -> tuple[list[int], list[int]]:
+    """Return the tokens with which the sequences of a prompt begin, and the token ids of the encoder, if it has one.
+
+    config: a complete GenerationConfig. Raises UnsupportedError for settings that need the encoder's ids themselves.
+    """
+    if not model.config.is_encoder_decoder:
+        return ids, []
+    for name, plain in (("encoder_repetition_penalty", 1.0), ("encoder_no_repeat_ngram_size", 0)):
+        if getattr(config, name, None) not in (None, plain):
+            raise UnsupportedError(f"continuous batching cannot serve {name}=; use generate()")
+    start = config._decoder_start_token_tensor
+    if start is None:
+        raise UnsupportedError(f"{type(model).__name__} has no decoder_start_token_id; set it in generation_config")
+    return start.flatten().tolist()[:1], ids
+
+
+@torch.no_grad()
+def encoded(model: Any, ids: list[int]) -> Tensor:
+    """Run the encoder of a model on T token ids of one request; returns its output [T, C]."""
+    inputs = torch.tensor([ids], device=model_device(model))
+    output = model.get_encoder()(input_ids=inputs, attention_mask=torch.ones_like(inputs), return_dict=True)
+    states: Tensor = output.last_hidden_state[0]
+    return states
 
 
 def _hides(call: LoopCall) -> bool:

@@ -26,6 +26,7 @@ from ...undo.state import state_of
 from .batch import generate_batch, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
+from .encoder_source import prompts_refusal
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
@@ -113,6 +114,8 @@ class AcceleratedGeneration(WritesModelCard):
     def _can_use_assistant(self, arguments: dict[str, Any]) -> bool:
         if ragged_refusal(self) is not None or "assistant_tokenizer" in arguments:  # type: ignore[arg-type]
             return False
+        if self.config.is_encoder_decoder:  # type: ignore[attr-defined]
+            return False  # nothing drafts for it
         assistant = arguments.get("assistant_model")
         return assistant is None or assistant_refusal(self, assistant) is None
 
@@ -225,7 +228,7 @@ class AcceleratedGeneration(WritesModelCard):
         if not len(inputs):
             return {}
         continuous_batching_config, kwargs = with_fields(continuous_batching_config, kwargs)
-        refusal = ragged_refusal(self)  # type: ignore[arg-type]
+        refusal = ragged_refusal(self) or prompts_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
             refuse_batching(self)  # type: ignore[arg-type]
             self._refuse_batch(generation_config, speculative, refusal)

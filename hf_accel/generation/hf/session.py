@@ -21,8 +21,9 @@ from ..batcher import Batcher, Progress
 from ..sequence import Sequence
 from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
-from .drafting import keep_controller, make_speculation, remake_drafts
+from .drafting import keep_controller, make_speculation, refuse_drafts, remake_drafts
 from .encoder_decoder_runner import EncoderDecoderRunner
+from .encoder_source import encoded
 from .graphed_runner import GraphedRunner, make_runner
 from .model_runner import ModelRunner, weights_salt
 
@@ -84,6 +85,7 @@ class Session(Batcher):
             runner = kind(model, pages.groups, group_of_layer)
         speculation = None
         if speculative is not None:
+            refuse_drafts(model)
             speculation = make_speculation(speculative, runner, pages, controller)
         super().__init__(
             runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
@@ -93,12 +95,19 @@ class Session(Batcher):
         self._learns = speculative if controller is None else None
 
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
-        """Add a sequence; see Batcher.add. Prefixes of another model are dropped if there is no other sequence."""
+        """Add a sequence; see Batcher.add. Prefixes of another model are dropped if there is no other sequence.
+
+        The encoder of an encoder-decoder is run for a sequence that has source_ids.
+        """
         if not self.has_work:
             self._fit_windows()
             self._look()
         if self.agreement.size > 1:
             self._agree_on(sequence)
+        if sequence.source_ids and sequence.source is None:
+            source = encoded(self.model, sequence.source_ids)
+            for each in (sequence, *sequence.followers):
+                each.source = source
         super().add(sequence, cached)
 
     def _fit_windows(self) -> None:
