@@ -17,8 +17,8 @@ from ..kernels.layouts import KV, AttentionOptions, Ragged
 class AttentionSpec:
     """The needs of a group of layers' attention, known before there are tensors.
 
-    window, softcap: see AttentionOptions. sinks, dropout: whether there are any. quantized_kv: int8, fp8 or int4
-    pages.
+    window, softcap: see AttentionOptions. sinks, dropout, bias: whether there are any. quantized_kv: int8, fp8 or
+    int4 pages.
     """
 
     dtype: torch.dtype
@@ -32,10 +32,11 @@ class AttentionSpec:
     sinks: bool = False
     quantized_kv: bool = False
     dropout: bool = False
+    bias: bool = False
 
 
 class AttentionBackend(ABC):
-    """softmax(softcap(scale * q k^T) + mask) v over three layouts of the same operands (hf_accel/kernels/layouts.py).
+    """softmax(softcap(scale * q k^T) + mask + bias) v over three layouts of the same operands (hf_accel/kernels/layouts.py).
 
     Heads: Hq query heads read Hkv key heads in order, G = Hq / Hkv of them each; K and V are never repeated.
     A query that sees no key gets zeros. Results have the dtype of q.
@@ -52,14 +53,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def dense(self, q: Tensor, kv: KV, options: AttentionOptions, *, mask: Tensor | None = None) -> Tensor:
-        """q [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv]; differentiable.
+        """q [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv]; differentiable; options.bias is not added.
 
         mask: broadcastable to [B, Hq, Q, T], bool (True attends) or floating (added; -inf hides).
         mask, causal and window combine: a key must be visible to all of them.
         """
 
     def packed(self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions) -> Tensor:
-        """q [N, Hq, D] over a packed kv -> [N, Hq, Dv]; differentiable."""
+        """q [N, Hq, D] over a packed kv -> [N, Hq, Dv]; differentiable; options.bias is not added."""
         starts, key_starts = ragged.cu_q.tolist(), ragged.cu_k.tolist()
         parts = [q.new_zeros(0, q.shape[1], kv.v.shape[2])]
         for queries, keys in zip(pairwise(starts), pairwise(key_starts), strict=True):

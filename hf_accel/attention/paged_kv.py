@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache.quantized import dequantize, rotate
-from ..kernels.layouts import KV, Ragged
+from ..kernels.layouts import KV, PositionBias, Ragged
 from .masking import visible_keys
 
 
@@ -50,6 +50,15 @@ def gather_sequence(pages: KV, ragged: Ragged, sequence: PagedSequence, dtype: t
     assert ragged.block_table is not None
     k, v, *_ = gather(pages, ragged.block_table[sequence.number, sequence.blocks].unsqueeze(0), dtype)
     return KV(k[:, :, : sequence.num_keys], v[:, :, : sequence.num_keys])
+
+
+def sequence_bias(bias: PositionBias | None, sequence: PagedSequence, block_size: int) -> Tensor | None:
+    """Return what is added to the scores of a sequence's queries and gathered keys, [Hq, Q, T]."""
+    if bias is None:
+        return None
+    before, stop = sequence.first_block * block_size, sequence.num_keys
+    positions = torch.arange(min(0, stop - sequence.num_queries), stop, device=bias.table.device) + before
+    return bias.between(positions[-sequence.num_queries :], positions[-stop:])
 
 
 def gather(pages: KV, blocks: Tensor, dtype: torch.dtype) -> KV:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.layouts import KV, AttentionOptions, Ragged
 from .contract import AttentionBackend, AttentionSpec, empty_lse
 from .masking import apply_mask, row_blocks
-from .paged_kv import gather_sequence, paged_sequences, rotated_like_pages
+from .paged_kv import gather_sequence, paged_sequences, rotated_like_pages, sequence_bias
 
 ROWS_AT_A_TIME = 256  # bounds the scores of a long prompt
 
@@ -34,7 +34,7 @@ class ReferenceBackend(AttentionBackend):
         for sequence in paged_sequences(ragged, block_size=kv.k.shape[2], window=options.window):
             used = gather_sequence(kv, ragged, sequence, torch.float32)
             rows = exact[sequence.queries].transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]
-            part, part_lse = attend(rows, used, None, options)
+            part, part_lse = attend(rows, used, sequence_bias(options.bias, sequence, kv.k.shape[2]), options)
             out[sequence.queries] = rotated_like_pages(part[0].transpose(0, 1), kv).to(q.dtype)
             lse[sequence.queries] = part_lse[0].transpose(0, 1).float()
         return (out, lse) if return_lse else out

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..kernels.layouts import KV, AttentionOptions, Ragged
 from .contract import AttentionBackend, AttentionSpec, empty_lse
-from .masking import apply_mask, hidden, row_blocks, visible
-from .paged_kv import PagedSequence, gather, gather_sequence, paged_sequences, rotated_like_pages
+from .masking import apply_mask, hidden, restrict, row_blocks, visible
+from .paged_kv import PagedSequence, gather, gather_sequence, paged_sequences, rotated_like_pages, sequence_bias
 
 
 class SdpaBackend(AttentionBackend):
@@ -127,12 +127,14 @@ def paged_attention(
     sequences = paged_sequences(ragged, block_size=block_size, window=options.window)
     for batch in batches(sequences, max_blocks=MAX_BYTES // block_bytes, max_padding=MAX_PADDING // block_size):
         rows: Tensor | slice = batch[0].queries
-        mask = None
+        own = options
         if len(batch) > 1:
-            rows, kv, mask = padded_together(pages, ragged, batch, window=options.window, dtype=q.dtype)
+            rows, kv, mask = padded_together(pages, ragged, batch, options=options, dtype=q.dtype)
+            own = options._replace(causal=False, window=None)
         else:
             kv = gather_sequence(pages, ragged, batch[0], q.dtype)
-        own = options if mask is None else options._replace(causal=False, window=None)
+            mask = sequence_bias(options.bias, batch[0], block_size)
+            mask = None if mask is None else mask.unsqueeze(0)
         queries = q[rows].view(len(batch), -1, *q.shape[1:]).transpose(1, 2)  # [B, Hq, Q, D]
         part, part_lse = attend(queries, kv, mask, own, return_lse=return_lse)
         out[rows] = part.transpose(1, 2).flatten(0, 1)
@@ -162,7 +164,7 @@ def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding:
 
 
 def padded_together(
-    pages: KV, ragged: Ragged, batch: list[PagedSequence], *, window: int | None, dtype: torch.dtype
+    pages: KV, ragged: Ragged, batch: list[PagedSequence], *, options: AttentionOptions, dtype: torch.dtype
 ) -> tuple[Tensor, KV, Tensor]:
     """Pad several sequences to the blocks of the last one: query rows [B * Q], keys, and who sees which key."""
     block_table, device = ragged.block_table, ragged.cu_q.device
@@ -176,10 +178,12 @@ def padded_together(
     kv = gather(pages, torch.where(needed, blocks, blocks[-1, 0]), dtype)
     clear_unused(kv.v.view(*kv.v.shape[:2], len(steps), -1, kv.v.shape[3]), num_blocks - 1, num_keys)
     query = torch.arange(batch[0].num_queries, device=device)
-    seen = visible(
-        num_keys - len(query) + query, torch.arange(kv.k.shape[2], device=device), causal=True, window=window
-    )
-    return (first_query + query).flatten(), kv, seen.unsqueeze(1)
+    places, keys = num_keys - len(query) + query, torch.arange(kv.k.shape[2], device=device)
+    seen = visible(places, keys, causal=True, window=options.window).unsqueeze(1)
+    if options.bias is None:
+        return (first_query + query).flatten(), kv, seen
+    before = first_block * pages.k.shape[2]
+    return (first_query + query).flatten(), kv, restrict(options.bias.between(places + before, keys + before), seen)
 
 
 def clear_unused(values: Tensor, last_block: Tensor, num_keys: Tensor) -> None:

@@ -36,6 +36,8 @@ class TritonBackend(AttentionBackend):
             return reason
         if spec.dtype not in DTYPES:
             return f"it computes in float32, bfloat16 and float16, not in {spec.dtype}".replace("torch.", "")
+        if spec.bias:
+            return "its kernel adds no bias of positions to the scores"
         largest = max(spec.head_dim, spec.value_dim)
         return None if largest <= LARGEST_DIM else f"heads of {largest} numbers are larger than its {LARGEST_DIM}"
 

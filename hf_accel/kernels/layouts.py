@@ -70,12 +70,35 @@ class Ragged(NamedTuple):
         return (blocks * block_size + places % block_size).masked_fill_(places < 0, -1)
 
 
+class PositionBias(NamedTuple):
+    """Numbers that are added to the scores by positions, which begin at 0 in each sequence.
+
+    table: float32 [Hq, M]. by_distance: whether its column M - 1 - d is for keys that stand d tokens before the query
+    (d >= 0); if not, its column p is for the key at position p. M is at least the length of the longest sequence.
+    The method is ALiBi (Press et al. 2021, "Train Short, Test Long", arXiv 2108.12409), or any other such numbers.
+    """
+
+    table: Tensor
+    by_distance: bool
+
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the numbers for queries at positions [..., Q] and keys at [..., T], [..., Hq, Q, T]; of keys behind
+        the query, any numbers."""
+        if not self.by_distance:
+            columns = keys.unsqueeze(-2).expand(*queries.shape, keys.shape[-1])
+        else:
+            columns = self.table.shape[1] - 1 - (queries.unsqueeze(-1) - keys.unsqueeze(-2))
+        found = self.table[:, columns.clamp(0, self.table.shape[1] - 1)]  # [Hq, ..., Q, T]
+        return found.movedim(0, -3)
+
+
 class AttentionOptions(NamedTuple):
     """The options of attention over q, k and v, besides the mask of a call.
 
     scale: of the scores. causal: bottom-right; query i of Q stands at position p = T - Q + i of T keys and sees the
     keys up to p. window: keys a query sees, itself included; None for all. softcap: bound of the scores (Gemma-2).
-    sinks [Hq]: exp(sink) is added to the softmax denominator (gpt-oss). dropout: of the weights.
+    sinks [Hq]: exp(sink) is added to the softmax denominator (gpt-oss). dropout: of the weights. bias: it is added
+    after the scale and the softcap; only attention over pages has one.
     """
 
     scale: float
@@ -84,3 +107,4 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
+    bias: PositionBias | None = None

@@ -11,12 +11,21 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
-from ..attention.hf.stock import attention_refusals, eager_agrees, modules_outside, stock_implementation, stock_parts
+from ..attention.hf.stock import (
+    answer_once,
+    attention_refusals,
+    eager_agrees,
+    modules_outside,
+    stock_implementation,
+    stock_parts,
+)
 from ..cache.hf import NOT_PAGED, layer_kinds, layer_windows
+from ..cache.hf.kinds import LayerKind
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import is_known_convolution
+from ..fused.hf.operators import OperatorModel, operator_model
 from ..fused.hf.recurrences import is_known_recurrence, recurrent_pages_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
@@ -79,7 +88,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} does not generate text"
     refusal = model_attention_refusal(model)
     if refusal is not None:
-        return refusal
+        return operator_refusal(model, refusal)
     if getattr(layers_config(model.config), "kv_lora_rank", None):
         return f"{name} caches compressed keys and makes K from them on the way to its attention"
     if not getattr(layers_config(model.config), "is_causal", True):
@@ -99,6 +108,28 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     return _bidirectional_refusal(model)
 
 
+def known_operators(model: PreTrainedModel) -> OperatorModel | None:
+    """Return what is known of a model that attends by torch's operators, if its pages can be read that way."""
+    known = answer_once(operator_model, model)
+    is_ours = isinstance(known, OperatorModel) and model_attention_refusal(model) is not None
+    return known if is_ours and split_of(model) is None else None  # type: ignore[return-value]
+
+
+def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
+    """Return why a model whose attention cannot be ours cannot read pages, as one clause; None if it can.
+
+    refusal: why its attention cannot be ours.
+    """
+    if known_operators(model) is None:
+        known = answer_once(operator_model, model)
+        return f"{refusal}, and {known}" if isinstance(known, str) else refusal
+    try:
+        kinds = layer_kinds(model.config)
+    except UnsupportedError as error:
+        return str(error).removesuffix(f"; {NOT_PAGED}")
+    return refusal if any(kind != LayerKind(None) for kind in kinds) else None
+
+
 # Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
 # before. A method that uses this name is therefore allowed.
 LONG_ROPE = "original_max_position_embeddings"
@@ -110,7 +141,7 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
         return decoder_loop_refusal(model)
     name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
-    if "position_ids" not in parameters:
+    if "position_ids" not in parameters and known_operators(model) is None:
         return f"{name} takes no position_ids"
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if set(needed) - {"self", "input_ids"}:
@@ -131,7 +162,9 @@ def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | No
     quantized = None if cache is None else QUANTIZED.get(cache.dtype)
     if quantized is None:
         return None
+    operators = known_operators(model)
     specs = [site.spec for site in attention_sites(model, quantized_kv=True)]
+    specs += [] if operators is None else operators.specs
     refusals = (dim_refusal(dim, quantized) for spec in specs for dim in (spec.head_dim, spec.value_dim))
     return next(filter(None, refusals), None)
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
-from ..attention.hf.stock import asked_once, stock_implementation
+from ..attention.hf.stock import answer_once, stock_implementation
 from ..cache.hf import page_groups
 from ..cache.pages import CachedSequence, Pages, TokenRange
 from ..config import CacheConfig
@@ -47,7 +47,7 @@ def decoder_refusal(model: PreTrainedModel) -> str | None:
         return None  # nothing can be tried before the weights are there
     if model_device(model).type != "cpu":
         return f"{name} is an encoder-decoder, whose pages are read on a CPU alone"
-    hides = asked_once(mask_hides_rows, model)
+    hides = answer_once(mask_hides_rows, model)
     return f"{name} computes something else over pages than stock does" if hides is None else None
 
 
@@ -66,7 +66,7 @@ def rows_hidden_in(model: PreTrainedModel) -> bool | None:
     """Return mask_hides_rows of an encoder-decoder; None for any other model, and on the meta device."""
     if not model.config.is_encoder_decoder or model_device(model).type == "meta":
         return None
-    return asked_once(mask_hides_rows, model)
+    return answer_once(mask_hides_rows, model)
 
 
 def mask_hides_rows(model: PreTrainedModel) -> bool | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
+from ..fused.hf.operators import OPERATORS
 from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
@@ -127,6 +128,7 @@ FUSED_KINDS = {
     "conv1d": ("float Conv1Ds", "torch, in float32"),
     CONVOLUTION: ("short convolutions", "inputs in pages"),
     RECURRENCE: ("recurrent layers", "states in pages"),
+    OPERATORS: ("attention modules by operators", "over pages"),
 }
 
 KNOWN_BY = {

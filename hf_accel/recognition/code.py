@@ -174,13 +174,14 @@ class AttentionCode:
     attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
     ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
     function can be ours. eager: the name, in the class's file, of the attention function that it uses if no other is
-    chosen.
+    chosen. by_operators: whether it updates the cache, and then attends by torch's operators.
     """
 
     attends: bool = False
     eager: str | None = None
     refusal: str | None = None
     unpaged: str | None = None
+    by_operators: bool = False
 
 
 def code_of(module: Any) -> AttentionCode:
@@ -209,13 +210,15 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     for function in functions:
         refusals += [f"{name} {clause}" for call in calls[id(function)] for clause in _call_refusals(function, call)]
         unpaged += [f"{name} {clause}" for clause in _cache_refusals(function, calls[id(function)])]
-    if not attends and _computes_attention(name, functions):
+    by_operators = not attends and _computes_attention(name, functions)
+    if by_operators:
         refusals.append(f"{name} computes attention by itself")
     return AttentionCode(
         attends=attends,
         eager=next((eager for function in functions for eager in _eager_names(function)), None),
         refusal=next(iter(refusals), None),
         unpaged=next(iter(unpaged), None),
+        by_operators=by_operators and any(map(_updates_a_cache, functions)),
     )
 
 
@@ -403,6 +406,14 @@ def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterato
         yield "changes K or V between the cache and its attention function"
 
 
+def _updates_a_cache(function: ast.FunctionDef) -> bool:
+    caches = _caches(function)
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "update" and getattr(node.value, "id", None) in caches
+        for node in ast.walk(function)
+    )
+
+
 def _caches(function: ast.FunctionDef) -> set[str]:
     """Return the names of the cache: parameters, and variables that they are assigned to."""
     names = set(CACHE_NAMES & _parameters(function))
@@ -442,7 +453,7 @@ def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, b
 
 # -- attention without the interface -----------------------------------------------------------------------
 
-OPERATORS = ("softmax", "scaled_dot_product_attention")
+OPERATORS = ("softmax", "Softmax", "scaled_dot_product_attention")
 
 
 def _computes_attention(name: str, functions: list[ast.FunctionDef]) -> bool:

@@ -33,6 +33,8 @@ class Record:
     than those of a head; None for as many. layer_idx: the layer of the cache that is written, None if there is none.
     """
 
+    mask_hides = False  # a caller may give a mask with any numbers
+
     def __init__(self, dtype: torch.dtype, *, table_size: int | None = None, device: torch.device) -> None:
         self.dtype, self.table_size, self.device = dtype, table_size, device
         self.operations: list[Operation] = []
@@ -236,6 +238,9 @@ class Record:
             "biased": scores.is_biased, "adds_mask": True,
         }  # fmt: skip
         return replace(self._attend((scores.query, scores.key, value), (), values), transposed=True)
+
+    def choose(self, condition: Any, scores: Scores, other: Any) -> Scores:
+        raise UntraceableError("it calls where")
 
     def attend_positions(
         self, known: tuple[nn.Module, PositionAttention], x: StandIn, mask: Any, output_attentions: bool = False,

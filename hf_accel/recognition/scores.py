@@ -1,12 +1,18 @@
-"""Stand-ins for the scores of attention that a layer's code computes by torch's operators."""
+"""Stand-ins for the scores of attention that a layer's code computes by torch's operators.
+
+They know what code does with scores: it scales them, adds a mask and a bias, takes their softmax, and multiplies values
+by it. Who made them says what happens then: a trace records an operation, a pass attends over its pages.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .operation import UntraceableError
 
@@ -14,14 +20,18 @@ from .operation import UntraceableError
 class Attending(Protocol):
     """The scores ask these things of the trace that their query comes from.
 
-    mask, bias: the stand-ins for what the code may add to them.
+    mask, bias: the stand-ins for what the code may add to them. mask_hides: whether the mask does nothing but hide
+    keys, so that a positive factor does not change it.
     """
 
     dtype: torch.dtype
+    mask_hides: bool
     mask: Any
     bias: Any
 
     def attend_by(self, scores: Scores, value: Any) -> Any: ...
+
+    def choose(self, condition: Any, scores: Scores, other: Any) -> Scores: ...
 
 
 class TransposedKeys:
@@ -34,12 +44,59 @@ class TransposedKeys:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is torch.matmul and len(args) == 2 and not kwargs:
-            return args[0] @ args[1]
+        if function in PRODUCTS and len(args) == 2 and not kwargs and isinstance(args[1], cls):
+            return args[1].times(args[0])
+        if function is torch.baddbmm and len(args) == 3 and isinstance(args[2], cls) and is_zero(args[0]):
+            return scaled_sum(*args[1:], **(kwargs or {}))
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+    def times(self, query: Any) -> Scores:
+        """Return the scores of queries [..., T, dim]."""
+        scores: Scores = self.keys.scores_of(query)
+        return scores
 
     def __getattr__(self, name: str) -> Any:
         raise UntraceableError(f"it calls Tensor.{name}")
+
+
+PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+
+
+def is_zero(x: Any) -> bool:
+    """Return whether x is a tensor of zeros."""
+    return isinstance(x, Tensor) and not x.count_nonzero()
+
+
+def scaled_sum(query: Any, key: Any, beta: Any = 1, alpha: Any = 1, bias: Any = None) -> Scores:
+    """Return what baddbmm makes of a bias: beta * bias + alpha * query key^T."""
+    if not isinstance(key, TransposedKeys) or (bias is not None and beta != 1):
+        raise UntraceableError("it multiplies tensors that are not queries and keys")
+    scores = key.times(query) * alpha
+    return scores if bias is None else scores + bias
+
+
+class AddedBias:
+    """A bias of positions, which code may add to scores, or cut to the length of the keys before it does so.
+
+    like: the tensor that it stands for, whose shape the code may read.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.shape = like.shape
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def __getitem__(self, index: Any) -> AddedBias:
+        return self
+
+    def baddbmm(self, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Scores:
+        return scaled_sum(batch1, batch2, beta, alpha, self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UntraceableError(f"it calls Tensor.{name} of its bias")
 
 
 class Scores:
@@ -54,18 +111,29 @@ class Scores:
         self.factor, self.is_biased, self.is_masked, self.is_softmax = 1.0, False, False, False
 
     def __mul__(self, number: Any) -> Scores:
-        if type(number) not in (int, float) or self.is_biased or self.is_masked or self.is_softmax:
-            raise UntraceableError("it multiplies scores by more than a number")
         scaled = copy.copy(self)
-        scaled.factor = self.factor * number
+        scaled *= number
         return scaled
+
+    def __imul__(self, number: Any) -> Scores:
+        is_number = type(number) in (int, float)
+        scales_mask = self.is_masked and not (self.trace.mask_hides and is_number and number > 0)
+        if not is_number or scales_mask or self.is_biased or self.is_softmax:
+            raise UntraceableError("it multiplies scores by more than a number")
+        self.factor *= number
+        return self
 
     __rmul__ = __mul__
 
     def __truediv__(self, number: Any) -> Scores:
+        divided = copy.copy(self)
+        divided /= number
+        return divided
+
+    def __itruediv__(self, number: Any) -> Scores:
         if type(number) not in (int, float) or number == 0:
             raise UntraceableError("it divides scores by more than a number")
-        return self.__mul__(1 / float(number))
+        return self.__imul__(1 / float(number))
 
     def __add__(self, other: Any) -> Scores:
         added = copy.copy(self)
@@ -73,7 +141,7 @@ class Scores:
         return added
 
     def __iadd__(self, other: Any) -> Scores:
-        if other is self.trace.mask and not (self.is_masked or self.is_softmax):
+        if other is self.trace.mask and not (self.is_softmax or (self.is_masked and not self.trace.mask_hides)):
             self.is_masked = True
         elif other is self.trace.bias and not (self.is_biased or self.is_softmax):
             self.is_biased = True
@@ -81,10 +149,30 @@ class Scores:
             raise UntraceableError("it adds something else to scores than a mask and a bias")
         return self
 
-    def _in_place(self, other: Any) -> Any:
-        raise UntraceableError("it writes to scores in place")
+    def masked_fill(self, mask: Any, value: Any) -> Scores:
+        lowest = (-math.inf, torch.finfo(self.trace.dtype).min, torch.finfo(torch.float32).min)
+        if value not in lowest or not self.trace.mask_hides:
+            raise UntraceableError("it fills scores with other numbers than the lowest")
+        return self + mask
 
-    __imul__ = __itruediv__ = _in_place
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return (*self.query.shape[:-1], self.key.shape[-2])
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def device(self) -> Any:
+        return self.query.device
+
+    def view(self, *sizes: Any) -> Scores:
+        return self
+
+    reshape = view
+
+    def float(self) -> Scores:
+        return self.to(torch.float32)
 
     def softmax(self, dim: Any, dtype: Any = None) -> Scores:
         if dim not in (-1, 3) or dtype not in (None, torch.float32, self.dtype) or self.is_softmax:
@@ -94,7 +182,8 @@ class Scores:
         return weights
 
     def to(self, dtype: Any) -> Scores:
-        if dtype is not self.trace.dtype or not self.is_softmax:
+        # Scores are computed in float32 in any case.
+        if dtype is not (self.trace.dtype if self.is_softmax else torch.float32):
             raise UntraceableError("it computes scores in another dtype")
         weights = copy.copy(self)
         weights.dtype = dtype
@@ -125,9 +214,19 @@ class Scores:
                 return scores.softmax(*args[1:2], **given)
             if function is F.dropout and not drops(*args[1:], **given):
                 return scores
-            if function is torch.matmul and len(args) == 2 and not given:
+            if function in (torch.matmul, torch.bmm) and len(args) == 2 and not given:
                 return scores @ args[1]
+            # The lowest number of a dtype, which no score is below.
+            if function is torch.max and len(args) == 2 and is_lowest(args[1]) and not given:
+                return scores
+        if function is torch.where and len(args) == 3 and isinstance(args[1], cls) and not given:
+            return args[1].trace.choose(*args)
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+
+def is_lowest(number: Any) -> bool:
+    """Return whether a tensor holds the lowest number of its dtype alone."""
+    return isinstance(number, Tensor) and number.ndim == 0 and bool(number == torch.finfo(number.dtype).min)
 
 
 def drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:

@@ -179,9 +179,15 @@ class StandIn:
         return self
 
     def __matmul__(self, other: Any) -> Scores:
-        if not isinstance(other, TransposedKeys) or not self.transposed or self.heads != other.keys.heads:
+        if not isinstance(other, TransposedKeys):
             raise UntraceableError("it multiplies tensors that are not queries and keys")
-        return Scores(self.trace, self, other.keys)
+        return other.times(self)
+
+    def scores_of(self, query: Any) -> Scores:
+        """Return the scores of queries and these keys."""
+        if not isinstance(query, StandIn) or not query.transposed or query.heads != self.heads:
+            raise UntraceableError("it multiplies tensors that are not queries and keys")
+        return Scores(self.trace, query, self)
 
     def to(self, dtype: Any) -> StandIn:
         if dtype is not self.trace.dtype:

@@ -114,6 +114,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "LukeConfig": {"entity_vocab_size": 64, "entity_emb_size": 32},
     "Mamba2Config": {"num_heads": 8},
     "MiniCPM3Config": {"dim_model_base": 32},
+    "MptConfig": {"use_cache": True},
     "MllamaVisionConfig": {"max_num_tiles": 4, "intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
     "MllamaTextConfig": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},

@@ -227,7 +227,12 @@ def _backend(
     )
     if planned is None:
         return _choose(spec, "auto", row_invariant=False)
-    return _choose(spec, planned.backend.name, row_invariant=planned.backend.row_invariant)
+    return choose_again(spec, planned.backend)
+
+
+def choose_again(spec: AttentionSpec, planned: AttentionBackend) -> AttentionBackend:
+    """Return the backend for a call that does not fit the plan: one of the same name if that serves."""
+    return _choose(spec, planned.name, row_invariant=planned.row_invariant)
 
 
 @lru_cache(maxsize=4096)

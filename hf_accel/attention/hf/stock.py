@@ -143,9 +143,8 @@ def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
 
 
 Refusals = list[tuple[PreTrainedModel, str, str]]
-# The answers to questions about a model, by question and the id of the model, while nobody changes it; None: it may
-# change.
-_answered: ContextVar[dict[tuple[object, int], Any] | None] = ContextVar("answered", default=None)
+# The answers about models by the question and the id of the model, while nobody changes it; None: it may change.
+_answered: ContextVar[dict[tuple[Any, int], Any] | None] = ContextVar("answered", default=None)
 Asking = TypeVar("Asking", bound=Callable[..., Any])
 Answer = TypeVar("Answer")
 
@@ -168,18 +167,17 @@ def attention_refusals(model: PreTrainedModel) -> Refusals:
     """Return the innermost model around each module whose attention cannot be ours, its name, and the reason as a
     clause.
     """
-    return asked_once(_all_refusals, model)
+    return answer_once(_all_refusals, model)
 
 
-def asked_once(question: Callable[[PreTrainedModel], Answer], model: PreTrainedModel) -> Answer:
-    """Return question(model), which is asked once within a function that is decorated with `reading_once`."""
+def answer_once(question: Callable[[PreTrainedModel], Answer], model: PreTrainedModel) -> Answer:
+    """Return question(model), which is asked once within a function that is `reading_once`."""
     answered = _answered.get()
     if answered is None:
         return question(model)
-    key = (question, id(model))
-    if key not in answered:
-        answered[key] = question(model)
-    answer: Answer = answered[key]
+    if (question, id(model)) not in answered:
+        answered[question, id(model)] = question(model)
+    answer: Answer = answered[question, id(model)]
     return answer
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import NotRaggedError, UnsupportedError
+from ...kernels.layouts import PositionBias
 from ...tensors import product_dtype
 from ..group import GroupStep, KVStorage, PageGroup, Step
 from ..states import StateStep
@@ -241,18 +242,24 @@ class RaggedLayer(LayerOverPages):
         return slots[None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
+        return 1 if self.cache.one_column else query_length, 0
 
     def get_seq_length(self) -> int:
         return 0
 
 
 class RaggedCache(CacheOverPages):
-    """The past_key_values of a ragged pass. step: says which slots the pass writes and reads."""
+    """The past_key_values of a ragged pass.
+
+    step: says which slots the pass writes and reads. one_column: whether it tells the model of one key alone, for a
+    model that makes masks which nobody reads. bias: what its attention adds to scores by positions.
+    """
 
     step: Step
+    bias: PositionBias | None = None
 
-    def __init__(self, groups: list[PageGroup], group_of_layer: list[int]) -> None:
+    def __init__(self, groups: list[PageGroup], group_of_layer: list[int], *, one_column: bool = False) -> None:
+        self.one_column = one_column
         self._groups = groups
         self._slots_before: tuple[Step | None, dict[int, Tensor]] = (None, {})
         super().__init__(layers=[RaggedLayer(self, i, groups[g], g) for i, g in enumerate(group_of_layer)])

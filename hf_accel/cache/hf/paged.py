@@ -54,7 +54,10 @@ class PagedLayer(LayerOverPages):
         step = self.cache.step_for(self, keys)
         handle = self.store(step, keys, values)
         self.pass_done(step)
-        return self.columns() if step.gathers else (handle.attach(keys), values)
+        if not step.gathers:
+            return handle.attach(keys), values
+        keys, values = self.columns()
+        return keys.contiguous(), values.contiguous()  # as DynamicCache's, which some code takes views of
 
     def slots_seen(self, step: Step) -> Tensor:
         # Padding is a token of zeros to a convolution, as it is in transformers.

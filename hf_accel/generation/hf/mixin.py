@@ -342,6 +342,8 @@ class AcceleratedGeneration(WritesModelCard):
         mask = model_kwargs.get("attention_mask")
         mask = None if mask is None else mask.bool()
         shareable = cache.settings.prefix_sharing and not positions_depend_on_length(self.config)  # type: ignore[attr-defined]
+        # In this loop, a model that attends by operators keeps padding in its pages.
+        shareable = shareable and self._generation_state.operators is None
         if shareable and cache.has_prefixes and positions_count_tokens(model_kwargs.get("position_ids"), mask):
             cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
 

@@ -50,7 +50,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mask = kwargs.get("attention_mask")
     if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
         return
-    if attention_refusal(model.config) is not None:
+    if attention_refusal(model) is not None or state_of(model).generation.operators is not None:
         return  # another attention function needs K and V of all columns, which the cache then returns
     cache.check_config(model.config)  # type: ignore[arg-type]
     if keyword_for_each_row(model) is not None:
@@ -150,10 +150,10 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
 
 
-def attention_refusal(config: Any) -> str | None:
-    """Return why a model with this config cannot read pages, as one clause; None if it can."""
-    now = config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
-    if now == ATTENTION_NAME:
+def attention_refusal(model: nn.Module) -> str | None:
+    """Return why a patched model cannot read pages, as one clause; None if it can."""
+    now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
+    if now == ATTENTION_NAME or state_of(model).generation.operators is not None:
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
 
@@ -184,7 +184,8 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
         self.model: Any = model
         self.group_of_layer = group_of_layer
-        self.cache = RaggedCache(groups, group_of_layer)
+        self.operators = state_of(model).generation.operators
+        self.cache = RaggedCache(groups, group_of_layer, one_column=self.operators is not None)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
 
@@ -211,13 +212,16 @@ class ModelRunner:
             raise
         except (IndexError, UnsupportedError) as error:  # of layers that were not there, or do not read pages
             changed = self._changed()
+            if changed is None and self.operators is not None and isinstance(error, IndexError):
+                # A table of positions that grows with a cache of columns may be too small.
+                raise NotRaggedError(f"{type(self.model).__name__} cannot compute the tokens of a pass: {error}") from error
             if changed is None:
                 raise
             raise UnsupportedError(f"the model was changed while it was in use: {changed}") from error
 
     def _changed(self) -> str | None:
         """Return the change to the model since its pages were made that keeps it from using them, and the way out."""
-        refusal, own = attention_refusal(self.model.config), len(self.group_of_layer)
+        refusal, own = attention_refusal(self.model), len(self.group_of_layer)
         if refusal is None and (layers := len(layer_windows(self.model.config))) != own:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
@@ -226,10 +230,13 @@ class ModelRunner:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         self.cache.known_pass = _known_pass(self.model)
+        given = {"input_ids": inputs.ids[None], "position_ids": inputs.positions[None]}
+        if self.operators is not None:
+            given = self.operators.inputs(inputs.ids, inputs.positions)
+            self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
             output = self.model(
-                input_ids=inputs.ids[None],
-                position_ids=inputs.positions[None],
+                **given,
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,

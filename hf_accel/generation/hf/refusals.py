@@ -45,7 +45,7 @@ def _rows_refusal(model: nn.Module) -> str | None:
 
 def changed_refusal(model: nn.Module) -> str | None:
     """Return why the model cannot read pages because it was changed after patch(), as one clause; None if it can."""
-    refusal = attention_refusal(model.config)
+    refusal = attention_refusal(model)
     if refusal is not None:
         return refusal
     for name in OWN_METHODS:
@@ -91,7 +91,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "its mask and position_ids are not those of its token ids"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
-    if not positions_count_tokens(positions, None if mask is None else mask.bool()):
+    operators = state_of(call.model).generation.operators
+    has_none = operators is not None and not operators.takes_positions
+    if not has_none and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
     return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
 

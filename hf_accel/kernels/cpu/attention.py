@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from ..layouts import KV, AttentionOptions, Ragged
+from ..layouts import KV, AttentionOptions, PositionBias, Ragged
 from .library import DTYPES, ScoreBias, fields, kernel, threads
 
 EVERY_KEY = -1  # of kernels.h
@@ -198,11 +198,29 @@ def attend_pages(
         out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
         block_table.data_ptr(), ragged.cu_q.data_ptr(), 0, ragged.kv_len.data_ptr(),
         len(ragged.kv_len), num_heads, kv_heads, dim, value_dim, 0, 0, block_table.stride(0), block_size,
-        options.window or 0, 0, *NO_BIAS, options.scale, options.softcap or 0.0,
-        DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
+        options.window or 0, 0, *position_bias_fields(options.bias, num_heads, ragged.max_kv),
+        options.scale, options.softcap or 0.0, DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
         0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip
     return out, lse
+
+
+def position_bias_fields(bias: PositionBias | None, heads: int, longest: int) -> tuple[int, int, int, int]:
+    """Return the fields of ScoreBias. longest: the keys of the longest sequence.
+
+    Raises UnsupportedError if the table is not as large as that.
+    """
+    if bias is None:
+        return NO_BIAS
+    table = bias.table
+    if table.shape[0] != heads or table.shape[1] < longest or table.dtype is not torch.float32 or table.stride(1) != 1:
+        raise UnsupportedError(
+            f"attention: a bias of {table.dtype} {tuple(table.shape)} for {heads} heads and {longest} tokens; it takes "
+            "torch.float32 [heads, tokens] with its numbers side by side"
+        )
+    if bias.by_distance:
+        return table.data_ptr() + (table.shape[1] - 1) * table.itemsize, 0, table.stride(0), -1
+    return table.data_ptr(), 0, table.stride(0), 0
 
 
 def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,10 +60,13 @@ class Case:
             AttentionOptions(**{"scale": SCALE, "window": self.window, **given}),
         )
 
-    def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
-        """Output [N, Hq, Dv] and lse [N, Hq] of the oracle."""
+    def expected(self, masks: Sequence[Tensor | None] = (), **options: Any) -> tuple[Tensor, Tensor]:
+        """Output [N, Hq, Dv] and lse [N, Hq] of the oracle. masks: of each sequence, [Hq, Q, T]."""
         options = {"scale": SCALE, "window": self.window, **options}
-        parts = [oracle(q[None], k[None], v[None], **options) for q, k, v in zip(self.q, self.k, self.v, strict=True)]
+        parts = [
+            oracle(q[None], k[None], v[None], mask=mask, **options)
+            for q, k, v, mask in zip(self.q, self.k, self.v, masks or [None] * len(self.q), strict=True)
+        ]
         return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts])
 
     def quantized(self, dtype: torch.dtype = torch.int8) -> Case:

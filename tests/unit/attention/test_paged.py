@@ -8,6 +8,7 @@ import torch
 
 from hf_accel.attention import AttentionBackend
 from hf_accel.cache.quantized import INT4
+from hf_accel.kernels.layouts import PositionBias
 
 from .backends import each_backend
 from .oracle import assert_close
@@ -152,3 +153,24 @@ def test_random_batches(backend: AttentionBackend, trial: int) -> None:
     assert_close(out, expected)
     assert_close(lse, expected_lse)
     assert_close(case.run(backend), expected)
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, INT4], ids=str)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("by_distance", [False, True])
+@pytest.mark.parametrize("lengths", ["decode of similar lengths", "decode of very different lengths", "verify, ragged", "mixed", "zero lengths"])
+def test_bias_of_positions(
+    backend: AttentionBackend, lengths: str, by_distance: bool, window: int | None, stored: torch.dtype | None
+) -> None:
+    """The numbers of a key's position, or of its distance, are added to the scores; other columns are not read."""
+    pairs = [(queries, max(queries, keys)) for queries, keys in LENGTHS[lengths]]
+    case = make_case(pairs, window=window)
+    case = case if stored is None else case.quantized(stored)
+    columns = max(keys for _, keys in pairs) + 5
+    table = torch.randn(4, columns, generator=torch.Generator().manual_seed(1))
+    masks = []
+    for queries, keys in pairs:
+        places, key = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+        masks.append(table[:, columns - 1 - (places - key).clamp(0)] if by_distance else table[:, key.expand(queries, -1)])
+    out = case.run(backend, bias=PositionBias(table, by_distance))
+    assert_close(out, case.expected(masks=masks)[0])

@@ -62,6 +62,7 @@ def test_scores_with_a_bias_and_a_mask() -> None:
     assert values["masked"] and values["biased"] and values["adds_mask"] and values["own_bias"] is None
     values = attention_of(in_place, torch.bfloat16).values
     assert values["options"]["scaling"] == 0.5 and values["masked"] and values["biased"]
+    assert attention_of(scaled_in_place).values["options"]["scaling"] == 2
     values = attention_of(lambda scores, mask, bias: F.softmax(scores, -1)).values
     assert values["options"]["scaling"] == 1 and not values["masked"] and not values["biased"]
 
@@ -84,7 +85,6 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "weights of another dtype": lambda scores, mask, bias: F.softmax(scores, dim=-1, dtype=torch.float64),
     "no softmax": lambda scores, mask, bias: scores,
     "two softmaxes": lambda scores, mask, bias: F.softmax(F.softmax(scores, dim=-1), dim=-1),
-    "in place": scaled_in_place,
     "dropout": lambda scores, mask, bias: F.dropout(F.softmax(scores, dim=-1), 0.1),
     "a part": lambda scores, mask, bias: F.softmax(scores[..., :3], dim=-1),
     "a function": lambda scores, mask, bias: F.softmax(torch.tanh(scores), dim=-1),

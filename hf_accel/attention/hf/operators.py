@@ -1,0 +1,288 @@
+"""Attention over pages for code that computes it by torch's operators, and not by transformers' attention functions.
+
+The code gets stand-ins for the keys and values that it takes from the cache, for its mask and for its bias of
+positions. It does with them what it does with tensors, and where it multiplies values by weights, a backend attends
+over the pages. What is not known raises NotRaggedError.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache
+from ...errors import NotRaggedError
+from ...kernels.layouts import AttentionOptions, PositionBias
+from ...recognition.operation import UntraceableError
+from ...recognition.scores import AddedBias, Scores, TransposedKeys
+from .. import AttentionBackend, AttentionSpec, ReferenceBackend
+from ..masking import visible
+from .forward import choose_again
+
+ONE_COLUMN = 1  # what code is told of the keys' number: it makes masks and biases as large as that
+
+
+@dataclass
+class OperatorAttention:
+    """What is known of a module that attends by operators.
+
+    spec: of its attention. backend: None while it is tried. mask, bias: the names of the parameters of its forward that
+    take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
+    """
+
+    spec: AttentionSpec | None
+    backend: AttentionBackend | None
+    mask: str | None
+    bias: str | None
+    masks_biased: bool = False
+    _windows: dict[int, tuple[Any, int, int | None]] = field(default_factory=dict)
+
+    def window_in(self, buffer: Tensor) -> int | None:
+        """Return the window of a mask that a module keeps, bool [1, 1, M, M]; None for all tokens before.
+
+        Raises UntraceableError for any other mask. Its numbers are read again when they have changed.
+        """
+        known = self._windows.get(id(buffer))
+        if known is not None and known[0]() is buffer and known[1] == buffer._version:
+            return known[2]
+        if buffer.dtype is not torch.bool or buffer.ndim != 4 or buffer.shape[:2] != (1, 1):
+            raise UntraceableError("it chooses scores by another condition than a mask")
+        places, last = torch.arange(buffer.shape[-1], device=buffer.device), int(buffer[0, 0, -1].sum())
+        window = last if last < buffer.shape[-1] else None
+        if not torch.equal(buffer[0, 0], visible(places, places, causal=True, window=window)):
+            raise UntraceableError("the mask that it keeps is not that of causal attention")
+        self._windows[id(buffer)] = weakref.ref(buffer), buffer._version, window
+        return window
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_windows": {}}
+
+
+class HidingMask:
+    """Stands for the mask of causal attention, which hides what comes behind a query. like: the one that was given."""
+
+    def __init__(self, like: Tensor | None = None) -> None:
+        self.shape = torch.Size() if like is None else like.shape
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getitem__(self, index: Any) -> HidingMask:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> HidingMask:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented  # the keys or the scores that it is given with know what is meant
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UntraceableError(f"it reads {name} of its mask")
+
+
+class Cached:
+    """Keys or values that came out of the cache, of which code may only change the shape and the dtype.
+
+    They are [1, heads, one, dim], or [heads, one, dim] if they are `flat`.
+    """
+
+    def __init__(self, own: OperatorPass, tensor: Tensor, *, flat: bool = False) -> None:
+        self.own, self.tensor, self.dtype, self.device = own, tensor, tensor.dtype, tensor.device
+        self.flat = flat
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        sizes = (*self.tensor.shape[:-2], ONE_COLUMN, self.tensor.shape[-1])
+        return sizes[1:] if self.flat else sizes
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def view(self, *sizes: Any) -> Cached:
+        count = len(sizes[0] if len(sizes) == 1 else sizes)
+        if count not in (3, 4):
+            raise UntraceableError("it reshapes keys or values in another way than into heads")
+        return type(self)(self.own, self.tensor, flat=count == 3)
+
+    reshape = view
+
+    def contiguous(self) -> Cached:
+        return self
+
+    def to(self, dtype: Any) -> Cached:
+        if dtype not in (self.own.dtype, torch.float32):
+            raise UntraceableError("it computes in another dtype")
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UntraceableError(f"it calls Tensor.{name}")
+
+
+class CachedKeys(Cached):
+    """The keys, which code may transpose and multiply queries by."""
+
+    def transpose(self, first: int, second: int) -> TransposedKeys:
+        if {first, second} not in ({-1, -2}, {1, 2}, {2, 3}):
+            raise UntraceableError("it transposes other dimensions than tokens and numbers")
+        return TransposedKeys(self)
+
+    def scores_of(self, query: Any) -> Scores:
+        return Scores(self.own, query, self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.scaled_dot_product_attention and len(args) >= 3 and isinstance(args[1], cls):
+            return args[1].own.attend_as_sdpa(*args, **(kwargs or {}))
+        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+
+class CachedValues(Cached):
+    """The values, which code may multiply by weights."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+
+class OperatorPass:
+    """A cache for one call of a module that attends by operators, in a ragged pass.
+
+    used: what the call asked of its backend; None as long as it did not attend.
+    """
+
+    mask_hides = True
+
+    def __init__(self, module: nn.Module, known: OperatorAttention, cache: RaggedCache) -> None:
+        self.module, self.known, self.cache = module, known, cache
+        self.mask, self.window = HidingMask(), None
+        self.bias: AddedBias | None = None
+        self.used: AttentionSpec | None = None
+
+    # -- what the code asks of its cache -----------------------------------------------------------------
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any) -> tuple[CachedKeys, CachedValues]:
+        keys, self.values = self.cache.update(keys, values, layer_idx)
+        self.paged: PagedKV = getattr(keys, PAGED_HANDLE)
+        self.dtype = keys.dtype
+        return CachedKeys(self, keys), CachedValues(self, self.values)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UntraceableError(f"it reads {name} of its cache")
+
+    # -- what the code does with its scores --------------------------------------------------------------
+
+    def choose(self, condition: Any, scores: Scores, other: Any) -> Scores:
+        """Return the scores where a mask that the module keeps is True, and the lowest number elsewhere."""
+        buffer = next((b for b in self.module._buffers.values() if _shares(b, condition)), None)
+        lowest = isinstance(other, Tensor) and other.ndim == 0 and float(other) <= torch.finfo(torch.float16).min
+        if buffer is None or not lowest or self.window is not None:
+            raise UntraceableError("it chooses scores by another condition than a mask")
+        self.window = self.known.window_in(buffer)
+        return scores if scores.is_masked else scores + self.mask
+
+    def attend_as_sdpa(
+        self, query: Tensor, keys: Any, values: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, **other: Any,
+    ) -> Tensor:  # fmt: skip
+        if dropout_p or other or (attn_mask is not self.mask and not is_causal):
+            raise UntraceableError("it attends without a mask, or drops weights")
+        scores = keys.scores_of(query) * float(query.shape[-1] ** -0.5 if scale is None else scale)
+        return self.attend_by((scores + self.mask).softmax(-1), values)
+
+    def attend_by(self, scores: Scores, values: Any) -> Tensor:
+        """Attend over the pages; returns [1, H, N, Dv], or [H, N, Dv] for values without the first dimension."""
+        mine = isinstance(values, CachedValues) and values.own is self and scores.key.own is self
+        if not mine or not scores.is_masked or self.used is not None:
+            raise UntraceableError("it attends without a mask, or more than once")
+        query, step = scores.query, self.paged.step
+        heads = query.reshape(1, -1, *query.shape[-2:])
+        options = AttentionOptions(scores.factor, window=self.window, bias=self._bias_of(scores))
+        spec = self.used = self._spec(heads, options)
+        self.paged.check_values(self.values)
+        backend = self._backend(spec)
+        tokens = step.tokens(heads.to(self.dtype))
+        out: Tensor = backend.paged(tokens, self.paged.storage.pages, self.paged.group_step.ragged, options)
+        out = step.columns(out, 1).transpose(1, 2)
+        return out[0] if values.flat else out
+
+    def _backend(self, spec: AttentionSpec) -> AttentionBackend:
+        """Return the planned backend, or another if the model has another dtype by now, for example."""
+        planned = self.known.backend
+        if planned is None:
+            return ReferenceBackend()
+        return planned if spec == self.known.spec else choose_again(spec, planned)
+
+    def _bias_of(self, scores: Scores) -> PositionBias | None:
+        if not scores.is_biased and not (self.known.masks_biased and scores.is_masked):
+            return None
+        bias: PositionBias | None = self.cache.bias
+        if bias is None:
+            raise UntraceableError("it adds a bias that is not known")
+        return bias
+
+    def _spec(self, query: Tensor, options: AttentionOptions) -> AttentionSpec:
+        pages = self.paged.storage.pages
+        return AttentionSpec(
+            dtype=self.dtype, device_type=query.device.type, head_dim=query.shape[-1],
+            value_dim=self.values.shape[-1], num_heads=query.shape[1], num_kv_heads=self.values.shape[1],
+            window=options.window, quantized_kv=pages.k_scales is not None, bias=options.bias is not None,
+        )  # fmt: skip
+
+
+def run_over_pages(
+    module: nn.Module, forward: Any, known: OperatorAttention, cache: RaggedCache, given: dict[str, Any]
+) -> Any:
+    """Call the forward of a module that attends by operators in a ragged pass.
+
+    given: its arguments by name, of which the cache is one. Raises NotRaggedError if it does what is not known.
+    """
+    own = OperatorPass(module, known, cache)
+    named = {name: own if value is cache else value for name, value in given.items()}
+    if known.mask is not None and named.get(known.mask) is not None:
+        named[known.mask] = own.mask = HidingMask(named[known.mask])
+    if known.bias is not None and isinstance(named.get(known.bias), Tensor):
+        named[known.bias] = own.bias = AddedBias(named[known.bias])
+    try:
+        result = forward(**named)
+        if own.used is None:
+            raise UntraceableError("it does not attend")
+    except UntraceableError as error:
+        raise NotRaggedError(
+            f"{type(module).__name__} cannot read pages: {error}; patch this model with cache=None"
+        ) from error
+    if known.backend is None:
+        known.spec = own.used
+    return without_weights(result)
+
+
+def without_weights(result: Any) -> Any:
+    """Return the result of attention with None in the place of its weights, which nobody has computed."""
+    if not isinstance(result, tuple):
+        return result
+    return tuple(None if isinstance(each, Scores) else each for each in result)
+
+
+def _shares(buffer: Tensor | None, other: Any) -> bool:
+    """Return whether a tensor is a part of a buffer."""
+    if buffer is None or not isinstance(other, Tensor):
+        return False
+    return buffer.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,0 +1,317 @@
+"""Models that attend by torch's operators (BLOOM, MPT, Falcon, GPT-J and others) run as others do, over pages."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    CodeGenConfig,
+    CodeGenForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    GPTNeoXJapaneseConfig,
+    GPTNeoXJapaneseForCausalLM,
+    MegatronBertConfig,
+    MegatronBertForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    RemBertConfig,
+    RemBertForCausalLM,
+    XGLMConfig,
+    XGLMForCausalLM,
+)
+
+import hf_accel
+from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+from hf_accel.fused.hf.operators import OperatorModel, PagedOperators, operator_model
+
+from .families import VOCABULARY
+from .snapshot import snapshot
+from .speculating import OracleDrafter, requests
+from .together import NEW_TOKENS, PROMPTS, alone, in_passes, padded, together
+
+WAIT = 60
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+GPT: dict[str, Any] = SIZES | {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4}
+USUAL: dict[str, Any] = SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT: dict[str, Any] = USUAL | {"intermediate_size": 48, "is_decoder": True}
+ALIBI = {"alibi": True}
+NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "bloom": lambda: BloomForCausalLM(BloomConfig(**SIZES, hidden_size=36, n_layer=2, n_head=6)),
+    "mpt": lambda: MptForCausalLM(
+        MptConfig(**SIZES, d_model=36, n_layers=2, n_heads=6, max_seq_len=200, expansion_ratio=2, use_cache=True)
+    ),
+    "falcon": lambda: FalconForCausalLM(FalconConfig(**USUAL)),
+    "falcon_new": lambda: FalconForCausalLM(FalconConfig(**USUAL, **NEW_FALCON)),
+    "falcon_alibi": lambda: FalconForCausalLM(FalconConfig(**USUAL, **ALIBI, multi_query=False)),
+    "falcon_new_alibi": lambda: FalconForCausalLM(FalconConfig(**USUAL, **ALIBI, **NEW_FALCON)),
+    "gptj": lambda: GPTJForCausalLM(GPTJConfig(**GPT, rotary_dim=4)),
+    "codegen": lambda: CodeGenForCausalLM(CodeGenConfig(**GPT, rotary_dim=4)),
+    "gpt_neo": lambda: GPTNeoForCausalLM(
+        GPTNeoConfig(
+            **SIZES, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+            window_size=6, max_position_embeddings=256,
+        )  # fmt: skip
+    ),
+    "gpt_neox_japanese": lambda: GPTNeoXJapaneseForCausalLM(GPTNeoXJapaneseConfig(**USUAL)),
+    "rembert": lambda: RemBertForCausalLM(RemBertConfig(**BERT, input_embedding_size=16, output_embedding_size=16)),
+    "megatron_bert": lambda: MegatronBertForCausalLM(MegatronBertConfig(**BERT)),
+    "xglm": lambda: XGLMForCausalLM(
+        XGLMConfig(**SIZES, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, init_std=0.25)
+    ),
+}
+FEW = ("bloom", "mpt", "falcon_alibi", "gptj", "gpt_neo")  # one of each way
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(3)
+    model = KINDS[kind]().eval()
+    for name, parameter in model.named_parameters():  # norms and biases that are not 1 and 0
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        elif "norm" not in name:
+            parameter.data *= 0.25 / parameter.std()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
+    model = model_of(kind)
+    expected = [alone(model, prompt) for prompt in PROMPTS]
+    ids, mask = padded("left")
+    torch.manual_seed(5)
+    drawn = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True)
+    hf_accel.patch(model, weights=None)
+    assert [alone(model, prompt) for prompt in PROMPTS] == expected
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    assert together(model) == expected
+    rows = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert rows[:, ids.shape[1] :].tolist() == expected
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), drawn)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_programmes_of_requests(seed: int) -> None:
+    """Arrivals, cancels, chunks of prompts, shared prefixes, samples, preemption and drafts change no request's tokens."""
+    numbers = random.Random(seed)
+    model = model_of(FEW[seed % len(FEW)])
+    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
+    lengths = [numbers.randint(1, 30) for _ in prompts]
+    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
+    cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([160, 400]))
+    hf_accel.patch(model, weights=None, cache=cache)
+    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
+    given = numbers.choice([drafter, drafter, "ngram"])
+    speculative = SpeculativeConfig(drafter=given, num_draft=numbers.choice([1, 3, 6])) if seed >= 3 else None
+    with Engine(model, speculative=speculative, token_budget=numbers.choice([None, 7, 64])) as engine:
+        jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+        stopped = engine.submit(prompts[0], max_new_tokens=40)
+        stopped.cancel()
+        assert [job.result(WAIT).tokens for job in jobs] == expected
+        samples = engine.submit(prompts[1], max_new_tokens=lengths[1], n=3)
+        assert [sample.tokens for sample in samples.results(WAIT)] == [expected[1]] * 3
+    assert engine.stats["blocks_used"] == 0
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_preemption_and_shared_prefixes(kind: str) -> None:
+    model = model_of(kind)
+    expected = [alone(model, prompt, 40) for prompt in PROMPTS]
+    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=140))
+    with Engine(model) as engine:
+        for _ in range(2):
+            jobs = [engine.submit(prompt, max_new_tokens=40) for prompt in PROMPTS]
+            assert [job.result(WAIT).tokens for job in jobs] == expected
+        assert engine.stats["preemptions"] > 0
+
+
+@pytest.mark.parametrize("kind", [*FEW, "gpt_neox_japanese"])
+@pytest.mark.parametrize("settings", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_transformers_own_loops_run_over_pages(kind: str, settings: dict[str, Any]) -> None:
+    model = model_of(kind)
+    ids, mask = padded("left") if "num_beams" in settings else (torch.tensor(PROMPTS[:1]), None)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings)
+    hf_accel.patch(model, weights=None)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("cuts", [[40], [13, 1, 1, 25]])
+@torch.no_grad()
+def test_passes_over_a_paged_cache(kind: str, cuts: list[int]) -> None:
+    model = model_of(kind)
+    ids = torch.randint(1, VOCABULARY, (3, 40))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = mask[2, :11] = 0
+    expected = in_passes(model, ids, mask, cuts, cache=None)
+    hf_accel.patch(model, weights=None)
+    found = in_passes(model, ids, mask, cuts, cache=PagedCache(model.config))
+    real = mask.bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_passes_without_a_cache_and_gradients_are_stocks(kind: str) -> None:
+    model = model_of(kind)
+    ids = torch.randint(1, VOCABULARY, (2, 9))
+
+    def passed() -> tuple[Tensor, ...]:
+        output = model(ids, labels=ids, output_attentions=True, use_cache=False)
+        output.loss.backward()
+        gradient = next(iter(model.parameters())).grad.clone()
+        model.zero_grad()
+        return (output.logits, gradient, *output.attentions)
+
+    expected = passed()
+    hf_accel.patch(model, weights=None, fuse=False)
+    for ours, theirs in zip(passed(), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("settings", [{"cache": {"dtype": "int8"}}, {"weights": "int8"}], ids=str)
+@pytest.mark.parametrize("kind", FEW)
+def test_what_is_quantized_batches_exactly(kind: str, settings: dict[str, Any]) -> None:
+    model = hf_accel.patch(model_of(kind), **{"weights": None, **settings})
+    assert together(model) == [alone(model, prompt) for prompt in PROMPTS]
+    assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_other_backends(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch take the place of the kernels where there are none."""
+    backend = next(each for each in hf_accel.attention.BACKENDS if each.name == attention)
+    monkeypatch.setattr(hf_accel.attention, "BACKENDS", (backend,))
+    for kind in ("bloom", "mpt", "gpt_neo"):
+        model = model_of(kind)
+        expected = [alone(model, prompt) for prompt in PROMPTS]
+        hf_accel.patch(model, weights=None)
+        assert together(model) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_patch_is_undone_exactly(kind: str, fuse: bool) -> None:
+    model = model_of(kind)
+    before = snapshot(model)
+    hf_accel.patch(model, weights=None, fuse=fuse)
+    assert sum(isinstance(module, PagedOperators) for module in model.modules()) == 2
+    alone(model, PROMPTS[0])
+    assert snapshot(hf_accel.unpatch(model)) == before
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neo"])
+def test_copies_run_as_well(kind: str) -> None:
+    model = model_of(kind)
+    expected = [alone(model, prompt) for prompt in PROMPTS]
+    hf_accel.patch(model, weights=None)
+    assert together(copy.deepcopy(model)) == expected
+    assert together(model.to(torch.bfloat16).to(torch.float32)) is not None
+
+
+def test_a_scale_that_is_changed_in_use_counts() -> None:
+    model, other = model_of("gptj"), model_of("gptj")
+    hf_accel.patch(model, weights=None)
+    assert alone(model, PROMPTS[0]) == alone(other, PROMPTS[0])
+    for each in (model, other):
+        for layer in each.transformer.h:
+            layer.attn.scale_attn = 0.2
+    assert alone(model, PROMPTS[0]) == alone(other, PROMPTS[0])
+    assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+def test_a_window_that_is_changed_in_use_counts() -> None:
+    model, other = model_of("gpt_neo"), model_of("gpt_neo")
+    hf_accel.patch(model, weights=None)
+    assert alone(model, PROMPTS[0]) == alone(other, PROMPTS[0])
+    for each in (model, other):
+        bias = each.transformer.h[1].attn.attention.bias
+        bias[..., :, :] = torch.ones_like(bias).tril() & torch.ones_like(bias).triu(-2)
+    assert alone(model, PROMPTS[0]) == alone(other, PROMPTS[0])
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    for each in (model, other):
+        each.transformer.h[1].attn.attention.bias[..., 3] = False
+    assert alone(model, PROMPTS[0]) == alone(other, PROMPTS[0])
+    assert hf_accel.stats(model)["loop"].startswith("stock")
+
+
+def test_a_bias_is_made_again_for_longer_sequences() -> None:
+    model = model_of("bloom")
+    known = operator_model(model)
+    assert isinstance(known, OperatorModel) and known.bias is not None and not known.bias.by_distance
+    longer = known.bias_for(model, 3000)
+    assert longer is not None and longer.table.shape[1] >= 3000
+    slopes = longer.table[:, 1:2]
+    torch.testing.assert_close(longer.table, slopes * torch.arange(longer.table.shape[1]))
+
+
+def test_a_bias_that_ends_says_so() -> None:
+    model = model_of("mpt")
+    known = operator_model(model)
+    assert isinstance(known, OperatorModel) and known.bias is not None and known.bias.by_distance
+    assert known.bias_for(model, 200) is not None
+    with pytest.raises(UnsupportedError, match="is for 200 tokens, and a sequence has 201"):
+        known.bias_for(model, 201)
+
+
+def test_a_table_of_positions_that_grows_in_transformers_loop() -> None:
+    model = model_of("xglm")
+    positions = model.model.embed_positions
+    positions.make_weights(30, positions.embedding_dim, positions.padding_idx)
+    other = copy.deepcopy(model)
+    hf_accel.patch(model, weights=None)
+    assert len(positions.weights) == 30, "a trial leaves it as it is"
+    assert alone(model, PROMPTS[0][:5], 40) == alone(other, PROMPTS[0][:5], 40)
+    assert hf_accel.stats(model)["loop"].startswith("stock")
+
+
+def test_other_code_is_not_known() -> None:
+    model = model_of("gptj")
+    kind: Any = type(model.transformer.h[0].attn)
+
+    class OtherAttention(kind):
+        def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
+            weights = torch.softmax(query @ key.transpose(-1, -2) + attention_mask, dim=-1)
+            return weights @ value * 1.01, weights
+
+    class SharperAttention(kind):
+        def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
+            weights = torch.softmax((query @ key.transpose(-1, -2) + attention_mask) ** 3, dim=-1)
+            return weights @ value, weights
+
+    assert isinstance(operator_model(model), OperatorModel)
+    model.transformer.h[0].attn.__class__ = OtherAttention  # it computes something else with what is known
+    assert isinstance(operator_model(model), OperatorModel)
+    model.transformer.h[1].attn.__class__ = SharperAttention
+    assert isinstance(operator_model(model), str)
+    expected = alone(model, PROMPTS[0])
+    hf_accel.patch(model, weights=None)
+    assert alone(model, PROMPTS[0]) == expected
+    assert hf_accel.stats(model)["loop"].startswith("stock")
+
+
+@pytest.mark.parametrize("kind", ["rembert", "megatron_bert"])
+def test_a_model_that_sees_both_sides_stays_stock(kind: str) -> None:
+    model = model_of(kind)
+    config = copy.deepcopy(model.config)
+    config.is_decoder = False
+    assert isinstance(operator_model(type(model)(config).eval()), str)
