@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -153,18 +153,26 @@ def _tried(model: PreTrainedModel, implementation: str | None) -> Any:
     """
     small: Any = twin(model)
     decoder = small.get_decoder()
-    for module in [*small.get_encoder().modules(), *decoder.modules()]:
-        kept = TRIED_LAYERS if module in decoder.modules() else 0
-        for name, layers in module.named_children():
-            if isinstance(layers, nn.ModuleList):
-                setattr(module, name, layers[:kept])
+    _shorten(small.get_encoder(), 0)
+    _shorten(decoder, TRIED_LAYERS)
     for module in small.modules():
         vars(module).update({name: OrderedDict() for name in HOOKS})
         _narrow(module, layers_config(model.config).vocab_size)
     if _dtype(model) is torch.float32:
         small = small.float()
-    small.set_attn_implementation(implementation or stock_implementation(model, decoder))
+    for module in small.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            config._attn_implementation_internal = implementation or stock_implementation(model, decoder)
     return small.eval()
+
+
+def _shorten(part: nn.Module, count: int) -> None:
+    """Keep the first `count` modules of the outermost lists of a part."""
+    for name, child in list(part.named_children()):
+        if isinstance(child, nn.ModuleList):
+            setattr(part, name, child[:count])
+        else:
+            _shorten(child, count)
 
 
 def _narrow(module: nn.Module, vocabulary_size: int) -> None:

@@ -159,6 +159,7 @@ CALL_KEYWORDS = frozenset({
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "output_attentions",
     "query", "key", "value", "deterministic", "use_cache",
 })  # fmt: skip
+POSITION_BIAS = "position_bias"
 CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
 CACHE_METHODS = frozenset({"update", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_initialized"})
 LIBRARIES = (
@@ -174,7 +175,8 @@ class AttentionCode:
     attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
     ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
     function can be ours. eager: the name, in the class's file, of the attention function that it uses if no other is
-    chosen. by_operators: whether it updates the cache, and then attends by torch's operators.
+    chosen. by_operators: whether it updates the cache, and then attends by torch's operators. is_biased: whether the
+    only reason of the refusal is that it passes a bias of positions to that function.
     """
 
     attends: bool = False
@@ -182,6 +184,7 @@ class AttentionCode:
     refusal: str | None = None
     unpaged: str | None = None
     by_operators: bool = False
+    is_biased: bool = False
 
 
 def code_of(module: Any) -> AttentionCode:
@@ -213,10 +216,12 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     by_operators = not attends and _computes_attention(name, functions)
     if by_operators:
         refusals.append(f"{name} computes attention by itself")
+    others = [refusal for refusal in refusals if POSITION_BIAS not in refusal]
     return AttentionCode(
         attends=attends,
         eager=next((eager for function in functions for eager in _eager_names(function)), None),
-        refusal=next(iter(refusals), None),
+        refusal=next(iter([*others, *refusals]), None),
+        is_biased=bool(refusals) and not others,
         unpaged=next(iter(unpaged), None),
         by_operators=by_operators and any(map(_updates_a_cache, functions)),
     )
@@ -345,7 +350,7 @@ def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     unknown = sorted(n for n, value in named.items() if n not in CALL_KEYWORDS and not _is_none(function, value))
     if unknown:
-        yield f"passes {unknown[0]}= to its attention function"
+        yield f"passes {(sorted({*unknown} - {POSITION_BIAS}) or unknown)[0]}= to its attention function"
     if len(call.args) > 5 or any(isinstance(argument, ast.Starred) for argument in call.args):
         yield "calls its attention function in a way of its own"
     mask = call.args[4] if len(call.args) > 4 else _keyword(call, "attention_mask")

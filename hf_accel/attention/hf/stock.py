@@ -188,10 +188,16 @@ def _all_refusals(model: PreTrainedModel) -> Refusals:
 def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in model.named_modules():
-        refusal = code_of(module).refusal
+        code = code_of(module)
+        refusal = None if code.is_biased and _reads_biases(model) else code.refusal
         if refusal is not None:
             around = max((outer for outer in models if is_within(name, outer)), key=len)
             yield models[around], around, refusal
+
+
+def _reads_biases(model: PreTrainedModel) -> bool:
+    """Return whether our attention reads a bias of positions in a model: over pages, which others have no need of."""
+    return bool(model.config.is_encoder_decoder and model.can_generate())
 
 
 def stock_parts(model: PreTrainedModel) -> dict[str, str]:

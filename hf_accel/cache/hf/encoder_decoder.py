@@ -21,8 +21,9 @@ class TokensBefore:
     """The number of tokens before a pass over many sequences, which is another one for each of its N tokens.
 
     Decoders add it to counts within the pass. To a count along the columns, [N], each token adds the tokens before
-    it, and not those of the pass that belong to other sequences. In a count [1, N] of the tokens that are no padding,
-    each token counts itself alone. An integer, the columns of the pass, becomes the largest number of tokens.
+    it, and not those of the pass that belong to other sequences; a count of queries, [N, 1], is the same. In a count
+    [1, N] of the tokens that are no padding, each token counts itself alone. An integer, the columns of the pass,
+    becomes the largest number of tokens.
     """
 
     def __init__(self, positions: Tensor) -> None:
@@ -31,8 +32,8 @@ class TokensBefore:
     def __radd__(self, count: Tensor | int) -> Any:
         if not isinstance(count, Tensor):
             return count + int(self.positions.max()) + 1 - len(self.positions)
-        if count.ndim == 1:
-            return count - torch.arange(len(count), device=count.device) + self.positions
+        if count.ndim == 1 or len(count) > 1:
+            return count - torch.arange(len(count), device=count.device).view_as(count) + self.positions.view_as(count)
         return count.diff(dim=-1, prepend=count.new_zeros(len(count), 1)) + self.positions
 
     __add__ = __radd__
@@ -108,6 +109,7 @@ class RaggedEncoderDecoderCache(EncoderDecoderCache):
         """
         for part in (self.self_attention_cache, self.cross_attention_cache):
             part.step, part.unread = step, None  # a pass that failed may have left a layer unread
+            part.given_bias = None
         own: OnceStep = step.groups[self._index].own
         self._before = TokensBefore(positions)
         self.is_updated = dict.fromkeys(range(len(self.cross_attention_cache.layers)), own.sources is None)

@@ -184,7 +184,8 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
         self.model: Any = model
         self.group_of_layer = group_of_layer
-        self.operators = state_of(model).generation.operators
+        state = find_state(model)
+        self.operators = None if state is None else state.generation.operators
         self.cache = RaggedCache(groups, group_of_layer, one_column=self.operators is not None)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
