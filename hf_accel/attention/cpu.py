@@ -36,7 +36,7 @@ class CpuBackend(AttentionBackend):
             return f"it computes in float32, bfloat16 and float16, not in {spec.dtype}".replace("torch.", "")
         if max(spec.head_dim, spec.value_dim) > LARGEST_DIM:
             return f"heads of {max(spec.head_dim, spec.value_dim)} numbers are larger than its {LARGEST_DIM}"
-        if spec.num_heads % spec.num_kv_heads:
+        if not spec.num_kv_heads or spec.num_heads % spec.num_kv_heads:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys and values"
         return kernels.refusal()
 

@@ -28,13 +28,15 @@ class StateTable(BlockTable):
     """The blocks of one sequence that hold its states.
 
     blocks[i] holds the state after token tokens[i]; other tokens have no state. marks: the numbers of first tokens
-    after which a state is kept for other sequences, if there is room for it.
+    after which a state is kept for other sequences, if there is room for it. latest: the digest of the last state that
+    others may find and that no mark has asked for: the next one takes its place.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
         self.tokens: list[int] = []
         self.marks: tuple[int, ...] = ()
+        self.latest: bytes | None = None
 
     @property
     def num_held_tokens(self) -> int:
@@ -95,7 +97,7 @@ class StateTable(BlockTable):
     def fork(self) -> StateTable:
         other = StateTable(self.pool)
         other._retain(self.blocks)
-        other.num_tokens, other.tokens = self.num_tokens, list(self.tokens)
+        other.num_tokens, other.tokens, other.latest = self.num_tokens, list(self.tokens), self.latest
         return other
 
     def adopt(self, blocks: Sequence[int], num_tokens: int, *, num_dropped_blocks: int = 0) -> None:
@@ -118,7 +120,7 @@ class StateTable(BlockTable):
 
     def release(self) -> None:
         super().release()
-        self.tokens, self.marks = [], ()
+        self.tokens, self.marks, self.latest = [], (), None
 
 
 @dataclass
@@ -171,8 +173,20 @@ class StateGroup(PageGroup):
         assert isinstance(table, StateTable) and self.index is not None
         for token, block in zip(table.tokens, table.blocks, strict=True):
             number, rest = divmod(token + 1, block_size)
-            if not rest and number <= len(digests):
-                self.index.insert(digests[number - 1 : number], [block])
+            if rest or number > len(digests):
+                continue
+            added = self.index.insert(digests[number - 1 : number], [block])
+            if added and token + 1 not in table.marks:
+                self._replace(table, digests[number - 1])
+
+    def _replace(self, table: StateTable, digest: bytes) -> None:
+        """Keep one state of a sequence that goes on, so that a long answer does not take the places of others."""
+        assert self.index is not None
+        block = None if table.latest is None else self.index.find(table.latest)
+        if block is not None and self.pool.reference_count(block) <= (block in table.blocks):
+            self.index.remove(block)
+            self.pool.uncache(block)
+        table.latest = digest
 
     def append(self, table: BlockTable, num_tokens: int, *, each: bool = False) -> None:
         # The pool gives a block that was never used only if all before it hold something: so these are the first ones.

@@ -203,12 +203,6 @@ def test_ranks_do_not_share_out_inputs() -> None:
         hf_accel.plan(model_of(), context_parallel=object())  # type: ignore[arg-type]
 
 
-def test_a_plan_says_what_is_shared() -> None:
-    cache = [hf_accel.plan(model).to_dict()["choices"] for model in (model_of(), model_of(layers=["full_attention"]))]
-    said = [next(line["reason"] for line in lines if line["topic"] == "cache") for lines in cache]
-    assert said == ["grows as needed; prefixes not shared", "grows as needed; prefixes shared"]
-
-
 def test_estimate_counts_what_the_cache_keeps() -> None:
     model = model_of()
     windows = layer_windows(model.config)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.attention import CpuBackend, ReferenceBackend
+from hf_accel.attention.contract import AttentionSpec
 from hf_accel.cache.quantized import INT4
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware.device import ISA_LEVELS, instruction_sets
@@ -211,3 +212,13 @@ def test_heads_that_do_not_divide_are_refused(kv_heads: int) -> None:
     case = make_case([(2, 2)], heads=(4, kv_heads))
     with pytest.raises(UnsupportedError, match=f"4 query heads cannot share {kv_heads} heads"):
         case.run(BACKEND)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 3, 8])
+def test_a_plan_is_told_that_heads_do_not_divide(kv_heads: int) -> None:
+    """A model whose checkpoint lacks weights may have no head of keys at all."""
+    spec = AttentionSpec(
+        dtype=torch.float32, device_type="cpu", head_dim=8, value_dim=8, num_heads=4, num_kv_heads=kv_heads,
+        window=None, softcap=None, sinks=False, quantized_kv=False, dropout=False,
+    )  # fmt: skip
+    assert BACKEND.refuses(spec) == f"4 query heads cannot share {kv_heads} heads of keys and values"

@@ -151,6 +151,24 @@ def test_a_state_is_published_after_its_own_pass_alone() -> None:
     assert pages.begin_with_prefix(tokens).num_tokens == 4
 
 
+def test_a_long_answer_keeps_one_state() -> None:
+    """The next turn goes on behind it, and states of other prompts stay."""
+    pages = pages_of(None, states=True, num_blocks=512)
+    other, prompt, answer = [7] * 9, list(range(9)), list(range(100, 150))
+    computed(pages, other).release()
+    sequence, tokens = computed(pages, prompt), list(prompt)
+    for token in answer:
+        tokens.append(token)
+        pages.append(sequence, 1)
+        pages.publish(sequence, tokens)
+        pages.publish_states(sequence, len(tokens))
+    sequence.release()
+    assert pages.groups[1].pool.num_cached == 3  # of the other prompt, of this one, and behind its answer
+    assert pages.begin_with_prefix([*tokens, 1, 2]).num_tokens == 56
+    assert pages.begin_with_prefix([*prompt, 1, 2]).num_tokens == 8
+    assert pages.begin_with_prefix(other).num_tokens == 8
+
+
 def test_kept_states_are_few() -> None:
     pages = pages_of(None, states=True, num_blocks=512)
     for number in range(3 * MOST_SNAPSHOTS):

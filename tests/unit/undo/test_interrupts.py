@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from hf_accel.undo import journal as journal_module
 from ...parity.families import build
 from ...parity.snapshot import snapshot
 
-apply_plan = sys.modules["hf_accel.patching.patch"].apply_plan  # the function patch stands before its module
+apply_plan = importlib.import_module("hf_accel.patching.patch").apply_plan  # the function patch hides its module
 RECOVERING = {
     (journal_module.__file__, "undo"),
     (journal_module.__file__, "_take_back"),

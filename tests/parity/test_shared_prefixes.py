@@ -1,0 +1,162 @@
+"""Prompts with the same beginning share it in models of every kind of state, and no token changes by it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
+
+import hf_accel
+from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
+from hf_accel.kernels.cpu import refusal
+
+from .families import DECODER, VOCABULARY, WINDOW, build
+from .speculating import OracleDrafter
+from .together import alone
+
+WAIT = 60
+
+
+def convolving() -> PreTrainedModel:
+    torch.manual_seed(3)
+    layers = ["conv", "full_attention", "conv", "full_attention"]
+    sizes = DECODER | {"num_hidden_layers": len(layers), "layer_types": layers, "conv_L_cache": 3}
+    return Lfm2ForCausalLM(Lfm2Config(**sizes, block_multiple_of=16)).eval()
+
+
+def recurrent() -> PreTrainedModel:
+    torch.manual_seed(3)
+    layers = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
+    sizes = DECODER | {"num_hidden_layers": len(layers), "layer_types": layers, "head_dim": 8, "num_experts": 0}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+    sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes)).eval()
+
+
+def recurrent_alone() -> PreTrainedModel:
+    model = recurrent()
+    layers = ["linear_attention"] * 3
+    sizes = model.config.to_dict() | {"num_hidden_layers": 3, "layer_types": layers}
+    torch.manual_seed(3)
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes)).eval()
+
+
+NEEDS_KERNELS = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
+MODELS = {
+    "windows alone": lambda: build("mistral"),
+    "windows and full": lambda: build("gemma2"),
+    "convolutions": convolving,
+    "states": recurrent,
+}
+KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind == "states" else ()) for kind in MODELS]
+
+
+def chats(seed: int, count: int = 6) -> list[list[int]]:
+    """Prompts that begin with one instruction, and later turns of the same chats."""
+    numbers = random.Random(seed)
+    instruction = [numbers.randrange(1, VOCABULARY) for _ in range(numbers.choice([13, 21, 32]))]
+    turns = [
+        instruction + [numbers.randrange(1, VOCABULARY) for _ in range(numbers.randint(1, 20))] for _ in range(count)
+    ]
+    return turns + [turn + [numbers.randrange(1, VOCABULARY) for _ in range(numbers.randint(1, 30))] for turn in turns]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_requests_go_on_behind_what_others_have_computed(kind: str) -> None:
+    model = MODELS[kind]()
+    prompts = chats(0)
+    expected = [alone(model, prompt, 9) for prompt in prompts]
+    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=2000))
+    found = []
+    with Engine(model) as engine:
+        for prompt in prompts:
+            before = engine.stats["prefix_hits"]
+            assert engine.submit(prompt, max_new_tokens=9).result(WAIT).tokens == expected[len(found)]
+            found.append(engine.stats["prefix_hits"] - before)
+    # The first request shows nothing, the second that the instruction is shared, and all later ones go on behind it;
+    # the second turns go on behind the first ones.
+    assert found[0] == 0 and min(found[2:]) >= 13 // 4
+    assert min(hit - len(first) // 4 for hit, first in zip(found[6:], prompts[:6], strict=True)) >= -1
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_programmes_of_requests(kind: str, seed: int) -> None:
+    """Chunks, preemption, samples, drafts and cancels, over blocks that are too few to keep everything."""
+    numbers = random.Random(seed)
+    model = MODELS[kind]()
+    prompts = chats(seed)
+    numbers.shuffle(prompts)
+    lengths = [numbers.randint(1, 20) for _ in prompts]
+    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
+    cache = CacheConfig(block_size=numbers.choice([1, 4, 8]), max_tokens=numbers.choice([160, 400]))
+    hf_accel.patch(model, weights=None, cache=cache)
+    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 3]))
+    speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 4])) if seed % 2 else None
+    with Engine(model, speculative=speculative, token_budget=numbers.choice([None, 7, 64])) as engine:
+        for _ in range(2):
+            jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+            engine.submit(prompts[0], max_new_tokens=20).cancel()
+            assert [job.result(WAIT).tokens for job in jobs] == expected
+        assert engine.stats["prefix_hits"] > 0
+        assert engine.stats["blocks_used"] == 0
+
+
+@NEEDS_KERNELS
+def test_states_alone() -> None:
+    """A prompt that comes again goes on behind its last block; nothing says where prompts part."""
+    model = recurrent_alone()
+    hf_accel.patch(model, weights=None, cache=CacheConfig(max_tokens=400))
+    prompt = chats(1)[0] * 2
+    with Engine(model) as engine:
+        first = engine.submit(prompt, max_new_tokens=9).result(WAIT).tokens
+        assert engine.submit(prompt, max_new_tokens=9).result(WAIT).tokens == first
+        assert engine.stats["prefix_hits"] == (len(prompt) - 1) // 16
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_that_is_given_again(kind: str, beams: int) -> None:
+    """reset() keeps what prompts begin with, for the ragged loop and for stock's."""
+    model = MODELS[kind]()
+    prompts = [torch.tensor([prompt]) for prompt in chats(2)]
+    settings: dict[str, Any] = {"max_new_tokens": 9, "num_beams": beams, "do_sample": False}
+    expected = [generated(model, ids, **settings) for ids in prompts]
+    hf_accel.patch(model, weights=None)
+    cache = PagedCache(model.config, block_size=4)
+    for ids, tokens in zip(prompts, expected, strict=True):
+        assert torch.equal(generated(model, ids, past_key_values=cache, **settings), tokens)
+        cache.reset()
+    if kind != "states" or beams == 1:  # states are kept by the ragged loop alone
+        assert cache.statistics()["prefix_hits"] > 0
+
+
+def generated(model: Any, ids: Tensor, **settings: Any) -> Tensor:
+    tokens: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return tokens
+
+
+@pytest.mark.parametrize("make", [MODELS["windows and full"], MODELS["windows alone"]])
+def test_padding_that_a_window_counts_is_no_prefix(make: Callable[[], PreTrainedModel]) -> None:
+    """Padding between tokens moves them apart in transformers' windows: deeper layers then have other keys."""
+    model = make()
+    torch.manual_seed(0)
+    ids = torch.randint(1, VOCABULARY, (1, 3 * WINDOW))
+    mask = torch.ones_like(ids)
+    mask[0, WINDOW : WINDOW + 4] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    hf_accel.patch(model, weights=None)
+    cache = PagedCache(model.config, block_size=4)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    cache.reset()
+    tokens = ids[mask.bool()][None]
+    fresh = generated(model, tokens, max_new_tokens=9, do_sample=False)
+    assert cache.statistics()["prefix_hits"] == 0
+    again = generated(model, tokens, max_new_tokens=9, do_sample=False, past_key_values=cache)
+    assert torch.equal(again, fresh) and not cache.statistics()["prefix_hits"]
