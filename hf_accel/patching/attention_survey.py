@@ -32,7 +32,7 @@ from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_
 from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of, source_of
 from ..tensors import model_device
-from .encoder_decoder_survey import decoder_refusal, decoder_loop_refusal
+from .encoder_decoder_survey import decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.

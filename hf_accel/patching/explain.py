@@ -204,7 +204,9 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         return
     yield Line("generate", "greedy, sampling", "ragged", "no padding; a sequence that has ended costs nothing")
     if plan.model.config.is_encoder_decoder:
-        yield Line("generate", "encoder's output", "computed once", "its keys and values are in pages, without padding")
+        yield Line(
+            "generate", "encoder's output", "computed once", "its keys and values are in pages, without padding"
+        )
         yield Line("generate", "beams", "stock's loop", "over transformers' cache")
     else:
         yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")

@@ -1,7 +1,7 @@
 """The bias of positions that T5's attention adds to its scores, as a table by distance for attention over pages.
 
-A module that has a bias makes it with compute_bias(), from the distance of a key alone. Modules behind it are given the
-same tensor, and attention to an encoder's output is given zeros.
+A module that has a bias makes it with compute_bias(), from the distance of a key alone. Modules behind it are given
+the same tensor, and attention to an encoder's output is given zeros.
 """
 
 from __future__ import annotations

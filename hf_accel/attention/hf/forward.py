@@ -170,9 +170,7 @@ def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionO
     return step.columns(out, query.shape[0])
 
 
-def _over_source(
-    backend: AttentionBackend, query: Tensor, options: AttentionOptions, *, paged: PagedKV
-) -> Tensor:
+def _over_source(backend: AttentionBackend, query: Tensor, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
     """Compute attention over all stored keys of each token's sequence, those of an encoder's output.
 
     The mask of the call is not read: what it hides has no slots.

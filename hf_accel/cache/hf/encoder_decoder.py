@@ -1,4 +1,4 @@
-"""The caches of encoder-decoders: pages of the decoder's tokens, and pages of the encoder's output that they attend to.
+"""The caches of encoder-decoders: pages of the decoder's tokens, and pages of the encoder's output that these see.
 
 transformers' decoders take an EncoderDecoderCache, ask it for the number of tokens before a pass, and compute keys and
 values of the encoder's output where `is_updated` says that the layer has none yet.

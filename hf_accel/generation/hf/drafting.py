@@ -33,7 +33,6 @@ from .model_runner import ModelRunner
 from .refusals import ragged_refusal
 from .vocabulary import vocabulary_refusal
 
-
 NO_DRAFTS = "nothing drafts for an encoder-decoder"
 
 

@@ -1,4 +1,4 @@
-"""Calls the decoder of a patched encoder-decoder on the tokens of many sequences, each with its own encoder's output."""
+"""Calls the decoder of a patched encoder-decoder on the tokens of many sequences, each with an encoder's output."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from ..sampling.stopping import StopStrings
 from ..sequence import Sequence, StopRules
 from .batch import complete_config, request_rules
 from .drafting import draft_models
-from .generation_state import GenerationState
 from .encoder_source import decoder_prompt, prompts_refusal
+from .generation_state import GenerationState
 from .refusals import ragged_refusal, warn_once
 from .request_config import default_new_tokens, request_config
 from .session import Session
@@ -121,9 +121,10 @@ class Engine:
     ) -> Request:
         """Submit a request and return at once. The Request can be iterated over, waited for and cancelled.
 
-        prompt: token ids, or text if the engine has a tokenizer; an encoder-decoder's encoder reads them. max_new_tokens, stop: the most new tokens, and the
-        strings that end the text. seed: makes the request's tokens reproducible. priority: requests with a higher one
-        go first. n: the number of samples, which share the prompt's pages.
+        prompt: token ids, or text if the engine has a tokenizer; an encoder-decoder's encoder reads them.
+        max_new_tokens, stop: the most new tokens, and the strings that end the text. seed: makes the request's tokens
+        reproducible. priority: requests with a higher one go first. n: the number of samples, which share the prompt's
+        pages.
         sampling: what a GenerationConfig says about tokens (top_k, top_p, min_p, repetition_penalty, min_new_tokens,
         bad_words_ids, ...), and these. Left out, settings are those of model.generation_config.
 
@@ -155,9 +156,7 @@ class Engine:
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
         sequences = [
-            Sequence(
-                list(ids), limits, params, stop=rules, seed=first + number, priority=rank, source_ids=source_ids
-            )
+            Sequence(list(ids), limits, params, stop=rules, seed=first + number, priority=rank, source_ids=source_ids)
             for number in range(_integer("n", n, least=1))
         ]
         sequences[0].followers = sequences[1:]

@@ -138,9 +138,18 @@ class AcceleratedGeneration(WritesModelCard):
         if call is not None and call.requires_speculation:
             _refuse_speculation(refusal)
         report_stock_loop(self._generation_state, refusal)
+        if self.config.is_encoder_decoder and call is not None and call.own_cache:  # type: ignore[attr-defined]
+            self._prepare_stock_cache(model_kwargs)
         return super()._sample(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
+
+    def _prepare_stock_cache(self, model_kwargs: dict[str, Any]) -> None:
+        """Put transformers' own cache in the place of pages that hold no keys of the encoder's output."""
+        if isinstance(getattr(model_kwargs.get("past_key_values"), "self_attention_cache", None), PagedCache):
+            config = self.config.get_text_config(decoder=True)  # type: ignore[attr-defined]
+            caches = DynamicCache(config=config), DynamicCache(config=config)
+            model_kwargs["past_key_values"] = EncoderDecoderCache(*caches)
 
     def _assisted_decoding(
         self,
@@ -299,7 +308,9 @@ class AcceleratedGeneration(WritesModelCard):
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
                 kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-            model_kwargs["past_key_values"] = EncoderDecoderCache(kept, DynamicCache()) if self.config.is_encoder_decoder else kept  # type: ignore[attr-defined]
+            model_kwargs["past_key_values"] = (
+                EncoderDecoderCache(kept, DynamicCache()) if self.config.is_encoder_decoder else kept
+            )  # type: ignore[attr-defined]
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs

@@ -215,7 +215,9 @@ class ModelRunner:
             changed = self._changed()
             if changed is None and self.operators is not None and isinstance(error, IndexError):
                 # A table of positions that grows with a cache of columns may be too small.
-                raise NotRaggedError(f"{type(self.model).__name__} cannot compute the tokens of a pass: {error}") from error
+                raise NotRaggedError(
+                    f"{type(self.model).__name__} cannot compute the tokens of a pass: {error}"
+                ) from error
             if changed is None:
                 raise
             raise UnsupportedError(f"the model was changed while it was in use: {changed}") from error
