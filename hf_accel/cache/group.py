@@ -152,8 +152,6 @@ class PageGroup:
     there are pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
     """
 
-    grows_with_tokens = True  # whether a sequence needs more blocks for more tokens
-
     def __init__(
         self,
         *,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import OutOfBlocksError
 from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .group import GroupStep, PageGroup
@@ -74,6 +75,17 @@ class OnceTable(BlockTable):
         """Release nothing: each token attends to the whole source."""
 
 
+def require_room(groups: Sequence[PageGroup], source: Tensor | None) -> None:
+    """Raise OutOfBlocksError if the pages cannot hold the keys of an encoder's output [T, C], or of none."""
+    pools = [group.pool for group in groups if isinstance(group, OnceGroup) and not group.pool.growable]
+    most = min((pool.num_blocks * pool.block_size for pool in pools), default=None)
+    if source is not None and most is not None and len(source) > most:
+        raise OutOfBlocksError(
+            f"the encoder's output has {len(source)} rows, and the cache holds {most}; shorten the input, or raise "
+            "max_tokens"
+        )
+
+
 @dataclass
 class OnceStep:
     """What a pass writes. sources: the encoder's output [1, M, C] of the sequences that begin; None if none does."""
@@ -83,8 +95,6 @@ class OnceStep:
 
 class OnceGroup(PageGroup):
     """The pages of the attention to an encoder's output."""
-
-    grows_with_tokens = False
 
     def table(self, source: Tensor | None = None) -> OnceTable:
         return OnceTable(self.pool, source)

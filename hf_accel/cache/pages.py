@@ -91,9 +91,9 @@ def _rolls(group: PageGroup) -> bool:
     """Return whether a sequence of any length fits, because the window always frees a block before a new one is
     needed.
     """
-    if not group.grows_with_tokens:
-        return True
-    return group.window is not None and group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
+    if group.window is None:
+        return isinstance(group, OnceGroup)  # whose blocks hold no tokens
+    return group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
 
 
 class Pages:
@@ -110,13 +110,6 @@ class Pages:
     def block_size(self) -> int:
         """Return the tokens in a block of keys and values, which come before other kinds."""
         return self.groups[0].pool.block_size
-
-    def source_refusal(self, source: Tensor | None) -> str | None:
-        """Return why the pages cannot hold the keys of an encoder's output [T, C], as a clause; None if they can."""
-        length = 0 if source is None else len(source)
-        pools = [g.pool for g in self.groups if not g.grows_with_tokens and not g.pool.growable]
-        most = min((pool.num_blocks * pool.block_size for pool in pools), default=length)
-        return None if length <= most else f"the encoder's output has {length} rows, and the cache holds {most}"
 
     @property
     def keeps_all(self) -> bool:

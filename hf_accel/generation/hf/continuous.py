@@ -24,10 +24,9 @@ from ...undo.state import state_of
 from ..engine.engine_loop import EngineLoop, make_loop
 from ..sampling.choice import TokenLogprobs
 from .batch import Reply, SequenceFactory, complete_config, session_settings
-from .encoder_source import prompts_refusal
 from .generation_state import GenerationState
 from .model_runner import attention_refusal, weights_salt
-from .refusals import ragged_refusal
+from .refusals import prompts_refusal, ragged_refusal
 from .session import Session
 
 logger = logging.get_logger(__name__)

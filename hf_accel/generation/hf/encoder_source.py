@@ -6,12 +6,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
 
+from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
+from ...models import layers_config
 from ...tensors import model_device
 from ...undo.state import state_of
 from .generation_state import LoopCall
+
+
+def with_encoder(pages: PagedCache, model: Any) -> Any:
+    """Return the cache that generate() of a model is given: one whose part for the encoder's output is transformers'
+    own, if it has an encoder. Ragged passes keep both in the pages.
+    """
+    return EncoderDecoderCache(pages, DynamicCache()) if model.config.is_encoder_decoder else pages
+
+
+def give_stock_cache(call: LoopCall) -> None:
+    """Put transformers' own cache in the place of one that was made for ragged passes of an encoder-decoder."""
+    if call.has_encoder and isinstance(call.cache, PagedCache):
+        config = layers_config(call.model.config)
+        call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
 
 
 def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
@@ -46,13 +63,6 @@ def sources(call: LoopCall) -> list[Tensor | None]:
 
 
 # -- prompts that are given as token ids --------------------------------------------------------------------
-
-
-def prompts_refusal(model: Any) -> str | None:
-    """Return why requests of this model cannot be lists of token ids, as one clause; None if they can."""
-    if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
-        return f"{type(model).__name__} reads {model.main_input_name}, and no token ids"
-    return None
 
 
 def decoder_prompt(model: PreTrainedModel, config: Any, ids: list[int]) -> tuple[list[int], list[int]]:

@@ -29,9 +29,9 @@ from ..sampling.stopping import StopStrings
 from ..sequence import Sequence, StopRules
 from .batch import complete_config, request_rules
 from .drafting import draft_models
-from .encoder_source import decoder_prompt, prompts_refusal
+from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
-from .refusals import ragged_refusal, warn_once
+from .refusals import prompts_refusal, ragged_refusal, warn_once
 from .request_config import default_new_tokens, request_config
 from .session import Session
 from .vocabulary import check_ids, token_ids

@@ -192,6 +192,16 @@ class GenerationState:
             else:
                 self.calls[thread] = outer
 
+    def record_call(self, call: CallState, sequences: object, seconds: float) -> None:
+        """Store the statistics of a call. Every row counts with as many new tokens as the longest one.
+
+        sequences: token ids [B, T]. It may be anything that a custom_generate returned; then no tokens are counted.
+        """
+        is_ids = isinstance(sequences, Tensor) and sequences.ndim == 2
+        rows, columns = sequences.shape if is_ids else (0, call.prompt_columns)  # type: ignore[attr-defined]
+        cache = {} if call.cache is None else call.cache.statistics()
+        self.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
+
     def record(self, new_tokens: int, sequences: int, seconds: float, more: dict[str, Any]) -> None:
         """Store the statistics of a finished run."""
         self.statistics = {

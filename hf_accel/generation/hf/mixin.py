@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from ...attention.hf import ATTENTION_NAME
@@ -26,7 +24,7 @@ from ...undo.state import state_of
 from .batch import generate_batch, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
-from .encoder_source import prompts_refusal
+from .encoder_source import give_stock_cache, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
@@ -36,6 +34,7 @@ from .refusals import (
     changed_refusal,
     drafts_refusal,
     padding_refusal,
+    prompts_refusal,
     ragged_refusal,
     refuse_clocks,
     report_no_drafts,
@@ -69,7 +68,7 @@ class AcceleratedGeneration(WritesModelCard):
         with state.calling(call), nullcontext() if alone else state.agreement.watching("it ran generate()"):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
         seconds = time.perf_counter() - start
-        record(state, call, getattr(output, "sequences", output), seconds)
+        state.record_call(call, getattr(output, "sequences", output), seconds)
         return output
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,8 +113,6 @@ class AcceleratedGeneration(WritesModelCard):
     def _can_use_assistant(self, arguments: dict[str, Any]) -> bool:
         if ragged_refusal(self) is not None or "assistant_tokenizer" in arguments:  # type: ignore[arg-type]
             return False
-        if self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-            return False  # nothing drafts for it
         assistant = arguments.get("assistant_model")
         return assistant is None or assistant_refusal(self, assistant) is None
 
@@ -132,24 +129,18 @@ class AcceleratedGeneration(WritesModelCard):
         call = self._generation_state.call
         prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
         speculative = None if call is None else call.speculative
-        output, refusal = self._ragged(LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, speculative))  # type: ignore[arg-type]
+        loop_call = LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, speculative)  # type: ignore[arg-type]
+        output, refusal = self._ragged(loop_call)
         if refusal is None:
             return output
         if call is not None and call.requires_speculation:
             _refuse_speculation(refusal)
         report_stock_loop(self._generation_state, refusal)
-        if self.config.is_encoder_decoder and call is not None and call.own_cache:  # type: ignore[attr-defined]
-            self._prepare_stock_cache(model_kwargs)
+        if call is not None and call.own_cache:
+            give_stock_cache(loop_call)
         return super()._sample(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
-
-    def _prepare_stock_cache(self, model_kwargs: dict[str, Any]) -> None:
-        """Put transformers' own cache in the place of pages that hold no keys of the encoder's output."""
-        if isinstance(getattr(model_kwargs.get("past_key_values"), "self_attention_cache", None), PagedCache):
-            config = self.config.get_text_config(decoder=True)  # type: ignore[attr-defined]
-            caches = DynamicCache(config=config), DynamicCache(config=config)
-            model_kwargs["past_key_values"] = EncoderDecoderCache(*caches)
 
     def _assisted_decoding(
         self,
@@ -308,9 +299,7 @@ class AcceleratedGeneration(WritesModelCard):
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
                 kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-            model_kwargs["past_key_values"] = (
-                EncoderDecoderCache(kept, DynamicCache()) if self.config.is_encoder_decoder else kept
-            )  # type: ignore[attr-defined]
+            model_kwargs["past_key_values"] = with_encoder(kept, self)
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
@@ -357,17 +346,6 @@ class AcceleratedGeneration(WritesModelCard):
         shareable = shareable and self._generation_state.operators is None
         if shareable and cache.has_prefixes and positions_count_tokens(model_kwargs.get("position_ids"), mask):
             cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
-
-
-def record(state: GenerationState, call: CallState, sequences: object, seconds: float) -> None:
-    """Store the statistics of a call. Every row counts with as many new tokens as the longest one.
-
-    sequences: token ids [B, T]. It may be anything that a custom_generate returned; then no tokens are counted.
-    """
-    is_ids = isinstance(sequences, Tensor) and sequences.ndim == 2
-    rows, columns = sequences.shape if is_ids else (0, call.prompt_columns)  # type: ignore[attr-defined]
-    cache = {} if call.cache is None else call.cache.statistics()
-    state.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
 
 
 def _refuse_speculation(refusal: str) -> NoReturn:

@@ -38,6 +38,13 @@ def ragged_refusal(model: nn.Module) -> str | None:
     return state_of(model).generation.ragged_refusal or changed_refusal(model) or _rows_refusal(model)
 
 
+def prompts_refusal(model: Any) -> str | None:
+    """Return why requests of this model cannot be lists of token ids, as one clause; None if they can."""
+    if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
+        return f"{type(model).__name__} reads {model.main_input_name}, and no token ids"
+    return None
+
+
 def _rows_refusal(model: nn.Module) -> str | None:
     name = keyword_for_each_row(model)
     return None if name is None else f"{name}= gives each row of the batch an adapter, or a place where it begins"

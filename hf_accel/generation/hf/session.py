@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
 from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups
+from ...cache.once import require_room
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
@@ -108,6 +109,7 @@ class Session(Batcher):
             source = encoded(self.model, sequence.source_ids)
             for each in (sequence, *sequence.followers):
                 each.source = source
+        require_room(self.pages.groups, sequence.source)
         super().add(sequence, cached)
 
     def _fit_windows(self) -> None:

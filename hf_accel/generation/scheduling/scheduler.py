@@ -76,9 +76,6 @@ class Scheduler:
 
     def require_room(self, sequence: Sequence) -> None:
         """Raise OutOfBlocksError if the sequence does not fit even when it runs alone. Any thread may call this."""
-        refusal = self.pages.source_refusal(sequence.source)
-        if refusal is not None:
-            raise OutOfBlocksError(f"{refusal}; shorten the input, or raise max_tokens")
         capacity = self.pages.capacity
         wanted = sequence.num_prompt + sequence.max_new_tokens
         if capacity is not None and wanted > capacity:
