@@ -44,6 +44,8 @@ WRITERS = {
     "estimate.shapes": {"dict", "submodule"},
     "fused.hf.convolutions": {"class"},
     "fused.hf.recurrences": {"class"},
+    "fused.hf.one_layer": {"class", "dict"},
+    "fused.hf.operator_models": {"class", "dict"},
     "fused.hf.sites": {"class", "dict"},
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},

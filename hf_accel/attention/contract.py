@@ -36,7 +36,7 @@ class AttentionSpec:
 
 
 class AttentionBackend(ABC):
-    """softmax(softcap(scale * q k^T) + mask + bias) v over three layouts of the same operands (hf_accel/kernels/layouts.py).
+    """softmax(softcap(scale * q k^T) + mask + bias) v over three layouts of the same operands (kernels/layouts.py).
 
     Heads: Hq query heads read Hkv key heads in order, G = Hq / Hkv of them each; K and V are never repeated.
     A query that sees no key gets zeros. Results have the dtype of q.

@@ -127,14 +127,14 @@ def paged_attention(
     sequences = paged_sequences(ragged, block_size=block_size, window=options.window)
     for batch in batches(sequences, max_blocks=MAX_BYTES // block_bytes, max_padding=MAX_PADDING // block_size):
         rows: Tensor | slice = batch[0].queries
-        own = options
+        own, mask = options, None
         if len(batch) > 1:
             rows, kv, mask = padded_together(pages, ragged, batch, options=options, dtype=q.dtype)
             own = options._replace(causal=False, window=None)
         else:
             kv = gather_sequence(pages, ragged, batch[0], q.dtype)
-            mask = sequence_bias(options.bias, batch[0], block_size)
-            mask = None if mask is None else mask.unsqueeze(0)
+            added = sequence_bias(options.bias, batch[0], block_size)
+            mask = None if added is None else added.unsqueeze(0)
         queries = q[rows].view(len(batch), -1, *q.shape[1:]).transpose(1, 2)  # [B, Hq, Q, D]
         part, part_lse = attend(queries, kv, mask, own, return_lse=return_lse)
         out[rows] = part.transpose(1, 2).flatten(0, 1)

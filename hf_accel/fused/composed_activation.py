@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels.cpu.library import FLOATS, native
 from ..kernels.cpu.row_kernels import activate
-from ..recognition.trial import KNOWN_MODULES, PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, activation_name, agree
+from ..recognition.trial import PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, activation_name, agree
+from ..recognition.unchanged import is_known_class
 from ..undo.journal import Mixin
 from ..undo.state import FUSED
 
@@ -42,7 +43,7 @@ def composed_activation(module: nn.Module, dtype: torch.dtype) -> ActivationForm
     A single operator is as fast as ours. In bfloat16 and float16 torch rounds after each operator, and ours once, so
     that most are left alone.
     """
-    if type(module).__module__ not in KNOWN_MODULES or dtype not in FLOATS:
+    if dtype not in FLOATS or not is_known_class(type(module)):
         return None
     name = activation_name(module, PLAIN_ACTIVATIONS)
     if name is None:

@@ -25,7 +25,7 @@ from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import is_known_convolution
-from ..fused.hf.operators import OperatorModel, operator_model
+from ..fused.hf.operator_models import OperatorModel, operator_model
 from ..fused.hf.recurrences import is_known_recurrence, recurrent_pages_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length

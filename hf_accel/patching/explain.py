@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.operators import OPERATORS
+from ..fused.hf.operator_models import OPERATORS
 from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
+from ..generation.hf.graphed_runner import OPERATORS_ON_HOST
 from ..kernels import cpu as cpu_kernels
 from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel
@@ -243,6 +244,8 @@ def _graphs_line(plan: Plan) -> Line:
         or plan.stock_loop
         or (graphs.SPLIT if plan.agreement.size > 1 else None)
     )
+    if refusal is None and plan.fused.operators is not None:
+        refusal = OPERATORS_ON_HOST
     if refusal is None and host:
         refusal = f"the attention backend {host[0]!r} reads the lengths of sequences on the host"
     if refusal is not None:

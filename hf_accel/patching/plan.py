@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
 from ..fused.hf.convolutions import CONVOLUTION
-from ..fused.hf.operators import OperatorModel
+from ..fused.hf.operator_models import OperatorModel
 from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import Dropped, FusedSite
 from ..fused.projections import UNLIMITED
@@ -88,7 +88,8 @@ class AttentionPlan:
 class FusedPlan:
     """Modules that get a native forward, and float Linears that are read in place.
 
-    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none.
+    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none. operators:
+    what is known of a model that attends by torch's operators; None for any other.
     """
 
     sites: tuple[FusedSite, ...] = ()
@@ -96,6 +97,7 @@ class FusedPlan:
     dropped: tuple[Dropped, ...] = ()
     float_rows: int = 0
     reason: str | None = None
+    operators: OperatorModel | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,7 +110,6 @@ class Plan(Printed):
     seconds_before, seconds_after: the least that a decode step of batch 1 takes at this bandwidth.
     on_disk: where the checkpoint has each weight that is replaced, by the tensor's name; None unless all can be read
         back.
-    operators: what is known of a model that attends by torch's operators; None for any other.
     folds: where AWQ's scales go.
     split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
         out the KV cache; None if this process has the whole cache.
@@ -132,7 +133,6 @@ class Plan(Printed):
     seconds_before: float
     seconds_after: float
     on_disk: dict[str, Stored] | None
-    operators: OperatorModel | None = None
     folds: tuple[Fold, ...] = ()
     split: TensorParallel | None = None
     context: ContextParallel | None = None
@@ -161,7 +161,7 @@ class Plan(Printed):
         stored = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.multiplies]
         chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
-        if (self.stock_attention and self.operators is None) or self.stock_parts:
+        if (self.stock_attention and self.fused.operators is None) or self.stock_parts:
             clauses.add("stock attention rounds by batch size")
         clauses |= {
             f"{p.backend.name}'s attention rounds by batch size" for p in self.attention if not p.backend.row_invariant

@@ -17,8 +17,6 @@ from ..attention.hf.stock import reading_once, stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
-from ..fused.hf.operators import operator_sites
-from ..fused.hf.recurrences import state_sites
 from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
@@ -39,7 +37,6 @@ from .attention_survey import (
     attention_modules,
     attention_sites,
     cache_refusal,
-    known_operators,
     loop_refusal,
     model_attention_refusal,
     pages_refusal,
@@ -52,6 +49,7 @@ from .encoder_decoder_survey import rows_hidden_in
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
+from .over_pages import with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import input_embedding, other_quantizer, sites_for, split_of
 from .twin import twin
@@ -97,19 +95,13 @@ def make_plan(
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
-    operators = None if stock_cache else known_operators(inner)
-    if not stock_cache:
-        over_pages = (*state_sites(inner), *operator_sites(inner, operators, config))
-        taken = {site.module for site in over_pages}  # a module has one mixin
-        fused = replace(fused, sites=(*(site for site in fused.sites if site.module not in taken), *over_pages))
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
         config=config,
         linears=linears,
         attention=attention,
-        fused=fused,
-        operators=operators,
+        fused=fused if stock_cache else with_pages(inner, config, fused),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,

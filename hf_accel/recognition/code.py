@@ -175,16 +175,13 @@ class AttentionCode:
     attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
     ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
     function can be ours. eager: the name, in the class's file, of the attention function that it uses if no other is
-    chosen. by_operators: whether it updates the cache, and then attends by torch's operators. is_biased: whether the
-    only reason of the refusal is that it passes a bias of positions to that function.
+    chosen.
     """
 
     attends: bool = False
     eager: str | None = None
     refusal: str | None = None
     unpaged: str | None = None
-    by_operators: bool = False
-    is_biased: bool = False
 
 
 def code_of(module: Any) -> AttentionCode:
@@ -213,17 +210,13 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     for function in functions:
         refusals += [f"{name} {clause}" for call in calls[id(function)] for clause in _call_refusals(function, call)]
         unpaged += [f"{name} {clause}" for clause in _cache_refusals(function, calls[id(function)])]
-    by_operators = not attends and _computes_attention(name, functions)
-    if by_operators:
-        refusals.append(f"{name} computes attention by itself")
-    others = [refusal for refusal in refusals if POSITION_BIAS not in refusal]
+    if not attends and _computes_attention(name, functions):
+        refusals.append(f"{name} {BY_ITSELF}")
     return AttentionCode(
         attends=attends,
         eager=next((eager for function in functions for eager in _eager_names(function)), None),
-        refusal=next(iter([*others, *refusals]), None),
-        is_biased=bool(refusals) and not others,
+        refusal=min(refusals, key=lambda refusal: POSITION_BIAS in refusal, default=None),
         unpaged=next(iter(unpaged), None),
-        by_operators=by_operators and any(map(_updates_a_cache, functions)),
     )
 
 
@@ -350,7 +343,7 @@ def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     unknown = sorted(n for n, value in named.items() if n not in CALL_KEYWORDS and not _is_none(function, value))
     if unknown:
-        yield f"passes {(sorted({*unknown} - {POSITION_BIAS}) or unknown)[0]}= to its attention function"
+        yield f"passes {min(unknown, key=lambda name: name == POSITION_BIAS)}= to its attention function"
     if len(call.args) > 5 or any(isinstance(argument, ast.Starred) for argument in call.args):
         yield "calls its attention function in a way of its own"
     mask = call.args[4] if len(call.args) > 4 else _keyword(call, "attention_mask")
@@ -411,14 +404,6 @@ def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterato
         yield "changes K or V between the cache and its attention function"
 
 
-def _updates_a_cache(function: ast.FunctionDef) -> bool:
-    caches = _caches(function)
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "update" and getattr(node.value, "id", None) in caches
-        for node in ast.walk(function)
-    )
-
-
 def _caches(function: ast.FunctionDef) -> set[str]:
     """Return the names of the cache: parameters, and variables that they are assigned to."""
     names = set(CACHE_NAMES & _parameters(function))
@@ -458,6 +443,7 @@ def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, b
 
 # -- attention without the interface -----------------------------------------------------------------------
 
+BY_ITSELF = "computes attention by itself"
 OPERATORS = ("softmax", "Softmax", "scaled_dot_product_attention")
 
 

@@ -1,7 +1,7 @@
 """Stand-ins for the scores of attention that a layer's code computes by torch's operators.
 
-They know what code does with scores: it scales them, adds a mask and a bias, takes their softmax, and multiplies values
-by it. Who made them says what happens then: a trace records an operation, a pass attends over its pages.
+They know what code does with scores: it scales them, adds a mask and a bias, takes their softmax, and multiplies
+values by it. Who made them says what happens then: a trace records an operation, a pass attends over its pages.
 """
 
 from __future__ import annotations
@@ -67,12 +67,14 @@ def is_zero(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.count_nonzero()
 
 
-def scaled_sum(query: Any, key: Any, beta: Any = 1, alpha: Any = 1, bias: Any = None) -> Scores:
+def scaled_sum(query: Any, key: Any, *, beta: Any = 1, alpha: Any = 1, bias: Any = None) -> Scores:
     """Return what baddbmm makes of a bias: beta * bias + alpha * query key^T."""
     if not isinstance(key, TransposedKeys) or (bias is not None and beta != 1):
         raise UntraceableError("it multiplies tensors that are not queries and keys")
-    scores = key.times(query) * alpha
-    return scores if bias is None else scores + bias
+    scores: Scores = key.times(query) * alpha
+    if bias is not None:
+        scores += bias
+    return scores
 
 
 class AddedBias:
@@ -91,7 +93,7 @@ class AddedBias:
         return self
 
     def baddbmm(self, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Scores:
-        return scaled_sum(batch1, batch2, beta, alpha, self)
+        return scaled_sum(batch1, batch2, beta=beta, alpha=alpha, bias=self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -153,7 +155,8 @@ class Scores:
         lowest = (-math.inf, torch.finfo(self.trace.dtype).min, torch.finfo(torch.float32).min)
         if value not in lowest or not self.trace.mask_hides:
             raise UntraceableError("it fills scores with other numbers than the lowest")
-        return self + mask
+        filled: Scores = self + mask
+        return filled
 
     @property
     def shape(self) -> tuple[Any, ...]:

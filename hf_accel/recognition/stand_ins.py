@@ -26,6 +26,7 @@ class Recorder(Protocol):
     dtype: torch.dtype
     device: torch.device
     attention: str | None
+    mask_hides: bool
     equals: dict[str, str]
     mask: Opaque
     bias: Opaque
@@ -49,6 +50,8 @@ class Recorder(Protocol):
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn: ...
 
     def attend_by(self, scores: Scores, value: Any) -> StandIn: ...
+
+    def choose(self, condition: Any, scores: Scores, other: Any) -> Scores: ...
 
 
 class Count:

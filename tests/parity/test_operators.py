@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -32,10 +33,12 @@ from transformers import (
     XGLMConfig,
     XGLMForCausalLM,
 )
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.models.gptj import modeling_gptj
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
-from hf_accel.fused.hf.operators import OperatorModel, PagedOperators, operator_model
+from hf_accel.fused.hf.operator_models import OperatorModel, PagedOperators, operator_model
 
 from .families import VOCABULARY
 from .snapshot import snapshot
@@ -65,9 +68,14 @@ KINDS: dict[str, Callable[..., Any]] = {
     "codegen": lambda: CodeGenForCausalLM(CodeGenConfig(**GPT, rotary_dim=4)),
     "gpt_neo": lambda: GPTNeoForCausalLM(
         GPTNeoConfig(
-            **SIZES, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
-            window_size=6, max_position_embeddings=256,
-        )  # fmt: skip
+            **SIZES,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=6,
+            max_position_embeddings=256,
+        )
     ),
     "gpt_neox_japanese": lambda: GPTNeoXJapaneseForCausalLM(GPTNeoXJapaneseConfig(**USUAL)),
     "rembert": lambda: RemBertForCausalLM(RemBertConfig(**BERT, input_embedding_size=16, output_embedding_size=16)),
@@ -111,7 +119,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_programmes_of_requests(seed: int) -> None:
-    """Arrivals, cancels, chunks of prompts, shared prefixes, samples, preemption and drafts change no request's tokens."""
+    """Arrivals, cancels, chunks, shared prefixes, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)
     model = model_of(FEW[seed % len(FEW)])
     prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
@@ -298,7 +306,14 @@ def test_other_code_is_not_known() -> None:
             weights = torch.softmax((query @ key.transpose(-1, -2) + attention_mask) ** 3, dim=-1)
             return weights @ value, weights
 
+    class LongerAttention(kind):
+        def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
+            weights = torch.softmax(query @ key.transpose(-1, -2) / key.size(-2) + attention_mask, dim=-1)
+            return weights @ value, weights
+
     assert isinstance(operator_model(model), OperatorModel)
+    model.transformer.h[0].attn.__class__ = LongerAttention  # all that it does is known, and depends on columns
+    assert isinstance(operator_model(model), str)
     model.transformer.h[0].attn.__class__ = OtherAttention  # it computes something else with what is known
     assert isinstance(operator_model(model), OperatorModel)
     model.transformer.h[1].attn.__class__ = SharperAttention
@@ -307,6 +322,35 @@ def test_other_code_is_not_known() -> None:
     hf_accel.patch(model, weights=None)
     assert alone(model, PROMPTS[0]) == expected
     assert hf_accel.stats(model)["loop"].startswith("stock")
+
+
+def test_a_window_in_the_models_masks_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gptj")
+    assert isinstance(operator_model(model), OperatorModel)
+
+    def within_a_window(**given: Any) -> Tensor:
+        given["config"] = copy.deepcopy(given["config"])
+        given["config"].sliding_window = 50
+        mask: Tensor = create_sliding_window_causal_mask(**given)
+        return mask
+
+    monkeypatch.setattr(modeling_gptj, "create_causal_mask", within_a_window)
+    assert isinstance(operator_model(model), str)
+
+
+def test_scores_without_a_mask_are_not_known() -> None:
+    """A pass may have one token of each sequence alone, where a mask would hide nothing."""
+    model = hf_accel.patch(model_of("gptj"), weights=None)
+    for layer in model.transformer.h:
+        attention = layer.attn
+        attention._attn = MethodType(without_mask, attention)
+    alone(model, PROMPTS[0])
+    assert hf_accel.stats(model)["loop"].startswith("stock")
+
+
+def without_mask(module: Any, query: Tensor, key: Any, *given: Any) -> Any:
+    weights = torch.softmax(torch.matmul(query, key.transpose(-1, -2)) / 2.0, dim=-1)
+    return torch.matmul(weights, given[0]), weights
 
 
 @pytest.mark.parametrize("kind", ["rembert", "megatron_bert"])

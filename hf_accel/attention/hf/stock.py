@@ -16,7 +16,7 @@ from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
 from ...models import is_within, layers_config
-from ...recognition.code import attention_code, code_of
+from ...recognition.code import POSITION_BIAS, attention_code, code_of
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import original_class
 from ...undo.state import STOCK_ATTRIBUTE
@@ -188,9 +188,8 @@ def _all_refusals(model: PreTrainedModel) -> Refusals:
 def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in model.named_modules():
-        code = code_of(module)
-        refusal = None if code.is_biased and _reads_biases(model) else code.refusal
-        if refusal is not None:
+        refusal = code_of(module).refusal
+        if refusal is not None and not (POSITION_BIAS in refusal and _reads_biases(model)):
             around = max((outer for outer in models if is_within(name, outer)), key=len)
             yield models[around], around, refusal
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -51,12 +50,14 @@ def _around(module: nn.Module, path: list[str], attention: Any, numbers: RandomN
     inside = _around(module.get_submodule(first), rest, attention, numbers)
     if isinstance(module, nn.ModuleList):
         return nn.ModuleList([inside])
-    parts = {key: _small(child, numbers) for key, child in module._modules.items() if child is not None and key != first}
+    parts = {
+        key: _small(child, numbers) for key, child in module._modules.items() if child is not None and key != first
+    }
     return _twin(module, {**module._modules, **parts, first: inside}, numbers)
 
 
 def _small(module: nn.Module, numbers: RandomNumbers) -> Any:
-    """Copy a module and all in it, with small parts in the place of linear layers and tables."""
+    """Copy a module and all in it, with small parts instead of linear layers and tables."""
     own: Any = module
     if isinstance(getattr(own, "in_features", None), int) and isinstance(getattr(own, "out_features", None), int):
         return SparseLinear(own.in_features, own.out_features, numbers)

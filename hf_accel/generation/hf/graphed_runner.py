@@ -259,6 +259,7 @@ def cache_of_kept(state: GenerationState, config: Any, capacity: int) -> PagedCa
     return PagedCache.over(runner.groups, runner.group_of_layer, runner.settings, config)
 
 
+OPERATORS_ON_HOST = "the model attends by torch's operators, in passes that read numbers on the host"
 SCALARS = (bool, int, float, str, NoneType, torch.dtype)
 
 
@@ -270,6 +271,8 @@ def model_refusal_of_graphs(model: nn.Module) -> str | None:
     state = find_state(model)
     if state is not None and state.generation.agreement.size > 1:
         return SPLIT
+    if state is not None and state.generation.operators is not None:
+        return OPERATORS_ON_HOST
     for name, module in model.named_modules():
         if has_own_forward(module):
             return f"the forward of {name or 'the model'} was replaced on the module itself"

@@ -17,6 +17,7 @@ from ...cache.group import PageGroup, PassInputs, Step
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, layer_windows
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
+from ...fused.hf.operator_models import OperatorModel
 from ...models import model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.state import PART_OF, find_state, state_of
@@ -50,7 +51,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mask = kwargs.get("attention_mask")
     if not isinstance(cache, PagedCache) or source is None or not (mask is None or _is_columns(mask)):
         return
-    if attention_refusal(model) is not None or state_of(model).generation.operators is not None:
+    if attention_refusal(model) is not None or operators_of(model) is not None:
         return  # another attention function needs K and V of all columns, which the cache then returns
     cache.check_config(model.config)  # type: ignore[arg-type]
     if keyword_for_each_row(model) is not None:
@@ -153,9 +154,16 @@ def _is_empty(value: object) -> bool:
 def attention_refusal(model: nn.Module) -> str | None:
     """Return why a patched model cannot read pages, as one clause; None if it can."""
     now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
-    if now == ATTENTION_NAME or state_of(model).generation.operators is not None:
+    if now == ATTENTION_NAME or operators_of(model) is not None:
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
+
+
+def operators_of(model: nn.Module) -> OperatorModel | None:
+    """Return what is known of a patched model that attends by torch's operators; None for any other."""
+    state = find_state(model)
+    known: OperatorModel | None = None if state is None else state.generation.operators
+    return known
 
 
 def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
@@ -184,8 +192,12 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
         self.model: Any = model
         self.group_of_layer = group_of_layer
+<<<<<<< HEAD
         state = find_state(model)
         self.operators = None if state is None else state.generation.operators
+=======
+        self.operators = operators_of(model)
+>>>>>>> h-ownattn
         self.cache = RaggedCache(groups, group_of_layer, one_column=self.operators is not None)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())

@@ -215,8 +215,8 @@ def position_bias_fields(bias: PositionBias | None, heads: int, longest: int) ->
     table = bias.table
     if table.shape[0] != heads or table.shape[1] < longest or table.dtype is not torch.float32 or table.stride(1) != 1:
         raise UnsupportedError(
-            f"attention: a bias of {table.dtype} {tuple(table.shape)} for {heads} heads and {longest} tokens; it takes "
-            "torch.float32 [heads, tokens] with its numbers side by side"
+            f"attention: a bias of {table.dtype} {tuple(table.shape)} for {heads} heads and {longest} tokens; it "
+            "takes torch.float32 [heads, tokens] with its numbers side by side"
         )
     if bias.by_distance:
         return table.data_ptr() + (table.shape[1] - 1) * table.itemsize, 0, table.stride(0), -1

@@ -158,7 +158,10 @@ def test_random_batches(backend: AttentionBackend, trial: int) -> None:
 @pytest.mark.parametrize("stored", [None, torch.int8, INT4], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("by_distance", [False, True])
-@pytest.mark.parametrize("lengths", ["decode of similar lengths", "decode of very different lengths", "verify, ragged", "mixed", "zero lengths"])
+@pytest.mark.parametrize(
+    "lengths",
+    ["decode of similar lengths", "decode of very different lengths", "verify, ragged", "mixed", "zero lengths"],
+)
 def test_bias_of_positions(
     backend: AttentionBackend, lengths: str, by_distance: bool, window: int | None, stored: torch.dtype | None
 ) -> None:
@@ -171,6 +174,8 @@ def test_bias_of_positions(
     masks = []
     for queries, keys in pairs:
         places, key = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
-        masks.append(table[:, columns - 1 - (places - key).clamp(0)] if by_distance else table[:, key.expand(queries, -1)])
+        masks.append(
+            table[:, columns - 1 - (places - key).clamp(0)] if by_distance else table[:, key.expand(queries, -1)]
+        )
     out = case.run(backend, bias=PositionBias(table, by_distance))
     assert_close(out, case.expected(masks=masks)[0])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 from transformers.activations import ACT2FN
+from transformers.models.bloom.modeling_bloom import BloomGelu
 
 import hf_accel
 from hf_accel.fused.composed_activation import NativeActivation, composed_activation
@@ -32,6 +33,11 @@ pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernel
 def test_what_is_composed(name: str, ours: str | None) -> None:
     form = composed_activation(ACT2FN[name], torch.float32)
     assert (None if form is None else form.name) == ours
+
+
+def test_an_activation_in_the_file_of_its_model() -> None:
+    form = composed_activation(BloomGelu(), torch.float32)
+    assert form is not None and form.name == "gelu_tanh"
 
 
 class Own(nn.Module):

@@ -29,10 +29,10 @@ ONE_COLUMN = 1  # what code is told of the keys' number: it makes masks and bias
 
 @dataclass
 class OperatorAttention:
-    """What is known of a module that attends by operators.
+    """The facts about a module that attends by operators.
 
-    spec: of its attention. backend: None while it is tried. mask, bias: the names of the parameters of its forward that
-    take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
+    spec: of its attention. backend: None while it is tried. mask, bias: the names of the parameters of its forward
+    that take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
     """
 
     spec: AttentionSpec | None
@@ -143,7 +143,7 @@ class CachedKeys(Cached):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is F.scaled_dot_product_attention and len(args) >= 3 and isinstance(args[1], cls):
+        if function is F.scaled_dot_product_attention and len(args) == 3 and isinstance(args[1], cls):
             return args[1].own.attend_as_sdpa(*args, **(kwargs or {}))
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
@@ -199,11 +199,12 @@ class OperatorPass:
         self.window = self.known.window_in(buffer)
         return scores if scores.is_masked else scores + self.mask
 
-    def attend_as_sdpa(
-        self, query: Tensor, keys: Any, values: Any, attn_mask: Any = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, **other: Any,
-    ) -> Tensor:  # fmt: skip
-        if dropout_p or other or (attn_mask is not self.mask and not is_causal):
+    def attend_as_sdpa(self, query: Tensor, keys: Any, values: Any, **given: Any) -> Tensor:
+        """Attend as torch's scaled_dot_product_attention does with the mask of the call, or with is_causal."""
+        masked = given.pop("attn_mask", None) is self.mask or given.get("is_causal") is True
+        scale = given.pop("scale", None)
+        given.pop("is_causal", None)
+        if not masked or any(given.values()):
             raise UntraceableError("it attends without a mask, or drops weights")
         scores = keys.scores_of(query) * float(query.shape[-1] ** -0.5 if scale is None else scale)
         return self.attend_by((scores + self.mask).softmax(-1), values)
@@ -249,7 +250,7 @@ class OperatorPass:
 
 
 def run_over_pages(
-    module: nn.Module, forward: Any, known: OperatorAttention, cache: RaggedCache, given: dict[str, Any]
+    module: nn.Module, known: OperatorAttention, cache: RaggedCache, given: dict[str, Any], *, forward: Any
 ) -> Any:
     """Call the forward of a module that attends by operators in a ragged pass.
 
@@ -275,7 +276,7 @@ def run_over_pages(
 
 
 def without_weights(result: Any) -> Any:
-    """Return the result of attention with None in the place of its weights, which nobody has computed."""
+    """Return the result of attention with None instead of its weights, which nobody has computed."""
     if not isinstance(result, tuple):
         return result
     return tuple(None if isinstance(each, Scores) else each for each in result)

@@ -1,5 +1,5 @@
 """Models whose layers attend by torch's operators, and not by transformers' attention functions: Falcon, GPT-J, BLOOM
-and others. In a ragged pass their own code runs, and attends over pages (attention/hf/operators.py).
+and others. In a ragged pass their own code runs, and attends over pages (attention/hf/operator_pass.py).
 
 A model is known by a trial: with one of its layers and random numbers, passes over the tokens of several sequences in
 one row give what the model gives for each sequence without a cache.
@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ...attention import AttentionSpec, choose_backend
-from ...attention.hf.operators import OperatorAttention, run_over_pages
+from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
 from ...cache.pages import Pages, TokenRange
@@ -26,7 +26,7 @@ from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
 from ...models import layers_config
 from ...recognition.call_form import parameter_names
-from ...recognition.code import attention_code
+from ...recognition.operator_code import attends_by_operators
 from ...recognition.trial import RandomNumbers, Tolerance, agree
 from ...tensors import model_device
 from ...undo.journal import Mixin, mixed_class, original_class
@@ -45,18 +45,18 @@ class PagedOperators(Mixin):
     """A mixin for a module that attends by operators."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns. Raises NotRaggedError in a ragged pass if its code does what is not known."""
+        """Return what the module returns. Raises NotRaggedError in a ragged pass if its code does what is not known."""
         given = dict(zip(parameter_names(original_class(self).forward), args, strict=False)) | kwargs
         cache = next((value for value in given.values() if isinstance(value, RaggedCache)), None)
         if cache is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         known: OperatorAttention = self.__dict__[FUSED]
-        return run_over_pages(self, super().forward, known, cache, given)  # type: ignore[arg-type, misc]
+        return run_over_pages(self, known, cache, given, forward=super().forward)  # type: ignore[arg-type, misc]
 
 
 @dataclass
 class OperatorModel:
-    """What a model whose attention is by operators needs in a ragged pass.
+    """The needs of a model that attends by operators in a ragged pass.
 
     sites: what is known of its attention modules, by name. takes_positions: whether its forward takes position_ids.
     bias: what its attention adds to scores, for sequences of as many tokens as there are columns; None for nothing.
@@ -68,7 +68,7 @@ class OperatorModel:
 
     @property
     def specs(self) -> list[AttentionSpec]:
-        """What each attention module asked of its backend in the trial."""
+        """Return what each attention module asked of its backend in the trial."""
         return [site.spec for site in self.sites.values() if site.spec is not None]
 
     def inputs(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class OperatorModel:
 def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     """Return what is known of a model that attends by operators, or why nothing is, as one clause; None for a model
     that does not attend by operators."""
-    names = [name for name, module in model.named_modules() if attention_code(type(module)).by_operators]
+    names = [name for name, module in model.named_modules() if attends_by_operators(type(module))]
     if not names:
         return None
     layers = getattr(layers_config(model.config), "num_hidden_layers", None)
@@ -177,7 +177,10 @@ def _tried(
         lambda: _in_passes(ours, trial, ids, (5, 1, 3)),
         CLOSE,
     )
-    same = same and (takes_positions or agree(lambda: _padded(stock, ids), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE))
+    same = same and (
+        takes_positions
+        or agree(lambda: _padded(stock, ids), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE)
+    )
     return (known, bias) if same and known.spec is not None else unknown
 
 
