@@ -291,12 +291,8 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         make_draft=make_draft,
         make_attending=with_stock_attention,
         context=todo.context,
-<<<<<<< HEAD
         hides_rows=todo.hides_rows,
-        operators=todo.operators,
-=======
         operators=todo.fused.operators,
->>>>>>> h-ownattn
     )
     journal.attribute(model, STATE, PatchState(todo.config, todo.to_dict(), journal, originals, generation))
     for part in model.modules():

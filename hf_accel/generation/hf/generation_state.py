@@ -121,12 +121,8 @@ class GenerationState:
     agreement: what the processes that run the model decide by.
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     context: the ranks that share out the blocks of caches; None if each cache is whole.
-<<<<<<< HEAD
     hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
-    operators: what the model needs in a ragged pass if it attends by torch's operators; None for any other model.
-=======
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
->>>>>>> h-ownattn
     """
 
     cache: CacheConfig | None
@@ -148,12 +144,8 @@ class GenerationState:
     runner: Any = None
     agreement: ProcessAgreement = ALONE
     context: SharedContext | None = None
-<<<<<<< HEAD
     hides_rows: bool | None = None
-    operators: OperatorModel | None = None
-=======
     operators: Any = None
->>>>>>> h-ownattn
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
     def __getstate__(self) -> dict[str, Any]:

@@ -192,12 +192,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, groups: list[PageGroup], group_of_layer: list[int]) -> None:
         self.model: Any = model
         self.group_of_layer = group_of_layer
-<<<<<<< HEAD
-        state = find_state(model)
-        self.operators = None if state is None else state.generation.operators
-=======
         self.operators = operators_of(model)
->>>>>>> h-ownattn
         self.cache = RaggedCache(groups, group_of_layer, one_column=self.operators is not None)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
