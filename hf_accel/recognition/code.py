@@ -1,7 +1,6 @@
 """Code that is read: a function's source, patterns in a module's forward, its use of masks, keys, values and caches.
 
-A module is known by its forward and the methods that it calls. Branches for an encoder's output are left out: a model
-that has one keeps stock attention.
+A module is known by its forward and the methods that it calls. Branches for an encoder's output are left out.
 """
 
 from __future__ import annotations

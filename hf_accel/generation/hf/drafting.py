@@ -186,12 +186,12 @@ def _twin(state: GenerationState, model: PreTrainedModel, weights: str | None) -
     return draft
 
 
-def refuse_drafts(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for a model for which nothing can draft."""
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"speculative= was asked for, but {NO_DRAFTS}, as {type(model).__name__} is; leave speculative= out"
-        )
+def refuse_drafts(model: PreTrainedModel, refusal: str | None = None) -> None:
+    """Raise UnsupportedError if nothing can draft for a model. refusal: why, as one clause, if that is known."""
+    if refusal is None and model.config.is_encoder_decoder:
+        refusal = NO_DRAFTS
+    if refusal is not None:
+        raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
 
 
 def assisted(
