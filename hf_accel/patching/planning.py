@@ -114,12 +114,11 @@ def make_plan(
         seconds_after=read_after / bandwidth,
         split=split,
         context=context,
-        hides_rows=None if stock_cache else rows_hidden_in(inner),
         on_disk=(find_originals or find_on_disk)(inner, linears) if config.keep_original == "auto" else None,
     )
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it out")
-    return replace(plan, lines=tuple(explain(plan)))
+    return replace(plan, lines=tuple(explain(plan)), hides_rows=None if stock_cache else rows_hidden_in(inner))
 
 
 def _kind(model: PreTrainedModel) -> str:
