@@ -136,6 +136,23 @@ def test_a_cache_that_is_given_again(kind: str, beams: int) -> None:
         assert cache.statistics()["prefix_hits"] > 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_pass_over_a_whole_prompt(kind: str) -> None:
+    """It computes all tokens, also those whose blocks are known, so layers must hold them from the first on."""
+    model = MODELS[kind]()
+    prompt = chats(3)[-1] * 2
+    ids = torch.tensor([prompt])
+    hf_accel.patch(model, weights=None)
+    cache = PagedCache(model.config, block_size=4)
+    expected = model(ids, past_key_values=cache).logits
+    cache.reset()
+    generated(model, ids, past_key_values=cache, max_new_tokens=9, do_sample=False)  # keeps states too
+    cache.reset()
+    assert cache.has_prefixes
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
+
+
 def generated(model: Any, ids: Tensor, **settings: Any) -> Tensor:
     tokens: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return tokens
