@@ -13,6 +13,7 @@ from transformers.models.marian.modeling_marian import MarianSinusoidalPositiona
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, UnsupportedError
+from hf_accel.attention.hf.bias import STEP
 from hf_accel.errors import OutOfBlocksError
 
 from .families import VOCABULARY
@@ -185,6 +186,24 @@ def test_a_decoder_that_counts_otherwise_stays_stock() -> None:
     assert "computes something else over pages" in hf_accel.stats(model)["loop"]
     with pytest.raises(UnsupportedError, match="computes something else over pages"):
         Engine(model)
+
+
+def test_padding_that_a_decoder_writes_counts_as_in_stock() -> None:
+    """M2M100's positions leave padding out, in a pass over several sequences too."""
+    model, batch = model_of("M2M100"), padded(prompts())
+    settings = {"max_new_tokens": NEW_TOKENS, "suppress_tokens": [i for i in range(1, VOCABULARY) if i not in (5, 9)]}
+    expected = model.generate(**batch, **settings)
+    assert (expected[:, 1:-1] == 0).any() and (expected[:, 1:] != 0).any()
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(model.generate(**batch, **settings), expected)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+def test_a_table_of_biases_grows() -> None:
+    model, rows = model_of("T5", num_layers=1, decoder_layers=1), prompts()[:1]
+    expected = alone(model, rows[0], STEP + 3)
+    hf_accel.patch(model, weights=None)
+    assert alone(model, rows[0], STEP + 3) == expected
 
 
 def test_a_mask_with_holes_and_one_that_hides_all() -> None:
