@@ -24,7 +24,7 @@ from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
 from .forward import choose_again
 
-ONE_COLUMN = 1  # what code is told of the keys' number: it makes masks and biases as large as that
+ONE_COLUMN = 1  # the number of keys that code reads: it makes masks and biases as large as that
 
 
 @dataclass
@@ -168,7 +168,8 @@ class OperatorPass:
 
     def __init__(self, module: nn.Module, known: OperatorAttention, cache: RaggedCache) -> None:
         self.module, self.known, self.cache = module, known, cache
-        self.mask, self.window = HidingMask(), None
+        self.mask = HidingMask()
+        self.window: int | None = None
         self.bias: AddedBias | None = None
         self.used: AttentionSpec | None = None
 
@@ -257,7 +258,7 @@ def run_over_pages(
     given: its arguments by name, of which the cache is one. Raises NotRaggedError if it does what is not known.
     """
     own = OperatorPass(module, known, cache)
-    named = {name: own if value is cache else value for name, value in given.items()}
+    named: dict[str, Any] = {name: own if value is cache else value for name, value in given.items()}
     if known.mask is not None and named.get(known.mask) is not None:
         named[known.mask] = own.mask = HidingMask(named[known.mask])
     if known.bias is not None and isinstance(named.get(known.bias), Tensor):

@@ -1,5 +1,5 @@
-"""A model of one layer for trials: the code of a model around one of its attention modules, with small parts in the
-place of its weights.
+"""A model of one layer for trials: the code of a model around one of its attention modules, with small parts
+instead of its weights.
 
 So what the model hands to its attention, and what it makes of the result, can be tried in milliseconds, whatever the
 size of the model and wherever its weights are.
@@ -21,6 +21,9 @@ LAYER_INDICES = ("layer_idx", "layer_id")
 
 class SparseLinear(nn.Module):
     """A linear layer of which each output has one input, so that it costs nothing."""
+
+    place: Tensor
+    factor: Tensor
 
     def __init__(self, inputs: int, outputs: int, numbers: RandomNumbers) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class PagedOperators(Mixin):
     """A mixin for a module that attends by operators."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns. Raises NotRaggedError in a ragged pass if its code does what is not known."""
+        """Return what the module returns. Raises NotRaggedError in a ragged pass if its code is not known."""
         given = dict(zip(parameter_names(original_class(self).forward), args, strict=False)) | kwargs
         cache = next((value for value in given.values() if isinstance(value, RaggedCache)), None)
         if cache is None:
@@ -99,7 +99,7 @@ class OperatorModel:
 def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     """Return what is known of a model that attends by operators, or why nothing is, as one clause; None for a model
     that does not attend by operators."""
-    names = [name for name, module in model.named_modules() if attends_by_operators(type(module))]
+    names = [name for name, module in model.named_modules() if attends_by_operators(type(module))]  # type: ignore[arg-type]
     if not names:
         return None
     layers = getattr(layers_config(model.config), "num_hidden_layers", None)

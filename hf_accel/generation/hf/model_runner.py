@@ -151,7 +151,7 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
 
 
-def attention_refusal(model: nn.Module) -> str | None:
+def attention_refusal(model: Any) -> str | None:
     """Return why a patched model cannot read pages, as one clause; None if it can."""
     now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
     if now == ATTENTION_NAME or operators_of(model) is not None:
