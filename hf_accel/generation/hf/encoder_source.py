@@ -1,4 +1,4 @@
-"""What the decoder of an encoder-decoder attends to: the encoder's output of each request, without padding."""
+"""The output of an encoder that a decoder attends to, of each request and without padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_encoder(pages: PagedCache, model: Any) -> Any:
 
 
 def give_stock_cache(call: LoopCall) -> None:
-    """Put transformers' own cache in the place of one that was made for ragged passes of an encoder-decoder."""
+    """Give a call transformers' own cache instead of one that was made for ragged passes of an encoder-decoder."""
     if call.has_encoder and isinstance(call.cache, PagedCache):
         config = layers_config(call.model.config)
         call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
@@ -82,7 +82,7 @@ def decoder_prompt(model: PreTrainedModel, config: Any, ids: list[int]) -> tuple
 
 
 @torch.no_grad()
-def encoded(model: Any, ids: list[int]) -> Tensor:
+def encoder_output(model: Any, ids: list[int]) -> Tensor:
     """Run the encoder of a model on T token ids of one request; returns its output [T, C]."""
     inputs = torch.tensor([ids], device=model_device(model))
     output = model.get_encoder()(input_ids=inputs, attention_mask=torch.ones_like(inputs), return_dict=True)

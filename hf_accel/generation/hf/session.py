@@ -24,7 +24,7 @@ from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
 from .drafting import keep_controller, make_speculation, refuse_drafts, remake_drafts
 from .encoder_decoder_runner import EncoderDecoderRunner
-from .encoder_source import encoded
+from .encoder_source import encoder_output
 from .graphed_runner import GraphedRunner, make_runner
 from .model_runner import ModelRunner, weights_salt
 
@@ -106,7 +106,7 @@ class Session(Batcher):
         if self.agreement.size > 1:
             self._agree_on(sequence)
         if sequence.source_ids and sequence.source is None:
-            source = encoded(self.model, sequence.source_ids)
+            source = encoder_output(self.model, sequence.source_ids)
             for each in (sequence, *sequence.followers):
                 each.source = source
         require_room(self.pages.groups, sequence.source)
