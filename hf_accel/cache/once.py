@@ -88,7 +88,10 @@ def require_room(groups: Sequence[PageGroup], source: Tensor | None) -> None:
 
 @dataclass
 class OnceStep:
-    """The keys that a pass writes. sources: the encoder's output [1, M, C] of the sequences that begin; None if none does."""
+    """The rows whose keys a pass writes.
+
+    sources: the encoder's output [1, M, C] of the sequences that begin; None if none does.
+    """
 
     sources: Tensor | None
 
