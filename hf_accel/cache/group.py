@@ -172,8 +172,8 @@ class PageGroup:
         self.storages: dict[int, KVStorage] = {}
         self.has_scratch = False
 
-    def table(self) -> BlockTable:
-        """Return the empty table of a new sequence."""
+    def table(self, source: Tensor | None = None) -> BlockTable:
+        """Return the empty table of a new sequence. source: the output of an encoder that the sequence attends to."""
         return BlockTable(self.pool)
 
     # -- prefixes --------------------------------------------------------------------------------------

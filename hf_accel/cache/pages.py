@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
+from .once import OnceGroup
 from .pool import BlockTable
 from .prefixes import NO_MATCH, Prefixes, PrefixMatch, chain
 from .queries import runs_of
@@ -93,7 +94,9 @@ def _rolls(group: PageGroup) -> bool:
     """Return whether a sequence of any length fits, because the window always frees a block before a new one is
     needed.
     """
-    return group.window is not None and group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
+    if group.window is None:
+        return isinstance(group, OnceGroup)  # whose blocks hold no tokens
+    return group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
 
 
 class Pages:
@@ -146,14 +149,17 @@ class Pages:
             return NO_MATCH
         return self.prefixes.match(token_ids, keeps_last=keeps_last)
 
-    def begin(self, match: PrefixMatch = NO_MATCH, num_tokens: int | None = None) -> CachedSequence:
+    def begin(
+        self, match: PrefixMatch = NO_MATCH, num_tokens: int | None = None, *, source: Tensor | None = None
+    ) -> CachedSequence:
         """Start a sequence with the first `num_tokens` tokens of a prefix (None: with all of it), or an empty one.
 
-        Only if `keeps_all`, these may be fewer than all.
+        Only if `keeps_all`, these may be fewer than all. source: the output of an encoder, [T, C], that its tokens
+        attend to.
         """
         size = self.sharing_size
         num_tokens = len(match.digests) * size if num_tokens is None else num_tokens
-        sequence = CachedSequence([group.table() for group in self.groups], self.epoch, size)
+        sequence = CachedSequence([group.table(source) for group in self.groups], self.epoch, size)
         digests = match.digests[: -(-num_tokens // size)]
         try:
             for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -165,14 +171,14 @@ class Pages:
         sequence.digests = digests[: num_tokens // size]
         return sequence
 
-    def begin_with_prefix(self, token_ids: Sequence[int]) -> CachedSequence:
+    def begin_with_prefix(self, token_ids: Sequence[int], source: Tensor | None = None) -> CachedSequence:
         """Start a sequence with the cached blocks of these tokens. At least the last token is left to compute.
 
         Only whole blocks are used. A block of which only a part is used would be copied before it is written to; but
         a block that was published in the current pass is not written yet, so the copy would be wrong.
         """
         match = self.match_prefix(token_ids, keeps_last=True)
-        sequence = self.begin(match)
+        sequence = self.begin(match, source=source)
         # States are kept where the same prompt, or one with a beginning that is known to be shared, can go on.
         ends = {(len(token_ids) - 1) // self.sharing_size, match.num_held} if self.prefixes is not None else ()
         marks = sorted(end * self.sharing_size for end in ends if end > len(match.digests))
@@ -328,6 +334,8 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     spans = [range(each.start, each.start + each.count) for each in ranges]
     if isinstance(group, StateGroup):
         return group.step(tables, spans, [each.write_from or each.start for each in ranges], cu_q)
+    if isinstance(group, OnceGroup):
+        return group.step(tables, spans)
     slots: list[int] = []
     held: list[int] = []
     attending: list[BlockTable] = []

@@ -34,6 +34,8 @@ class Sequence:
     padding, index: the ids before the prompt in the padded batch of generate(), and the prompt's row in that batch.
     priority: sequences with a higher one go first. arrival: the order among equal priorities; the scheduler sets it.
     followers: other samples of the same prompt, which share this sequence's pages.
+    source: the output of an encoder, [T, C], that the tokens attend to; None without an encoder. source_ids: the token
+        ids from which the encoder computes it, if that is still to be done.
     keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
     inputs: what the model is given for the prompt besides the token ids; None if it is given nothing else.
     given: further inputs of the model's for the prompt, such as pixel_values, of which the Session makes `inputs`.
@@ -57,6 +59,8 @@ class Sequence:
     arrival: int = -1
     num_preemptions: int = 0
     followers: list[Sequence] = field(default_factory=list)
+    source: Tensor | None = None
+    source_ids: list[int] = field(default_factory=list)
     keeps_pages: bool = False
     kept_pages: CachedSequence | None = None
     inputs: PromptInputs | None = None

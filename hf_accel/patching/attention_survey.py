@@ -34,6 +34,7 @@ from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_
 from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of, source_of
 from ..tensors import model_device
+from .encoder_decoder_survey import decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -46,8 +47,6 @@ WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask
 def model_attention_refusal(model: PreTrainedModel) -> str | None:
     """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        return f"{name} is an encoder-decoder; its cross-attention stays stock"
     if not model._can_set_attn_implementation():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
     parts = stock_parts(model)
@@ -60,7 +59,8 @@ def model_attention_refusal(model: PreTrainedModel) -> str | None:
             return f"its attention was set to {implementation!r}, which may do what ours does not"
     if _has_window(layers_config(model.config)) and not _masks_windows(model):
         return f"{name} has a window in its config that its masks leave out"
-    return _function_refusal(model)
+    unknown = _function_refusal(model)
+    return decoder_refusal(model) if unknown is None and model.config.is_encoder_decoder else unknown
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -153,6 +153,8 @@ def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | N
 
 def loop_refusal(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
+    if model.config.is_encoder_decoder:
+        return decoder_loop_refusal(model)
     name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
     if "position_ids" not in parameters and known_operators(model) is None:

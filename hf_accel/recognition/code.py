@@ -1,7 +1,6 @@
 """Code that is read: a function's source, patterns in a module's forward, its use of masks, keys, values and caches.
 
-A module is known by its forward and the methods that it calls. Branches for an encoder's output are left out: a model
-that has one keeps stock attention.
+A module is known by its forward and the methods that it calls. Branches for an encoder's output are left out.
 """
 
 from __future__ import annotations
@@ -170,6 +169,7 @@ CALL_KEYWORDS = frozenset({
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "output_attentions",
     "query", "key", "value", "deterministic", "use_cache",
 })  # fmt: skip
+POSITION_BIAS = "position_bias"
 LIBRARIES = (
     "torch.", "builtins", "transformers.modeling_utils", "transformers.modeling_layers", "transformers.generation.",
     "transformers.integrations.", "transformers.utils.",
@@ -226,7 +226,7 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     return AttentionCode(
         attends=attends,
         eager=next((eager for function in functions for eager in _eager_names(function)), None),
-        refusal=next(iter(refusals), None),
+        refusal=min(refusals, key=lambda refusal: POSITION_BIAS in refusal, default=None),
         unpaged=next(iter(unpaged), None),
         caches=any(updates_of(function) for function in functions),
         expands=any(
@@ -349,7 +349,7 @@ def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     unknown = sorted(n for n, value in named.items() if n not in CALL_KEYWORDS and not _is_none(function, value))
     if unknown:
-        yield f"passes {unknown[0]}= to its attention function"
+        yield f"passes {min(unknown, key=lambda name: name == POSITION_BIAS)}= to its attention function"
     if len(call.args) > 5 or any(isinstance(argument, ast.Starred) for argument in call.args):
         yield "calls its attention function in a way of its own"
     mask = call.args[4] if len(call.args) > 4 else keyword(call, "attention_mask")

@@ -13,10 +13,11 @@ from transformers.utils import output_capturing
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
 from ...kernels.layouts import KV, AttentionOptions, Ragged
-from ...recognition.code import CALL_KEYWORDS
+from ...recognition.code import CALL_KEYWORDS, POSITION_BIAS
 from ...tensors import is_recorded, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
+from .bias import bias_over_pages
 from .latents import expanded
 from .mask import as_known, mask_forward, numbers_of
 from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
@@ -73,6 +74,7 @@ def attention_forward(
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
     if paged is not None:
         paged.check_values(value)
+        bias = None if kwargs.get(POSITION_BIAS) is None else bias_over_pages(module, kwargs.pop(POSITION_BIAS), paged)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     ours = as_known(attention_mask)
     columns = None if paged is not None else (query.shape[2], key.shape[2])
@@ -94,7 +96,11 @@ def attention_forward(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux", kwargs.get("sinks")),
         dropout=dropout,
+        bias=None if paged is None else bias,
     )
+    if paged is not None and paged.layer.attends_to_all:
+        backend = _backend(module, query, value, options, paged=paged)
+        return _over_source(backend, query, options, paged=paged).to(wanted), None
     if paged is not None:
         plain = ours is not None or (attention_mask is None and causal)
         if plain and paged.contiguous and paged.window == options.window and not dropout:
@@ -190,6 +196,18 @@ def _compressed(module: Any, query: Tensor, options: AttentionOptions, *, paged:
     return step.columns(out, query.shape[0])
 
 
+def _over_source(backend: AttentionBackend, query: Tensor, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
+    """Compute attention over all stored keys of each token's sequence, those of an encoder's output.
+
+    The mask of the call is not read: what it hides has no slots.
+    """
+    step = paged.step
+    out = backend.paged(
+        step.tokens(query), paged.storage.pages, paged.group_step.ragged, options._replace(causal=True)
+    )
+    return step.columns(out, query.shape[0]).contiguous()
+
+
 def _packed(
     backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, kwargs: dict[str, Any]
 ) -> Tensor:
@@ -219,6 +237,7 @@ def _backend(
             and spec.sinks is (options.sinks is not None)
             and spec.quantized_kv is quantized_kv
             and not options.dropout
+            and spec.bias is (options.bias is not None)
         ):
             return planned.backend
     spec = AttentionSpec(
@@ -233,6 +252,7 @@ def _backend(
         sinks=options.sinks is not None,
         quantized_kv=quantized_kv,
         dropout=options.dropout > 0,
+        bias=options.bias is not None,
     )
     if planned is None:
         return _choose(spec, "auto", row_invariant=False)

@@ -1,5 +1,6 @@
 """Paged KV caches as transformers' Cache: PagedCache for padded batches, RaggedCache for ragged passes."""
 
+from .encoder_decoder import RaggedEncoderDecoderCache
 from .kinds import NOT_PAGED, layer_kind, layer_kinds, layer_names, layer_windows, page_groups, sharing_refusal
 from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass
 from .paged import PagedCache
@@ -12,6 +13,7 @@ __all__ = [
     "PagedCache",
     "PagedKV",
     "RaggedCache",
+    "RaggedEncoderDecoderCache",
     "RecurrentPass",
     "fixed_settings",
     "layer_kind",

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ..group import PageGroup, SharedContext
+from ..once import OnceGroup
 from ..quantized import QUANTIZED
 from ..states import FIRST_STATES, MOST_STATES, WINDOW, StateGroup
 
@@ -103,6 +104,7 @@ def page_groups(
 ) -> tuple[list[PageGroup], list[int]]:
     """Make a PageGroup for each kind of layer, and return them with the index of each layer's group.
 
+    The last group of an encoder-decoder holds what its layers keep of the encoder's output.
     capacity: the tokens that a growing cache has room for at first. context: the ranks that share out the blocks.
     """
     kinds = layer_kinds(config)
@@ -128,7 +130,20 @@ def page_groups(
         for kind in distinct_kinds
     ]
     for group, kind in zip(groups, distinct_kinds, strict=True):
-        group.context, group.rank = context, kind.rank
+        group.rank = kind.rank
+    if config.is_encoder_decoder:
+        groups.append(
+            OnceGroup(
+                window=None,
+                num_blocks=num_blocks,
+                block_size=settings.block_size,
+                growable=growable,
+                prefix_sharing=False,
+                quantized=QUANTIZED.get(settings.dtype),
+            )
+        )
+    for group in groups:
+        group.context = context
     return groups, [distinct_kinds.index(kind) for kind in kinds]
 
 

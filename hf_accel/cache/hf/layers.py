@@ -30,10 +30,16 @@ class CacheOverPages(Cache):
 
     unread: the layer that was updated last, until its attention reads the pages; then None.
     known_pass: what is known of the pass that is under way (fused.hf.layer_calls.KnownPass); None if nothing is.
+    given_bias: the bias of positions that the last layer was given, and what it means.
     """
 
     unread: LayerOverPages | None = None
     known_pass: Any = None
+    given_bias: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.bias_tables: dict[Any, Any] = {}  # of positions, by the module that has them
+        super().__init__(*args, **kwargs)
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Raise UnsupportedError: transformers' convolutions and recurrent layers read no pages."""
@@ -56,6 +62,7 @@ class LayerOverPages(CacheLayerMixin):
     """One layer of a CacheOverPages."""
 
     is_initialized = False
+    attends_to_all = False  # whether each token attends to all keys of its sequence, and not to those before it alone
 
     def __init__(self, cache: CacheOverPages, layer_idx: int, group: PageGroup, group_index: int) -> None:
         # super().__init__() is not called: it would set `keys` and `values`, which are in the pages.

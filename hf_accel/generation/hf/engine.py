@@ -27,10 +27,11 @@ from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopStrings
 from ..sequence import Sequence, StopRules
-from .batch import request_rules
+from .batch import complete_config, request_rules
 from .drafting import draft_models
+from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
-from .refusals import ragged_refusal, warn_once
+from .refusals import prompts_refusal, ragged_refusal, warn_once
 from .request_config import default_new_tokens, request_config
 from .session import Session
 from .vocabulary import prompt_parts
@@ -121,7 +122,8 @@ class Engine:
         """Submit a request and return at once. The Request can be iterated over, waited for and cancelled.
 
         prompt: token ids, text if the engine has a tokenizer, or all that a processor makes for one prompt with images
-        (input_ids, pixel_values, ...). Prompts share pages as far as their words and images are equal.
+        (input_ids, pixel_values, ...); an encoder-decoder's encoder reads them. Prompts share pages as far as their
+        words and images are equal.
         max_new_tokens, stop: the most new tokens, and the strings that end the text. seed: makes the request's tokens
         reproducible. priority: requests with a higher one go first. n: the number of samples, which share the prompt's
         pages.
@@ -146,6 +148,7 @@ class Engine:
         error is raised where the Request is read, and ends no other request.
         """
         ids, given = self._prompt(prompt)
+        ids, source_ids = self._begin(ids)
         limits = self._limit(max_new_tokens, len(ids))
         ends = (self.model.generation_config.stop_strings or ()) if stop is None else stop
         strings = StopStrings(ends, self._decode)
@@ -155,7 +158,16 @@ class Engine:
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
         sequences = [
-            Sequence(list(ids), limits, params, stop=rules, seed=first + number, priority=rank, given=given)
+            Sequence(
+                list(ids),
+                limits,
+                params,
+                stop=rules,
+                seed=first + number,
+                priority=rank,
+                given=given,
+                source_ids=source_ids,
+            )
             for number in range(_integer("n", n, least=1))
         ]
         sequences[0].followers = sequences[1:]
@@ -184,6 +196,10 @@ class Engine:
                 raise UnsupportedError("prompt is text; give the Engine a tokenizer=, or submit token ids")
             prompt = self.tokenizer(prompt)["input_ids"]
         return prompt_parts(self.model, prompt)
+
+    def _begin(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        config = complete_config(self.model, None, "Engine.submit()", {})
+        return decoder_prompt(self.model, config, ids)
 
     def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:
         if max_new_tokens is None:
@@ -278,7 +294,7 @@ def _state(model: Any) -> GenerationState:
     if isinstance(model, str | PathLike):
         raise UnsupportedError(f"an Engine takes a patched model, not a path; pass hf_accel.load({fspath(model)!r})")
     state = state_of(model).generation
-    refusal = ragged_refusal(model)
+    refusal = ragged_refusal(model) or prompts_refusal(model)
     if refusal is not None:
         way_out = "use model.generate()" if model.can_generate() else "call the model itself"
         raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; {way_out}")

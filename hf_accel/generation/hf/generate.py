@@ -20,6 +20,7 @@ from ...errors import UnsupportedError
 from ...undo.state import state_of
 from ..prompt_inputs import PassRows, PromptInputs
 from ..sequence import Sequence
+from .encoder_source import sources
 from .generation_state import LoopCall
 from .graphed_runner import GraphedRunner, keep_runner
 from .processing import BatchDraws, stock_sampling, stop_rules
@@ -70,6 +71,7 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
         else torch.randint(2**62, (len(call.input_ids),)).tolist()
     )
     sequences: list[Sequence] = []
+    attended = sources(call)
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
         hidden = 0 if ids else call.prompt_columns - padding
@@ -81,7 +83,8 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
             seed=seeds[row],
             padding=ids[:padding],
             index=row,
-            keeps_pages=keeps,
+            source=attended[row],
+            keeps_pages=keeps and not call.has_encoder,
             inputs=inputs[row],
             num_hidden=hidden,
         )

@@ -27,6 +27,9 @@ MakeDraft = Callable[[PreTrainedModel, str | None], PreTrainedModel]
 MakeAttending = Callable[[PreTrainedModel], PreTrainedModel]
 
 
+ENCODER_INPUTS = frozenset({"encoder_outputs", "decoder_attention_mask"})
+
+
 @dataclass
 class CallState:
     """The state of one call of generate().
@@ -67,12 +70,22 @@ class LoopCall:
     speculative: SpeculativeConfig | None
 
     @property
+    def has_encoder(self) -> bool:
+        return bool(self.model.config.is_encoder_decoder)
+
+    @property
+    def encoder_inputs(self) -> frozenset[str]:
+        """The names of the inputs that say what the encoder has computed, and of which rows."""
+        return ENCODER_INPUTS if self.has_encoder else frozenset()
+
+    @property
     def mask(self) -> Tensor | None:
-        return self.inputs.get("attention_mask")
+        return self.inputs.get("decoder_attention_mask" if self.has_encoder else "attention_mask")
 
     @property
     def cache(self) -> Any:
-        return self.inputs.get("past_key_values")
+        given = self.inputs.get("past_key_values")
+        return getattr(given, "self_attention_cache", given) if self.has_encoder else given
 
     @property
     def num_columns(self) -> int:
@@ -117,6 +130,7 @@ class GenerationState:
     agreement: what the processes that run the model decide by.
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     context: the ranks that share out the blocks of caches; None if each cache is whole.
+    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """
 
@@ -141,6 +155,7 @@ class GenerationState:
     runner: Any = None
     agreement: ProcessAgreement = ALONE
     context: SharedContext | None = None
+    hides_rows: bool | None = None
     operators: Any = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
@@ -186,6 +201,16 @@ class GenerationState:
                 del self.calls[thread]
             else:
                 self.calls[thread] = outer
+
+    def record_call(self, call: CallState, sequences: object, seconds: float) -> None:
+        """Store the statistics of a call. Every row counts with as many new tokens as the longest one.
+
+        sequences: token ids [B, T]. It may be anything that a custom_generate returned; then no tokens are counted.
+        """
+        is_ids = isinstance(sequences, Tensor) and sequences.ndim == 2
+        rows, columns = sequences.shape if is_ids else (0, call.prompt_columns)  # type: ignore[attr-defined]
+        cache = {} if call.cache is None else call.cache.statistics()
+        self.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
 
     def record(self, new_tokens: int, sequences: int, seconds: float, more: dict[str, Any]) -> None:
         """Store the statistics of a finished run."""

@@ -34,6 +34,8 @@ MOST_IDS = 32  # the tokens of trials are the first ones: those that stand for i
 
 def has_more_than_ids(call: LoopCall) -> bool:
     """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
+    if call.has_encoder:
+        return False
     return other_input(call.inputs) is not None or state_of(call.model).generation.prepares
 
 

@@ -13,6 +13,7 @@ from ...errors import HfAccelWarning, UnsupportedError
 from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..sampling.purity import stateful_refusal
+from .encoder_source import encoder_refusal
 from .generation_state import GenerationState, LoopCall
 from .model_runner import (
     attention_refusal,
@@ -36,6 +37,13 @@ OWN_METHODS = (
 def ragged_refusal(model: nn.Module) -> str | None:
     """Return why a patched model cannot run ragged as it is now, as one clause; None if it can."""
     return state_of(model).generation.ragged_refusal or changed_refusal(model) or _rows_refusal(model)
+
+
+def prompts_refusal(model: Any) -> str | None:
+    """Return why requests of this model cannot be lists of token ids, as one clause; None if they can."""
+    if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
+        return f"{type(model).__name__} reads {model.main_input_name}, and no token ids"
+    return None
 
 
 def _rows_refusal(model: nn.Module) -> str | None:
@@ -73,15 +81,20 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     input_ids, mask, positions = call.input_ids, call.mask, call.inputs.get("position_ids")
     if not isinstance(call.cache, PagedCache) or call.inputs.get("use_cache") is False:
         return NO_PAGES
+    if call.has_encoder and (refusal := encoder_refusal(call, own_cache=own_cache)) is not None:
+        return refusal
     if not own_cache and len(input_ids) > 1:
         return "a cache that is passed along holds columns, padding included"
     if call.synced_gpus:
         return "synced_gpus=True needs the same passes on all ranks"
     if not input_ids.shape[0] or not call.prompt_columns:
         return "it is given no token ids"
+    other = other_input({name: value for name, value in call.inputs.items() if name not in call.encoder_inputs})
+    if other is not None and call.has_encoder:
+        return f"it is given {other}"
     more = has_more_than_ids(call)
     if more and not own_cache and call.cache.get_seq_length():
-        return f"a cache that holds tokens is passed along with {other_input(call.inputs) or 'positions'}"
+        return f"a cache that holds tokens is passed along with {other or 'positions'}"
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
     if asked:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
 from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups
+from ...cache.once import require_room
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError, NotRaggedError, UnsupportedError
@@ -21,7 +22,9 @@ from ..batcher import Batcher, Progress
 from ..sequence import Sequence
 from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
-from .drafting import keep_controller, make_speculation, remake_drafts
+from .drafting import keep_controller, make_speculation, refuse_drafts, remake_drafts
+from .encoder_decoder_runner import EncoderDecoderRunner
+from .encoder_source import encoder_output
 from .graphed_runner import GraphedRunner, make_runner
 from .model_runner import ModelRunner, weights_salt
 from .prompts import request_inputs
@@ -80,9 +83,11 @@ class Session(Batcher):
         if model_device(model).type in graphs.DEVICES:
             runner = make_runner(model, pages.groups, group_of_layer, rows)
         else:
-            runner = ModelRunner(model, pages.groups, group_of_layer)
+            kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
+            runner = kind(model, pages.groups, group_of_layer)
         speculation = None
         if speculative is not None:
+            refuse_drafts(model)
             speculation = make_speculation(speculative, runner, pages, controller)
         super().__init__(
             runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
@@ -95,6 +100,7 @@ class Session(Batcher):
         """Add a sequence; see Batcher.add. Prefixes of another model are dropped if there is no other sequence.
 
         What the sequence is given besides its ids is read here, so that a tower never runs during a pass.
+        The encoder of an encoder-decoder is run for a sequence that has source_ids.
         """
         if not self.has_work:
             self._fit_windows()
@@ -103,6 +109,11 @@ class Session(Batcher):
             self._agree_on(sequence)
         if sequence.given is not None:
             self._read_inputs(sequence)
+        if sequence.source_ids and sequence.source is None:
+            source = encoder_output(self.model, sequence.source_ids)
+            for each in (sequence, *sequence.followers):
+                each.source = source
+        require_room(self.pages.groups, sequence.source)
         super().add(sequence, cached)
 
     def _read_inputs(self, leader: Sequence) -> None:

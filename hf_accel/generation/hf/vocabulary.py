@@ -54,6 +54,11 @@ def prompt_parts(model: Any, prompt: Any, name: str = "prompt") -> tuple[list[in
         raise UnsupportedError(
             f"{name} holds {unknown[0]!r}, which {type(model).__name__} does not take; leave it out"
         )
+    if given and model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{name} holds {min(given)!r}, and {type(model).__name__} is an encoder-decoder, which is served token "
+            "ids alone; use model.generate()"
+        )
     if not given:  # an id that stands for an image may be none that has an embedding
         check_ids(model, ids, name)
     return ids, given or None

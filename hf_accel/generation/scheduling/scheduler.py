@@ -229,7 +229,7 @@ class Scheduler:
             self._suspend(other)
         if suspect.cached is None:
             try:
-                cached = self.pages.begin_with_prefix(suspect.contents(len(suspect.tokens)))
+                cached = self.pages.begin_with_prefix(suspect.contents(len(suspect.tokens)), suspect.source)
             except Exception as error:
                 self._fail(suspect, error)
                 return chunks
@@ -331,7 +331,7 @@ class Scheduler:
                 return
             free = self.pages.free_blocks()
             try:
-                cached = self.pages.begin_with_prefix(head.contents(len(head.tokens)))
+                cached = self.pages.begin_with_prefix(head.contents(len(head.tokens)), head.source)
             except Exception as error:
                 self._fail(head, error)
                 slack, places = None, self._places()
