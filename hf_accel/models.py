@@ -157,7 +157,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 def cache_name(model: object) -> str:
     """Return the name of the cache among the arguments of a model, patched or not."""
-    return _cache_name(getattr(type(model), "original_class", type(model)))
+    kind: Any = type(model)
+    return _cache_name(getattr(kind, "original_class", kind))
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from ..kernels.layouts import KV, AttentionOptions, Ragged
 from .contract import AttentionBackend, AttentionSpec, must_be_traced
 from .sdpa import SdpaBackend
 
-LARGEST_DIM = 512
+LARGEST_DIM = 1024
 
 
 class CpuBackend(AttentionBackend):

@@ -74,7 +74,7 @@ def gather(pages: KV, blocks: Tensor, dtype: torch.dtype) -> KV:
 
 def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather entries [B, Hkv, n] of pages seen as [num_blocks * Hkv, block_size, D] -> [B, Hkv, n * block_size, D]."""
-    found = pages.view(-1, pages.shape[2] * pages.shape[3]).index_select(0, picked.flatten())
+    found = pages.flatten(0, 1).index_select(0, picked.flatten())
     found = found.view(*picked.shape[:2], -1, pages.shape[3])
     if scales is None:
         return found

@@ -87,7 +87,7 @@ class KVStorage:
     def _write(pages: Tensor, scales: Tensor | None, states: Tensor, place: tuple[Tensor | slice, ...]) -> None:
         if scales is None:
             pages[place] = states
-        else:
+        elif states.shape[-1]:
             pages[place], scales[place] = quantize(states, pages.dtype)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,6 +150,7 @@ class PageGroup:
     window: the layers' sliding window in tokens, None for full attention. index: the blocks that others may find, None
     if sequences share no prefixes. context: the ranks that share out the blocks, set before
     there are pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
+    rank: the numbers of compressed keys, set before there are pages (latent_pages.py); None for keys and values.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class PageGroup:
         quantized: torch.dtype | None,
     ) -> None:
         self.window = window
+        self.rank: int | None = None
         self.context: SharedContext | None = None
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
@@ -170,8 +172,8 @@ class PageGroup:
         self.storages: dict[int, KVStorage] = {}
         self.has_scratch = False
 
-    def table(self) -> BlockTable:
-        """Return the empty table of a new sequence."""
+    def table(self, source: Tensor | None = None) -> BlockTable:
+        """Return the empty table of a new sequence. source: the output of an encoder that the sequence attends to."""
         return BlockTable(self.pool)
 
     # -- prefixes --------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from ..errors import UnsupportedError
 from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .group import GroupStep, PageGroup, Step, offsets
+from .once import OnceGroup
 from .pool import BlockTable
 from .prefixes import NO_MATCH, Prefixes, PrefixMatch, chain
+from .queries import runs_of
 from .states import StateGroup
 
 HOST = torch.device("cpu")
@@ -75,6 +77,7 @@ class TokenRange:
     write_from: the first token whose K and V the pass writes; 0 means `start`. The tokens before it are in blocks
     that the sequence shares, so they are written already, or by another sequence of the same pass. num_prompt: the
     tokens of the sequence that were given; later ones were generated, which is a difference to some recurrent layers.
+    seen: for each token, how many of the sequence's first tokens it attends to; None if to those up to itself.
     """
 
     sequence: CachedSequence
@@ -82,6 +85,7 @@ class TokenRange:
     count: int
     write_from: int = 0
     num_prompt: int = sys.maxsize
+    seen: Sequence[int] | None = None
 
     @property
     def num_written(self) -> int:
@@ -92,7 +96,9 @@ def _rolls(group: PageGroup) -> bool:
     """Return whether a sequence of any length fits, because the window always frees a block before a new one is
     needed.
     """
-    return group.window is not None and group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
+    if group.window is None:
+        return isinstance(group, OnceGroup)  # whose blocks hold no tokens
+    return group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
 
 
 class Pages:
@@ -145,14 +151,17 @@ class Pages:
             return NO_MATCH
         return self.prefixes.match(token_ids, keeps_last=keeps_last)
 
-    def begin(self, match: PrefixMatch = NO_MATCH, num_tokens: int | None = None) -> CachedSequence:
+    def begin(
+        self, match: PrefixMatch = NO_MATCH, num_tokens: int | None = None, *, source: Tensor | None = None
+    ) -> CachedSequence:
         """Start a sequence with the first `num_tokens` tokens of a prefix (None: with all of it), or an empty one.
 
-        Only if `keeps_all`, these may be fewer than all.
+        Only if `keeps_all`, these may be fewer than all. source: the output of an encoder, [T, C], that its tokens
+        attend to.
         """
         size = self.sharing_size
         num_tokens = len(match.digests) * size if num_tokens is None else num_tokens
-        sequence = CachedSequence([group.table() for group in self.groups], self.epoch, size)
+        sequence = CachedSequence([group.table(source) for group in self.groups], self.epoch, size)
         digests = match.digests[: -(-num_tokens // size)]
         try:
             for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -164,14 +173,14 @@ class Pages:
         sequence.digests = digests[: num_tokens // size]
         return sequence
 
-    def begin_with_prefix(self, token_ids: Sequence[int]) -> CachedSequence:
+    def begin_with_prefix(self, token_ids: Sequence[int], source: Tensor | None = None) -> CachedSequence:
         """Start a sequence with the cached blocks of these tokens. At least the last token is left to compute.
 
         Only whole blocks are used. A block of which only a part is used would be copied before it is written to; but
         a block that was published in the current pass is not written yet, so the copy would be wrong.
         """
         match = self.match_prefix(token_ids, keeps_last=True)
-        sequence = self.begin(match)
+        sequence = self.begin(match, source=source)
         # States are kept where the same prompt, or one with a beginning that is known to be shared, can go on.
         ends = {(len(token_ids) - 1) // self.sharing_size, match.num_held} if self.prefixes is not None else ()
         marks = sorted(end * self.sharing_size for end in ends if end > len(match.digests))
@@ -288,11 +297,10 @@ class Pages:
 
         device: where its tensors are. A Runner takes them on the host, and moves them in one copy.
         """
-        counts = [each.count for each in ranges]
-        cu_q = offsets(counts, device)
+        cu_q = offsets([count for each in ranges for count, _ in runs_of(each.start, each.count, each.seen)], device)
         return Step(
             groups=[_group_step(group, index, ranges, cu_q) for index, group in enumerate(self.groups)],
-            num_columns=sum(counts),
+            num_columns=sum(each.count for each in ranges),
             token_columns=None,
             fresh=False,
             contiguous=[True] * len(self.groups),
@@ -329,12 +337,18 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     if isinstance(group, StateGroup):
         firsts, prompts = [each.write_from or each.start for each in ranges], [each.num_prompt for each in ranges]
         return group.step(tables, spans, firsts, prompts=prompts, cu_q=cu_q)
+    if isinstance(group, OnceGroup):
+        return group.step(tables, spans)
     slots: list[int] = []
     held: list[int] = []
+    attending: list[BlockTable] = []
+    longest = 0
     for each, table in zip(ranges, tables, strict=True):
-        stop = each.start + each.count
-        slots += table.slots(each.write_from or each.start, stop)
-        held.append(stop - table.num_dropped_blocks * group.pool.block_size)
+        slots += table.slots(each.write_from or each.start, each.start + each.count)
+        queries = runs_of(each.start, each.count, each.seen)
+        held += [stop - table.num_dropped_blocks * group.pool.block_size for _, stop in queries]
+        longest = max(longest, *(count for count, _ in queries))
+        attending += [table] * len(queries)
     written = None
     if len(slots) < sum(each.count for each in ranges):
         ends = accumulate(each.count for each in ranges)
@@ -345,9 +359,9 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     ragged = Ragged(
         cu_q,
         kv_len=integers(held, dtype=torch.int32).to(device),
-        max_q=max((each.count for each in ranges), default=0),
+        max_q=longest,
         max_kv=max(held, default=0),
-        block_table=group.table_tensor(tables, device),
+        block_table=group.table_tensor(attending, device),
     )
     step = GroupStep(integers(slots).to(device), written, ragged)
     if group.context is None:

@@ -206,7 +206,7 @@ class StateGroup(PageGroup):
             self._num_rows = rows
         table.append(num_tokens, each=each)
 
-    def table(self) -> StateTable:
+    def table(self, source: Tensor | None = None) -> StateTable:
         return StateTable(self.pool)
 
     def has_columns(self, layer_idx: int) -> bool:

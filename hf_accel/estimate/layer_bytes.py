@@ -60,6 +60,29 @@ class ConvolutionLayer(AttentionLayer):
         return super().kv_bytes(dtype=dtype, quantized=None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompressedLayer(AttentionLayer):
+    """One layer that keeps compressed keys, of which head_dim counts those that all heads read as one head.
+
+    rank: how many of their numbers are read as values too.
+    """
+
+    rank: int
+
+    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
+        """Return the bytes of the compressed keys of one sequence; pages with scales have room for values' as well."""
+        sizes = (self.head_dim, 0) if quantized else (self.head_dim,)
+        return self.tokens * sum(head_bytes(size, dtype, quantized) for size in sizes)
+
+    @property
+    def decode_operations(self) -> int:
+        return 2 * self.heads * (self.head_dim + self.rank) * self.tokens
+
+    def prefill_operations(self, context: int) -> int:
+        pairs = self.tokens * context - self.tokens * (self.tokens - 1) // 2
+        return 2 * self.heads * (self.head_dim + self.rank) * pairs
+
+
 class RecurrentLayer(AttentionLayer):
     """One layer that keeps a state after each of `tokens` tokens; head_dim: the numbers of one, in float32."""
 
@@ -84,7 +107,8 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
             raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
         for kind in kinds:
             tokens = context if kind.window is None else min(context, kind.window)
-            make = _recurrent if kind.recurs else _convolution if kind.convolves else _layer
+            make = _layer if kind.rank is None else _compressed
+            make = _recurrent if kind.recurs else _convolution if kind.convolves else make
             layers.append(make(shape, tokens=tokens))
     return layers
 
@@ -100,6 +124,14 @@ def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
 def _convolution(config: Any, *, tokens: int) -> AttentionLayer:
     """Return the layer whose one head has half of the inputs of a short convolution as keys, and half as values."""
     return ConvolutionLayer(heads=1, kv_heads=1, head_dim=config.hidden_size // 2, tokens=tokens)
+
+
+def _compressed(config: Any, *, tokens: int) -> AttentionLayer:
+    """Return the layer whose one head has the numbers that keys and values are made from, and the rotated ones."""
+    size = config.kv_lora_rank + config.qk_rope_head_dim
+    return CompressedLayer(
+        heads=config.num_attention_heads, kv_heads=1, head_dim=size, tokens=tokens, rank=config.kv_lora_rank
+    )
 
 
 def _recurrent(config: Any, *, tokens: int) -> AttentionLayer:

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ..cache.hf.kinds import COMPRESSED_NUMBERS
 from ..errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ..linear import LinearSpec, QuantModule
 from ..linear.embedding import QuantEmbedding
@@ -115,9 +116,12 @@ def check_known(config: Any, model: Any = None) -> None:
     text = config.get_text_config(decoder=True)
     if text is not config and is_encoder(config, model):
         raise UnsupportedError(f"{name} describes a model of several parts; estimate() knows those of one")
-    if getattr(text, "kv_lora_rank", None):
-        raise UnsupportedError(f"{name} has multi-head latent attention, whose cache estimate() does not know yet")
-    if getattr(text, "v_head_dim", None) not in (None, getattr(text, "head_dim", None)):
+    if getattr(text, "index_topk", None):
+        raise UnsupportedError(f"{name} has attention over chosen keys, whose indices estimate() does not know yet")
+    if not getattr(text, COMPRESSED_NUMBERS, None) and getattr(text, "v_head_dim", None) not in (
+        None,
+        getattr(text, "head_dim", None),
+    ):
         raise UnsupportedError(f"{name} has values of another size than keys, which estimate() does not know yet")
     if not isinstance(getattr(text, "num_attention_heads", None), int):
         raise UnsupportedError(f"{name} has no num_attention_heads, by which estimate() counts attention")

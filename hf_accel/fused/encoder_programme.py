@@ -122,11 +122,13 @@ class EncoderProgramme(NativeOperations):
         keys, queries = (module(table).contiguous() for module in self.positions.modules)
         return PositionRows(keys, queries, (rows - first).int())
 
-    def __call__(self, x: Tensor, layout: RowLayout, tensors: CallTensors = NOTHING) -> Tensor:
+    def __call__(
+        self, x: Tensor, layout: RowLayout, tensors: CallTensors = NOTHING, *, out: Tensor | None = None
+    ) -> Tensor:
         """x: [N, width], contiguous, of the dtype of the trace: the tokens of the layout -> [N, width].
 
         tensors: cos and sin, [N, self.tables] of table_dtype, contiguous; the bias of the layout, for
-        self.biased_heads; and what `to_write` made, to be filled.
+        self.biased_heads; and what `to_write` made, to be filled. out: memory like x that may take the result.
         """
         if len(x) > self.max_tokens:
             return self._one_by_one(x, layout, tensors)
@@ -139,7 +141,8 @@ class EncoderProgramme(NativeOperations):
             places = positions.keys.data_ptr(), positions.queries.data_ptr(), middle(positions.rows)
         biases = bias_fields(table)
         k, v, block = (0, 0, 0) if written is None else (*map(Tensor.data_ptr, written[:2]), layout.shape[1])
-        out, dtype, count = torch.empty_like(x), DTYPES[self.dtype], threads()
+        dtype, count = DTYPES[self.dtype], threads()
+        out = torch.empty_like(x) if out is None else out
         table_dtype, size = 0, self.tables or 0
         if size:
             assert tables is not None and self.table_dtype is not None

@@ -27,7 +27,7 @@ from ..recognition.code import ROTATION, with_functions
 from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
 from ..recognition.unchanged import is_unobserved
 from ..tensors import PLAIN, is_recorded
-from ..undo.journal import Mixin
+from ..undo.journal import Mixin, original_class
 from ..undo.state import FUSED
 from .projections import ProjectionCall, is_bare_linear
 
@@ -187,7 +187,7 @@ class NativeRotary(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # a compiler could not follow into a function that was made here
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return _rewritten(self.original_class)(self, *args, **kwargs)
+        return _rewritten(original_class(self))(self, *args, **kwargs)
 
 
 @lru_cache(maxsize=256)

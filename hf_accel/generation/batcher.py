@@ -16,6 +16,7 @@ from ..cache.pages import CachedSequence, Pages, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
+from .prompt_inputs import PassRows, Rows
 from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
 from .sequence import NO_DRAFT, Chunk, Draft, Sequence
@@ -202,18 +203,24 @@ class Batcher:
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
+        rows: list[PassRows] = []
         ranges = []
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, start = chunk.sequence, chunk.sequence.num_computed
             assert sequence.cached is not None
             count = chunk.count + len(draft.tokens)
+            seen = None
+            if sequence.inputs is not None:
+                rows += sequence.inputs.rows(len(ids), start, count)
+                seen = sequence.inputs.seen_by(start, count)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
             positions += range(start, start + count)
-            ranges.append(TokenRange(sequence.cached, start, count, num_prompt=sequence.num_prefilled))
+            ranges.append(TokenRange(sequence.cached, start, count, num_prompt=sequence.num_prefilled, seen=seen))
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
-        return self.runner(ids, positions, self.pages.step(ranges), keep)
+        step = self.pages.step(ranges)
+        return self.runner(ids, positions, step, keep, rows=rows) if rows else self.runner(ids, positions, step, keep)
 
     def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft], logits: Tensor) -> list[Progress]:
         """Choose tokens for the chunks that reach their sequence's end, and commit them.
@@ -267,7 +274,7 @@ class Batcher:
         assert sequence.cached is not None
         sequence.cached.truncate(sequence.num_computed)
         if sequence.num_computed // self.pages.sharing_size > (before - 1) // self.pages.sharing_size:
-            self.pages.publish(sequence.cached, sequence.tokens[: sequence.num_computed])
+            self.pages.publish(sequence.cached, sequence.contents(sequence.num_computed))
             self.pages.publish_states(sequence.cached, sequence.num_computed)
         if reason is not None:
             if sequence.keeps_pages:
@@ -305,10 +312,13 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def __call__(self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> Tensor:
+    def __call__(
+        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
+    ) -> Tensor:
         """Compute N tokens of one or many sequences, which stand end to end.
 
         ids: N, or a tensor [N] int64 on the model's device: one token of each sequence, which the host has not read.
         positions: N. step: the slots that the pass writes and reads; its tensors are on the host. keep: the
-        indices of the tokens whose logits are wanted. Returns logits [len(keep), V], on the model's device.
+        indices of the tokens whose logits are wanted. rows: the tokens whose inputs do not follow from their ids.
+        Returns logits [len(keep), V], on the model's device.
         """

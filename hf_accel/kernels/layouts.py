@@ -55,6 +55,14 @@ class Ragged(NamedTuple):
         """[B + 1] int32: where each sequence's keys begin if they are packed."""
         return F.pad(self.kv_len.cumsum(0, dtype=self.cu_q.dtype), (1, 0))
 
+    def slots(self, block_size: int) -> Tensor:
+        """Return the slots of the M keys of all sequences, end to end, [M] int64."""
+        starts, table = self.cu_k.long(), self.block_table
+        assert table is not None
+        row = torch.arange(len(table), device=starts.device).repeat_interleave(self.kv_len.long())
+        places = torch.arange(len(row), device=starts.device) - starts[row]
+        return table.long()[row, places // block_size] * block_size + places % block_size
+
     def slots_before(self, count: int, block_size: int) -> Tensor:
         """Return the slots of the last `count` tokens up to each of the N tokens, in order, [N, count] int64.
 

@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
+from ..attention.hf.latents import is_known_expansion
 from ..attention.hf.stock import (
     answer_once,
     attention_refusals,
@@ -20,20 +21,22 @@ from ..attention.hf.stock import (
     stock_parts,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, kinds_of, layer_windows
-from ..cache.hf.kinds import LayerKind
+from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind
 from ..cache.hf.state_sizes import steps_of_prompts_differ
-from ..cache.quantized import QUANTIZED, dim_refusal
+from ..cache.quantized import INT4, QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import is_known_convolution
 from ..fused.hf.operator_models import OperatorModel, operator_model
 from ..fused.hf.recurrences import known_recurrence, recurrent_pages_refusal
+from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of, source_of
-from ..recognition.generation_code import counts_nothing, only_passes_on
+from ..recognition.generation_code import counts_nothing
 from ..tensors import model_device
+from .encoder_decoder_survey import decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -46,8 +49,6 @@ WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask
 def model_attention_refusal(model: PreTrainedModel) -> str | None:
     """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        return f"{name} is an encoder-decoder; its cross-attention stays stock"
     if not model._can_set_attn_implementation():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
     parts = stock_parts(model)
@@ -60,7 +61,8 @@ def model_attention_refusal(model: PreTrainedModel) -> str | None:
             return f"its attention was set to {implementation!r}, which may do what ours does not"
     if _has_window(layers_config(model.config)) and not _masks_windows(model):
         return f"{name} has a window in its config that its masks leave out"
-    return _function_refusal(model)
+    unknown = _function_refusal(model)
+    return decoder_refusal(model) if unknown is None and model.config.is_encoder_decoder else unknown
 
 
 def attends_nowhere(model: PreTrainedModel) -> bool:
@@ -96,8 +98,6 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     refusal = None if attends_nowhere(model) else model_attention_refusal(model)
     if refusal is not None:
         return operator_refusal(model, refusal)
-    if getattr(layers_config(model.config), "kv_lora_rank", None):
-        return f"{name} caches compressed keys and makes K from them on the way to its attention"
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
@@ -113,6 +113,9 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         kinds = kinds_of(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
+    refusal = _compression_refusal(model, compressed=any(kind.rank is not None for kind in kinds))
+    if refusal is not None:
+        return refusal
     if any(kind.convolves for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
         return f"{name} has convolutions, whose pages are read on a CPU alone"
     if any(kind.recurs for kind in kinds) and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
@@ -142,13 +145,28 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
     return refusal if any(kind != LayerKind(None) for kind in kinds) else None
 
 
-# Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
-# before. A method that uses this name is therefore allowed.
-LONG_ROPE = "original_max_position_embeddings"
+def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | None:
+    """Return why the pages of a model cannot hold what its attention caches, as one clause; None if they can.
+
+    compressed: whether the config says that it caches compressed keys.
+    """
+    for module in attention_modules(model):
+        known = is_known_expansion(module)
+        if code_of(module).caches and known is not compressed:
+            return f"{type(module).__name__} makes K and V of what it caches in a way of its own"
+    if not compressed:
+        return None
+    if split_of(model) is not None:
+        return f"the compressed keys of {type(model).__name__} are not shared out over ranks"
+    if model_device(model).type not in ("cpu", "meta"):
+        return f"{type(model).__name__} caches compressed keys, whose pages are read on a CPU alone"
+    return None
 
 
 def loop_refusal(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
+    if model.config.is_encoder_decoder:
+        return decoder_loop_refusal(model)
     name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
     counts = "position_ids" in parameters or (attends_nowhere(model) and counts_nothing(model))
@@ -161,12 +179,12 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
         return "its rotary scaling depends on the length of the batch"
     if getattr(model, "_is_stateful", False) and cache_refusal(model) is not None:
         return f"{name} keeps a recurrent state that cannot go back"
+    prepares = own_methods(model)
     for method in OWN_METHODS:
-        own = getattr(type(model), method)
-        known = LONG_ROPE in own.__code__.co_names or only_passes_on(type(model), method)
-        if own is not getattr(GenerationMixin, method) and not known:
+        if method not in PREPARING and getattr(type(model), method) is not getattr(GenerationMixin, method):
             return f"{name} has a {method} of its own"
-    return None
+    refusal = text_refusal(model) if prepares else None
+    return None if refusal is None else f"{name} has a {prepares[0]} of its own, and {refusal}"
 
 
 def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
@@ -174,6 +192,8 @@ def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | No
     quantized = None if cache is None else QUANTIZED.get(cache.dtype)
     if quantized is None:
         return None
+    if quantized is INT4 and getattr(layers_config(model.config), COMPRESSED_NUMBERS, None):
+        return "int4 pages rotate compressed keys whole, and attention reads a part of them as values; take 'int8'"
     operators = known_operators(model)
     specs = [site.spec for site in attention_sites(model, quantized_kv=True)]
     specs += [] if operators is None else operators.specs
@@ -248,7 +268,8 @@ def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> Attention
 
 def _spec(model: PreTrainedModel, module: nn.Module, window: int | None, *, quantized_kv: bool) -> AttentionSpec:
     config = layers_config(model.config)
-    num_heads, size = config.num_attention_heads, getattr(module, "head_dim", None) or head_dim(config)
+    num_heads = config.num_attention_heads
+    size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or head_dim(config)
     groups = getattr(module, "num_key_value_groups", None)  # layers may differ
     return AttentionSpec(
         dtype=model.dtype,

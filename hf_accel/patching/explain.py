@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from ..fused.hf.compressed import COMPRESSED
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.operator_models import OPERATORS
@@ -130,6 +131,7 @@ FUSED_KINDS = {
     CONVOLUTION: ("short convolutions", "inputs in pages"),
     RECURRENCE: ("recurrent layers", "states in pages"),
     OPERATORS: ("attention modules by operators", "over pages"),
+    COMPRESSED: ("attention modules", "compressed keys in pages"),
 }
 
 KNOWN_BY = {
@@ -193,7 +195,8 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         return
     dtype = str(plan.model.dtype).removeprefix("torch.") if cache.dtype == "auto" else cache.dtype
     capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
-    sharing = "prefixes shared" if cache.prefix_sharing else "prefixes not shared"
+    shares = cache.prefix_sharing and not plan.model.config.is_encoder_decoder
+    sharing = "prefixes shared" if shares else "prefixes not shared"
     yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
     if plan.context is not None:
         ranks = plan.context.ranks
@@ -203,7 +206,13 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         yield Line("generate", "all modes", "stock's loops", f"over the paged cache: {plan.stock_loop}")
         return
     yield Line("generate", "greedy, sampling", "ragged", "no padding; a sequence that has ended costs nothing")
-    yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
+    if plan.model.config.is_encoder_decoder:
+        yield Line(
+            "generate", "encoder's output", "computed once", "its keys and values are in pages, without padding"
+        )
+        yield Line("generate", "beams", "stock's loop", "over transformers' cache")
+    else:
+        yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
     yield Line("generate", "init_continuous_batching()", "ragged", "by the loop that an Engine runs")
     yield _speculation_line(plan)
 

@@ -113,6 +113,7 @@ class Plan(Printed):
     folds: where AWQ's scales go.
     split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
         out the KV cache; None if this process has the whole cache.
+    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without pages of it.
     """
 
     model: PreTrainedModel
@@ -135,6 +136,7 @@ class Plan(Printed):
     folds: tuple[Fold, ...] = ()
     split: TensorParallel | None = None
     context: ContextParallel | None = None
+    hides_rows: bool | None = None
 
     @property
     def agreement(self) -> ProcessAgreement:

@@ -21,6 +21,7 @@ from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
+from ..generation.hf.drafting import refuse_drafts
 from ..hardware import detect, read_bandwidth
 from ..kernels import triton
 from ..kernels.cpu.library import FLOATS
@@ -44,12 +45,13 @@ from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_calibration, check_in_memory, check_model
+from .encoder_decoder_survey import rows_hidden_in
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .over_pages import with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
-from .survey import input_embedding, other_quantizer, sites_for, split_of
+from .survey import check_other_quantizer, input_embedding, sites_for, split_of
 from .twin import twin
 from .weight_sites import LinearSite
 
@@ -81,7 +83,7 @@ def make_plan(
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     no_cache = no_cache or pages_refusal(inner, config.cache)
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
-    _check_other_quantizer(inner, config)
+    check_other_quantizer(inner, config)
     check_calibration(config.weights)
     check_in_memory(inner, config.weights)
     check_takes_nf4(inner, config.weights)
@@ -116,21 +118,7 @@ def make_plan(
     )
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it out")
-    return replace(plan, lines=tuple(explain(plan)))
-
-
-def _check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
-    """Raise UnsupportedError if weights= was given for a model that another library has quantized.
-
-    Two quantizers cannot save one checkpoint.
-    """
-    other = other_quantizer(model)
-    asked = "weights" in config.explicit and config.weights is not None and not config.weights.only_if_faster
-    if other is not None and asked:
-        raise UnsupportedError(
-            f"weights= was asked for, but the model is quantized by {other} already; leave weights= out, or load the "
-            "float model"
-        )
+    return replace(plan, lines=tuple(explain(plan)), hides_rows=None if stock_cache else rows_hidden_in(inner))
 
 
 def _kind(model: PreTrainedModel) -> str:
@@ -152,8 +140,8 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
 def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:
     """Return why generate stays on transformers' loops; raises if speculation was asked for, which they lack."""
     refusal = stock_cache or loop_refusal(model)
-    if refusal is not None and config.speculative is not None:
-        raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
+    if config.speculative is not None:
+        refuse_drafts(model, refusal)
     return refusal
 
 

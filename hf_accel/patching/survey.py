@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..config import GROUP_SIZES, GroupSize, WeightConfig
+from ..config import GROUP_SIZES, GroupSize, PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..keywords import named
 from ..linear.embedding import TABLE
@@ -118,6 +118,20 @@ def common_group_size(model: PreTrainedModel) -> GroupSize:
 def split_of(model: PreTrainedModel) -> TensorParallel | None:
     """Return how a model is split over ranks; None if it is whole. Raises what `tensor_parallel` raises."""
     return tensor_parallel(model) if spans_processes(model) else None
+
+
+def check_other_quantizer(model: PreTrainedModel, config: PatchConfig) -> None:
+    """Raise UnsupportedError if weights= was given for a model that another library has quantized.
+
+    Two quantizers cannot save one checkpoint.
+    """
+    other = other_quantizer(model)
+    asked = "weights" in config.explicit and config.weights is not None and not config.weights.only_if_faster
+    if other is not None and asked:
+        raise UnsupportedError(
+            f"weights= was asked for, but the model is quantized by {other} already; leave weights= out, or load the "
+            "float model"
+        )
 
 
 def other_quantizer(model: PreTrainedModel) -> str | None:

@@ -1,7 +1,6 @@
 """Code that is read: a function's source, patterns in a module's forward, its use of masks, keys, values and caches.
 
-A module is known by its forward and the methods that it calls. Branches for an encoder's output are left out: a model
-that has one keeps stock attention.
+A module is known by its forward and the methods that it calls. Branches for an encoder's output are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +17,17 @@ from types import FunctionType
 from typing import Any
 
 import torch.nn.functional as F
+
+from .cache_code import (
+    CACHE_NAMES,
+    assignments,
+    cache_refusals,
+    expansion_of,
+    keyword,
+    names_in,
+    parameters,
+    updates_of,
+)
 
 
 @lru_cache(maxsize=8192)
@@ -159,8 +169,7 @@ CALL_KEYWORDS = frozenset({
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "output_attentions",
     "query", "key", "value", "deterministic", "use_cache",
 })  # fmt: skip
-CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
-CACHE_METHODS = frozenset({"update", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_initialized"})
+POSITION_BIAS = "position_bias"
 LIBRARIES = (
     "torch.", "builtins", "transformers.modeling_utils", "transformers.modeling_layers", "transformers.generation.",
     "transformers.integrations.", "transformers.utils.",
@@ -173,14 +182,17 @@ class AttentionCode:
 
     attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
     ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
-    function can be ours. eager: the name, in the class's file, of the attention function that it uses if no other is
-    chosen.
+    function can be ours. caches: whether it updates a cache. expands: whether it makes K and V by its own `expand_kv`
+    of what the cache returns. eager: the name, in the class's file, of the attention function that it uses if no other
+    is chosen.
     """
 
     attends: bool = False
     eager: str | None = None
     refusal: str | None = None
     unpaged: str | None = None
+    caches: bool = False
+    expands: bool = False
 
 
 def code_of(module: Any) -> AttentionCode:
@@ -208,14 +220,18 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     unpaged: list[str] = []
     for function in functions:
         refusals += [f"{name} {clause}" for call in calls[id(function)] for clause in _call_refusals(function, call)]
-        unpaged += [f"{name} {clause}" for clause in _cache_refusals(function, calls[id(function)])]
+        unpaged += [f"{name} {clause}" for clause in cache_refusals(function, calls[id(function)])]
     if not attends and _computes_attention(name, functions):
         refusals.append(f"{name} {BY_ITSELF}")
     return AttentionCode(
         attends=attends,
         eager=next((eager for function in functions for eager in _eager_names(function)), None),
-        refusal=next(iter(refusals), None),
+        refusal=min(refusals, key=lambda refusal: POSITION_BIAS in refusal, default=None),
         unpaged=next(iter(unpaged), None),
+        caches=any(updates_of(function) for function in functions),
+        expands=any(
+            expansion_of(function, call) is not None for function in functions for call in calls[id(function)]
+        ),
     )
 
 
@@ -324,15 +340,6 @@ def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
                 yield name
 
 
-def assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
-    """Iterate over (value, target) of each assignment."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign):
-            yield from ((node.value, target) for target in node.targets)
-        elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-            yield node.value, node.target
-
-
 def _assigned_to(function: ast.FunctionDef, name: str) -> list[ast.expr | None]:
     """Return the values that are assigned to a variable, alone or with others."""
     return [value for value, target in assignments(function) if name in names_in(target)]
@@ -342,10 +349,10 @@ def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     unknown = sorted(n for n, value in named.items() if n not in CALL_KEYWORDS and not _is_none(function, value))
     if unknown:
-        yield f"passes {unknown[0]}= to its attention function"
+        yield f"passes {min(unknown, key=lambda name: name == POSITION_BIAS)}= to its attention function"
     if len(call.args) > 5 or any(isinstance(argument, ast.Starred) for argument in call.args):
         yield "calls its attention function in a way of its own"
-    mask = call.args[4] if len(call.args) > 4 else _keyword(call, "attention_mask")
+    mask = call.args[4] if len(call.args) > 4 else keyword(call, "attention_mask")
     if mask is not None and not _passes_on(function, mask):
         yield "changes the mask on the way to its attention function"
 
@@ -356,88 +363,16 @@ def _is_none(function: ast.FunctionDef, value: ast.expr) -> bool:
         return isinstance(value, ast.Constant) and value.value is None
     values = _assigned_to(function, value.id)
     constants = all(isinstance(v, ast.Constant) and v.value is None for v in values)
-    return bool(values) and constants and value.id not in _parameters(function)
-
-
-def _keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+    return bool(values) and constants and value.id not in parameters(function)
 
 
 def _passes_on(function: ast.FunctionDef, mask: ast.expr) -> bool:
     """Return whether the mask is a given one, unchanged, or does not depend on a given one."""
-    masks = {name for name in _parameters(function) if "mask" in name}
+    masks = {name for name in parameters(function) if "mask" in name}
     if isinstance(mask, ast.Name):
         values = _assigned_to(function, mask.id)
         return all(isinstance(value, ast.Name) or not (names_in(value) & (masks | {mask.id})) for value in values)
     return not (names_in(mask) & masks)
-
-
-def _parameters(function: ast.FunctionDef) -> set[str]:
-    arguments = function.args
-    return {argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
-
-
-def names_in(node: ast.AST | None) -> set[str]:
-    return set() if node is None else {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-
-
-# -- the cache ---------------------------------------------------------------------------------------------
-
-
-def _cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterator[str]:
-    caches = _caches(function)
-    updates = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches:
-            if node.attr not in CACHE_METHODS:
-                yield f"uses {ast.unparse(node)}"
-            elif node.attr == "update":
-                updates.append(node)
-        elif isinstance(node, ast.Subscript) and getattr(node.value, "id", None) in caches:
-            yield f"reads {ast.unparse(node)}"
-    if not updates:
-        return
-    if len(updates) > 1 or len(calls) != 1:
-        yield "updates the cache, or attends, more than once"
-    elif not _hands_on(function, updates[0], calls[0]):
-        yield "changes K or V between the cache and its attention function"
-
-
-def _caches(function: ast.FunctionDef) -> set[str]:
-    """Return the names of the cache: parameters, and variables that they are assigned to."""
-    names = set(CACHE_NAMES & _parameters(function))
-    for value, target in assignments(function):
-        if isinstance(value, ast.Name) and value.id in names and isinstance(target, ast.Name):
-            names.add(target.id)
-    return names
-
-
-def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) -> bool:
-    """Return whether `k, v = cache.update(k, v, layer)` is followed by a call with k and v as they are."""
-    keys, values = (call.args[i] if len(call.args) > i else _keyword(call, n) for i, n in ((2, "key"), (3, "value")))
-    if not (isinstance(keys, ast.Name) and isinstance(values, ast.Name)):
-        return False
-    assigned = [
-        (node, target)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.func is update
-        for target in node.targets
-    ]
-    if len(assigned) != 1:
-        return False
-    node, target = assigned[0]
-    wanted = isinstance(target, ast.Tuple) and [getattr(e, "id", None) for e in target.elts] == [keys.id, values.id]
-    return bool(wanted and not _is_written(function, {keys.id, values.id}, node, call))
-
-
-def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, before: ast.Call) -> bool:
-    return any(
-        isinstance(node, ast.Name)
-        and isinstance(node.ctx, ast.Store | ast.Del)
-        and node.id in names
-        and (after.end_lineno or after.lineno) < node.lineno < before.lineno
-        for node in ast.walk(function)
-    )
 
 
 # -- attention without the interface -----------------------------------------------------------------------
@@ -448,7 +383,7 @@ OPERATORS = ("softmax", "Softmax", "scaled_dot_product_attention")
 
 def _computes_attention(name: str, functions: list[ast.FunctionDef]) -> bool:
     """Return whether a module applies a mask that it is given to scores of its own."""
-    masked = any("mask" in parameter for function in functions for parameter in _parameters(function))
+    masked = any("mask" in parameter for function in functions for parameter in parameters(function))
     called = {
         node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         for function in functions

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from .code import absent_parts, assignments, functions_of, names_in
+from .cache_code import assignments, names_in
+from .code import absent_parts, functions_of
 
 
 def adds_to_masks(module: Any) -> bool:

@@ -34,6 +34,13 @@ class Write:
         container: MutableMapping[Any, Any] = entries if self.container is None else entries[self.container]
         return container
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle a class with mixins by its parts, since it cannot be found by its name."""
+        return vars(self) | ({"old": classes_of(self.old)} if self.key == "__class__" else {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | ({"old": mixed_from(*state["old"])} if state["key"] == "__class__" else {}))
+
 
 Holders = dict[int, list[tuple[nn.Module, str]]]
 
@@ -131,7 +138,7 @@ class Journal:
 
 
 class Mixin:
-    """Base of the mixins that come before an object's own class."""
+    """Base of the mixins that come before an object's own class, or before that with another mixin."""
 
     original_class: type  # what the object's class was
 
@@ -139,12 +146,15 @@ class Mixin:
         """Pickle and copy by the original class, since the mixed one cannot be found by its name."""
         reduced = super().__reduce_ex__(protocol)
         assert isinstance(reduced, tuple)
-        return (rebuild, type(self).__bases__, *reduced[2:])
+        return (rebuild, classes_of(type(self)), *reduced[2:])
 
 
 def original_class(given: object) -> Any:
-    """Return the class that an object had before a mixin was put before it."""
-    return getattr(type(given), "original_class", type(given))
+    """Return the class that an object had before mixins were put before it."""
+    kind: Any = type(given)
+    while hasattr(kind, "original_class"):
+        kind = kind.original_class
+    return kind
 
 
 _MIXED: dict[tuple[type, type], type] = {}
@@ -179,5 +189,22 @@ def unmixed_class(kind: type, original: type) -> type:
     return without(kind) if any(map(is_ours, kind.__mro__)) else original
 
 
-def rebuild(mixin: type[Mixin], original: type) -> Any:
-    return object.__new__(mixed_class(mixin, original))
+def rebuild(*classes: type) -> Any:
+    return object.__new__(mixed_from(*classes))
+
+
+def classes_of(kind: type) -> tuple[type, ...]:
+    """Return the mixins of a class that was made here, in order, and the class that comes after them."""
+    mixins: list[type] = []
+    while isinstance(vars(kind).get("original_class"), type):
+        mixin, kind = kind.__bases__
+        mixins.append(mixin)
+    return (*mixins, kind)
+
+
+def mixed_from(*classes: Any) -> Any:
+    """Make the class of these classes, as `classes_of` gives them."""
+    *mixins, kind = classes
+    for mixin in reversed(mixins):
+        kind = mixed_class(mixin, kind)
+    return kind

@@ -80,9 +80,9 @@ def counted() -> Iterator[Counter[str]]:
         calls[type(self).__name__] += result is not None
         return result
 
-    def watched(self: EncoderProgramme, *args: Any) -> Tensor:
+    def watched(self: EncoderProgramme, *args: Any, **keywords: Any) -> Tensor:
         calls["layers"] += 1
-        return programme(self, *args)
+        return programme(self, *args, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EncoderCalls, "run", watched_run)
@@ -279,6 +279,18 @@ def test_heads_and_inference_mode() -> None:
         stock = getattr(transformers, kind)(config).eval()
         enliven(stock)
         assert same_head(stock, batch([7, 5])) == NATIVE
+
+
+@torch.no_grad()
+def test_states_that_a_caller_gives_stay_as_they_are() -> None:
+    """Layers take turns with two outputs, of which what the caller holds is none."""
+    stock = build()
+    ours, states = hf_accel.patch(copy.deepcopy(stock), weights=None), torch.randn(2, 5, stock.config.hidden_size)
+    given = states.clone()
+    with counted() as calls:
+        first, second = (ours.encoder(given).last_hidden_state for _ in range(2))
+    assert calls["EncoderStackCalls"] == 2 and torch.equal(given, states) and torch.equal(first, second)
+    torch.testing.assert_close(first, stock.encoder(states).last_hidden_state, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

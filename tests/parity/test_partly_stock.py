@@ -14,8 +14,6 @@ from transformers import (
     BertForSequenceClassification,
     CLIPConfig,
     CLIPModel,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     LlamaConfig,
@@ -148,24 +146,6 @@ def test_explicit_request_is_an_error(make: Callable[[], PreTrainedModel], keywo
     with pytest.raises(hf_accel.UnsupportedError, match=rf"{keyword}= was asked for, but .*; leave {keyword}= out"):
         hf_accel.patch(model, **{keyword: value})
     assert not hf_accel.is_patched(model)
-
-
-def test_compressed_keys_stay_in_stock_s_cache() -> None:
-    """DeepSeek caches latents: K is made from them after the cache, where nobody could read pages."""
-    config = DeepseekV3Config(
-        **{**DECODER, "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8,
-        qk_nope_head_dim=8, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
-        moe_intermediate_size=32, first_k_dense_replace=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(config).eval()
-    ids = prompts(2, 9)
-    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
-    hf_accel.patch(model, weights=None)
-    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
-    plan = hf_accel.plan(hf_accel.unpatch(model), weights=None).to_dict()
-    reasons = [choice["reason"] for choice in plan["choices"] if choice["topic"] == "cache"]
-    assert len(reasons) == 1 and "caches compressed keys and makes K from them" in reasons[0]
 
 
 def test_a_model_of_text_and_images() -> None:

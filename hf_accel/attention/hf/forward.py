@@ -13,10 +13,12 @@ from transformers.utils import output_capturing
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
 from ...kernels.layouts import KV, AttentionOptions, Ragged
-from ...recognition.code import CALL_KEYWORDS
+from ...recognition.code import CALL_KEYWORDS, POSITION_BIAS
 from ...tensors import is_recorded, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
+from .bias import bias_over_pages
+from .latents import expanded
 from .mask import as_known, mask_forward, numbers_of
 from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
@@ -72,13 +74,14 @@ def attention_forward(
     paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
     if paged is not None:
         paged.check_values(value)
+        bias = None if kwargs.get(POSITION_BIAS) is None else bias_over_pages(module, kwargs.pop(POSITION_BIAS), paged)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     ours = as_known(attention_mask)
     columns = None if paged is not None else (query.shape[2], key.shape[2])
     unknown = _unknown(module, attention_mask, columns, causal=causal, kwargs=kwargs)
     if unknown is not None:
         if paged is not None:
-            key, value = paged.columns(unknown)
+            key, value = _columns(module, paged, unknown)
         return stock_attention(
             module, query, KV(key, value), numbers_of(attention_mask),
             left_out=ours is not None and ours.meaning.left_out,
@@ -93,16 +96,20 @@ def attention_forward(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux", kwargs.get("sinks")),
         dropout=dropout,
+        bias=None if paged is None else bias,
     )
-    backend = _backend(module, query, value, options, paged=paged)
+    if paged is not None and paged.layer.attends_to_all:
+        backend = _backend(module, query, value, options, paged=paged)
+        return _over_source(backend, query, options, paged=paged).to(wanted), None
     if paged is not None:
         plain = ours is not None or (attention_mask is None and causal)
         if plain and paged.contiguous and paged.window == options.window and not dropout:
-            return _paged(backend, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
+            return _paged(module, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
         if ours is not None:
             paged.check_window(ours.meaning.window)
-        key, value = paged.columns("it attends with a mask of its own, or drops weights")
-    elif kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
+        key, value = _columns(module, paged, "it attends with a mask of its own, or drops weights")
+    backend = _backend(module, query, value, options, paged=paged)
+    if paged is None and kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
         return _packed(backend, query, KV(key, value), options, kwargs=kwargs).to(wanted), None
     mask = None if ours is not None and not ours.meaning.padded else numbers_of(attention_mask)
     if ours is not None and ours.seen < key.shape[2]:  # no query sees the rest of a static cache
@@ -149,8 +156,17 @@ def _unknown(
     return None if causal or not ours.meaning.left_out or name_before_patch(module) == EAGER else "it is not causal"
 
 
-def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
+def _columns(module: Any, paged: PagedKV, why: str) -> tuple[Tensor, Tensor]:
+    """Return PagedKV.columns, of compressed keys the keys and values that the module makes of them."""
+    key, value = paged.columns(why)
+    return (key, value) if paged.rank is None else module.expand_kv(key, value)
+
+
+def _paged(module: nn.Module, query: Tensor, kv: KV, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
     """Compute attention of a forward pass over the pages, or over K and V themselves without earlier tokens."""
+    if paged.rank is not None:
+        return _compressed(module, query, options, paged=paged)
+    backend = _backend(module, query, kv.v, options, paged=paged)
     step, ragged, pages = paged.step, paged.group_step.ragged, paged.storage.pages
     context = paged.layer.group.context
     if context is not None:
@@ -163,6 +179,33 @@ def _paged(backend: AttentionBackend, query: Tensor, kv: KV, options: AttentionO
         ragged = ragged._replace(block_table=None)  # a fresh pass has all keys with it
         out = backend.packed(step.tokens(query), KV(step.tokens(kv.k), step.tokens(kv.v)), ragged, options)
     return step.columns(out, query.shape[0])
+
+
+def _compressed(module: Any, query: Tensor, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
+    """Compute attention of a forward pass over pages of compressed keys."""
+    step, ragged, q = paged.step, paged.group_step.ragged, paged.step.tokens(query)
+    parts = module.expansion(q.dtype, ragged)
+    if parts is None:  # the layer's own code makes the keys and values of all tokens
+        kv = expanded(module, paged.held())
+        backend = _backend(module, query, kv.v.transpose(0, 1)[None], options, paged=None)
+        out = backend.packed(q, kv, ragged._replace(block_table=None), options)
+    else:
+        absorbed, pages = parts.queries(q), paged.pages
+        backend = _backend(module, absorbed.transpose(0, 1)[None], pages.v, options, paged=paged)
+        out = parts.results(backend.paged(absorbed, pages, ragged, options))
+    return step.columns(out, query.shape[0])
+
+
+def _over_source(backend: AttentionBackend, query: Tensor, options: AttentionOptions, *, paged: PagedKV) -> Tensor:
+    """Compute attention over all stored keys of each token's sequence, those of an encoder's output.
+
+    The mask of the call is not read: what it hides has no slots.
+    """
+    step = paged.step
+    out = backend.paged(
+        step.tokens(query), paged.storage.pages, paged.group_step.ragged, options._replace(causal=True)
+    )
+    return step.columns(out, query.shape[0]).contiguous()
 
 
 def _packed(
@@ -194,6 +237,7 @@ def _backend(
             and spec.sinks is (options.sinks is not None)
             and spec.quantized_kv is quantized_kv
             and not options.dropout
+            and spec.bias is (options.bias is not None)
         ):
             return planned.backend
     spec = AttentionSpec(
@@ -208,6 +252,7 @@ def _backend(
         sinks=options.sinks is not None,
         quantized_kv=quantized_kv,
         dropout=options.dropout > 0,
+        bias=options.bias is not None,
     )
     if planned is None:
         return _choose(spec, "auto", row_invariant=False)

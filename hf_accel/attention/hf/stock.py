@@ -16,7 +16,7 @@ from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
 from ...models import is_within, layers_config
-from ...recognition.code import attention_code, code_of
+from ...recognition.code import POSITION_BIAS, attention_code, code_of
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import original_class
 from ...undo.state import STOCK_ATTRIBUTE
@@ -189,9 +189,14 @@ def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, st
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in model.named_modules():
         refusal = code_of(module).refusal
-        if refusal is not None:
+        if refusal is not None and not (POSITION_BIAS in refusal and _reads_biases(model)):
             around = max((outer for outer in models if is_within(name, outer)), key=len)
             yield models[around], around, refusal
+
+
+def _reads_biases(model: PreTrainedModel) -> bool:
+    """Return whether our attention reads a bias of positions in a model: over pages, which others have no need of."""
+    return bool(model.config.is_encoder_decoder and model.can_generate())
 
 
 def stock_parts(model: PreTrainedModel) -> dict[str, str]:

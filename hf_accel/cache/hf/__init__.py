@@ -1,5 +1,6 @@
 """Paged KV caches as transformers' Cache: PagedCache for padded batches, RaggedCache for ragged passes."""
 
+from .encoder_decoder import RaggedEncoderDecoderCache
 from .kinds import (
     NOT_PAGED,
     keeps_states_alone,
@@ -22,6 +23,7 @@ __all__ = [
     "PagedCache",
     "PagedKV",
     "RaggedCache",
+    "RaggedEncoderDecoderCache",
     "RecurrentPass",
     "fixed_settings",
     "keeps_states_alone",

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ..group import PageGroup, SharedContext
+from ..once import OnceGroup
 from ..quantized import QUANTIZED
 from ..states import FIRST_STATES, MOST_STATES, WINDOW, StateGroup
 from .state_sizes import state_sizes, steps_of_prompts_differ
@@ -18,22 +19,24 @@ NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
 CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many tokens its convolutions see
 WITHOUT_STATE = ("moe", "mlp")  # what configs call layers that keep nothing
+COMPRESSED_NUMBERS = "kv_lora_rank"  # the setting that says how many numbers stand for a token's keys and values
 FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
 
 
 class LayerKind(NamedTuple):
-    """A kind of pages that a decoder layer has for its tokens: of keys and values, or one of the two below.
+    """A kind of pages that a decoder layer has for its tokens: of keys and values, or one of the three below.
 
     window: the number of last tokens that it keeps; None for all. convolves: whether it keeps the inputs of a short
-    convolution. recurs: whether it keeps a state of fixed size after a token.
+    convolution. recurs: whether it keeps a state of fixed size after a token. rank: the numbers that it keeps in place
+    of a token's keys and values, and makes both from; None if it keeps these themselves.
     """
 
     window: int | None
     convolves: bool = False
     recurs: bool = False
+    rank: int | None = None
 
 
-KEYS_AND_VALUES = LayerKind(None)
 RECURRENT_STATE = LayerKind(WINDOW, recurs=True)
 # What a layer keeps: one kind; keys and values, and then a state; or nothing.
 LayerKinds = tuple[LayerKind, ...]
@@ -106,7 +109,7 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     """
     if name in WITHOUT_STATE:
         return ()
-    attends = _attending(layer)
+    attends = _attending(layer, decoder)
     if attends is not None and name not in ("hybrid", "hybrid_sliding"):
         return (attends,) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else None
     window = getattr(decoder, CONVOLVED_TOKENS, None)
@@ -121,11 +124,12 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     return None if attends is None else (attends, RECURRENT_STATE)
 
 
-def _attending(layer: Any) -> LayerKind | None:
+def _attending(layer: Any, decoder: Any) -> LayerKind | None:
     """Return the kind of the keys and values that a layer keeps, next to a state or alone; None if it keeps none."""
+    rank = getattr(decoder, COMPRESSED_NUMBERS, None)
     if isinstance(layer, DynamicSlidingWindowLayer):
-        return LayerKind(layer.sliding_window)
-    return KEYS_AND_VALUES if isinstance(layer, DynamicLayer) else None
+        return LayerKind(layer.sliding_window, rank=rank)
+    return LayerKind(None, rank=rank) if isinstance(layer, DynamicLayer) else None
 
 
 def page_groups(
@@ -139,6 +143,7 @@ def page_groups(
 
     A layer that keeps keys and values and a state has two, in this order, and one that keeps nothing has none.
 
+    The last group of an encoder-decoder holds what its layers keep of the encoder's output.
     capacity: the tokens that a growing cache has room for at first. context: the ranks that share out the blocks.
     """
     distinct_kinds = kinds_of(config)
@@ -162,6 +167,19 @@ def page_groups(
         )
         for kind in distinct_kinds
     ]
+    for group, kind in zip(groups, distinct_kinds, strict=True):
+        group.rank = kind.rank
+    if config.is_encoder_decoder:
+        groups.append(
+            OnceGroup(
+                window=None,
+                num_blocks=num_blocks,
+                block_size=settings.block_size,
+                growable=growable,
+                prefix_sharing=False,
+                quantized=QUANTIZED.get(settings.dtype),
+            )
+        )
     for group in groups:
         group.context = context
     return groups, [tuple(map(distinct_kinds.index, kinds)) for kinds in layer_kinds(config)]
@@ -177,8 +195,11 @@ def most_states(num_blocks: int) -> int:
 
 def sharing_refusal(config: PreTrainedConfig) -> str | None:
     """Return why ranks cannot share out the pages of a model, as one clause; None if they can."""
-    if any(kind.convolves or kind.recurs for kind in kinds_of(config)):
+    kinds = kinds_of(config)
+    if any(kind.convolves or kind.recurs for kind in kinds):
         return "layers that are no attention need all that they keep on each rank"
+    if any(kind.rank is not None for kind in kinds):
+        return "no rank knows how to attend over a part of the compressed keys"
     return None
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import NotRaggedError, UnsupportedError
-from ...kernels.layouts import PositionBias
+from ...kernels.layouts import KV, PositionBias
 from ...tensors import product_dtype
 from ..group import GroupStep, KVStorage, PageGroup, Step
+from ..latent_pages import attended, joined, parted
 from ..states import StateStep
 from .kinds import NOT_PAGED
 
@@ -29,14 +30,23 @@ class CacheOverPages(Cache):
 
     unread: the layer that was updated last, until its attention reads the pages; then None.
     known_pass: what is known of the pass that is under way (fused.hf.layer_calls.KnownPass); None if nothing is.
+    given_bias: the bias of positions that the last layer was given, and what it means.
     """
 
     unread: LayerOverPages | None = None
     known_pass: Any = None
+    given_bias: Any = None
     paged_layers: list[Any]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.bias_tables: dict[Any, Any] = {}  # of positions, by the module that has them
+        super().__init__(*args, **kwargs)
+
     def _lay_out(
-        self, kind: type[LayerOverPages], groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]
+        self,
+        kind: type[LayerOverPages],
+        groups: list[PageGroup],
+        groups_of_layer: list[tuple[int, ...]],
     ) -> list[Any]:
         """Make the LayerOverPages of each decoder layer, and return what stands for it in `layers`.
 
@@ -72,6 +82,7 @@ class LayerOverPages(CacheLayerMixin):
     """One layer of a CacheOverPages."""
 
     is_initialized = False
+    attends_to_all = False  # whether each token attends to all keys of its sequence, and not to those before it alone
 
     def __init__(self, cache: CacheOverPages, layer_idx: int, group: PageGroup, group_index: int) -> None:
         # super().__init__() is not called: it would set `keys` and `values`, which are in the pages.
@@ -91,7 +102,7 @@ class LayerOverPages(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         group_step = step.groups[self.group_index]
-        new_keys, new_values = step.tokens(keys), step.tokens(values)
+        new_keys, new_values = joined(step.tokens(keys), step.tokens(values), self.group.rank)
         storage = self.group.storage(self.layer_idx, new_keys, new_values)
         if group_step.written is not None:
             new_keys, new_values = new_keys[group_step.written], new_values[group_step.written]
@@ -205,6 +216,21 @@ class PagedKV:
     def window(self) -> int | None:
         """The number of last tokens that the cache keeps; None if it keeps all."""
         return self.layer.group.window
+
+    @property
+    def rank(self) -> int | None:
+        """The numbers of compressed keys; None for keys and values that are not compressed."""
+        return self.layer.group.rank
+
+    @property
+    def pages(self) -> KV:
+        return attended(self.storage.pages, self.rank)
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Return K and V [1, Hkv, M, D] of all tokens that the sequences of the pass have, end to end."""
+        slots = self.group_step.ragged.slots(self.layer.group.pool.block_size)
+        keys, values = parted(*self.storage.read(slots), self.rank)
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def attach(self, keys: Tensor) -> Tensor:
         """Return a view of K that has this handle as an attribute."""

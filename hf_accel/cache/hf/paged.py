@@ -15,6 +15,7 @@ from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
 from ..group import PageGroup, SharedContext, Step
+from ..latent_pages import parted
 from ..padded import PaddedBatch, last_columns
 from ..pages import CachedSequence, Pages
 from .kinds import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups, windows_of_pages
@@ -85,7 +86,7 @@ class PagedLayer(LayerOverPages):
             )
         storage = self.group.storages[self.layer_idx]
         slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
-        keys, values = read_with_zeros(storage, slots)
+        keys, values = parted(*read_with_zeros(storage, slots), self.group.rank)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from ...errors import OutOfBlocksError
 from ...hardware.device import pool_memory
 from ...models import head_dim, layers_config, num_kv_heads
 from ..quantized import QUANTIZED, head_bytes
+from .kinds import COMPRESSED_NUMBERS
 
 SPARE_SHARE = 0.05  # of the free memory, for what is not counted: fragments, and libraries
 GRAPH_BYTES = 2**30
@@ -82,6 +83,11 @@ def token_bytes(model: PreTrainedModel, settings: CacheConfig, own_heads: Mappin
     quantized = QUANTIZED.get(settings.dtype)
     total = 0
     for index, layer in enumerate(config.per_layer_config):
+        rank = getattr(layer, COMPRESSED_NUMBERS, None)
+        if rank:
+            sizes = (rank + layer.qk_rope_head_dim, 0) if quantized else (rank + layer.qk_rope_head_dim,)
+            total += sum(head_bytes(size, model.dtype, quantized) for size in sizes)
+            continue
         heads = (own_heads or {}).get(index) or num_kv_heads(layer)
         dim = head_dim(layer)
         key_dim = max(dim, getattr(layer, "qk_head_dim", None) or 0)

@@ -20,7 +20,6 @@ from ...errors import HfAccelError, UnsupportedError
 from ...linear import LinearSpec, QuantizedWeight
 from ...linear.experts import WEIGHT_MODULES
 from ...linear.formats import Layout
-from ...patching.originals import read_tensor
 
 MOST_GROUP = 128  # inputs: a larger group is cut, so that activations have scales of their own for as many inputs
 
@@ -191,11 +190,12 @@ def headers_of(files: Sequence[Path], *, way_out: str = "") -> Iterator[tuple[st
 
 
 def _safe_headers(file: Path) -> Iterator[tuple[str, Found]]:
-    with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118  # it is no dict
-            header = tensors.get_slice(name)
-            dtype = str_to_torch_dtype.get(header.get_dtype(), header.get_dtype())
-            yield name, Found(dtype, tuple(header.get_shape()), partial(read_tensor, file, name))
+    # It stays open as long as a tensor may be read: opening a file takes longer than reading most of them.
+    tensors = safe_open(file, framework="pt")
+    for name in tensors.keys():  # noqa: SIM118  # it is no dict
+        header = tensors.get_slice(name)
+        dtype = str_to_torch_dtype.get(header.get_dtype(), header.get_dtype())
+        yield name, Found(dtype, tuple(header.get_shape()), partial(tensors.get_tensor, name))
 
 
 def _pickled(file: Path) -> Iterator[tuple[str, Found]]:

@@ -284,8 +284,11 @@ class KnownStack(Known):
 
     def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, _: CallTensors) -> Any:
         rows = layout.rows(x)
-        for programme in programmes:
-            rows = programme(rows, layout)
+        free: Tensor | None = None
+        for number, programme in enumerate(programmes):
+            out = programme(rows, layout, out=free)
+            # Two tensors take turns, since the system clears memory that it gives; x is the caller's.
+            rows, free = out, rows if number or layout.index is not None else None
         return self._trace.outcome(layout.padded(rows))
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...cache.hf import kinds_of
 from ...kernels import cpu
+from .compressed import compressed_sites
 from .convolutions import convolution_sites
 from .delta_rules import known_delta_rule
 from .selective_scans import known_selective_scan
@@ -30,9 +31,12 @@ def recurrent_pages_refusal(device: torch.device) -> str | None:
 
 def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
-    if any(kind.convolves or kind.recurs for kind in kinds_of(model.config)):
+    kinds = kinds_of(model.config)
+    if any(kind.convolves or kind.recurs for kind in kinds):
         yield from convolution_sites(model)
         yield from _recurrence_sites(model)
+    if any(kind.rank is not None for kind in kinds):
+        yield from compressed_sites(model)
 
 
 def _recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:

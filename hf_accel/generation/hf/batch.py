@@ -24,11 +24,12 @@ from ..sampling.choice import TokenLogprobs
 from ..sampling.processors import Processor
 from ..sampling.sampling import Sampling
 from ..sequence import Sequence, StopRules
+from .encoder_source import decoder_prompt
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
 from .request_config import default_new_tokens
 from .session import Session
-from .vocabulary import check_ids, token_ids
+from .vocabulary import prompt_parts
 
 
 def generate_batch(
@@ -142,7 +143,7 @@ class Reply:
         ended = RequestStatus.FINISHED if sequence.is_finished else RequestStatus.DECODING
         return GenerationOutput(
             request_id=self.name,
-            prompt_ids=sequence.tokens[: sequence.num_prompt],
+            prompt_ids=sequence.source_ids or sequence.tokens[: sequence.num_prompt],
             generated_tokens=sequence.tokens[sequence.num_prompt :],
             logprobs=list(self.logprobs),
             error=None if error is None else str(error),
@@ -162,21 +163,22 @@ class SequenceFactory:
         seed = getattr(settings, "seed", None)
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
-    def make(
-        self, name: str, prompt: abc.Sequence[int], config: GenerationConfig, *, timestamps: bool, what: str
-    ) -> list[Reply]:
+    def make(self, name: str, prompt: Any, config: GenerationConfig, *, timestamps: bool, what: str) -> list[Reply]:
         """Make the sequences of one prompt's samples, in the order of transformers: the leader comes last.
 
-        config: see complete_config. what: the name of the prompt for error messages.
+        prompt: see prompt_parts. config: see complete_config. what: the name of the prompt for error messages.
         Raises UnsupportedError for ids or a config that are not supported.
         """
-        ids = token_ids(prompt, what)
-        check_ids(self.model, ids, what)
+        ids, given = prompt_parts(self.model, prompt, what)
         count = config.num_return_sequences or 1
+        ids, source_ids = decoder_prompt(self.model, config, ids)
         sampling, stop = request_rules(self.model, config, len(ids), num_logprobs=self.num_logprobs)
         seeds = torch.randint(2**62, (count,), generator=self._generator).tolist() if config.do_sample else [0] * count
         limit = max(1, default_new_tokens(config, len(ids)))
-        sequences = [Sequence(list(ids), limit, sampling, stop=stop, seed=seed) for seed in seeds]
+        sequences = [
+            Sequence(list(ids), limit, sampling, stop=stop, seed=seed, given=given, source_ids=source_ids)
+            for seed in seeds
+        ]
         sequences[0].followers = sequences[1:]
         names = [*(f"{name}__child#{i}" for i in range(count - 1)), name]
         return [

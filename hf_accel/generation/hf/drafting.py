@@ -33,6 +33,8 @@ from .model_runner import ModelRunner
 from .refusals import ragged_refusal
 from .vocabulary import vocabulary_refusal
 
+NO_DRAFTS = "nothing drafts for an encoder-decoder"
+
 
 def make_speculation(
     config: SpeculativeConfig, runner: ModelRunner, pages: Pages, controller: Controller | None = None
@@ -184,10 +186,20 @@ def _twin(state: GenerationState, model: PreTrainedModel, weights: str | None) -
     return draft
 
 
+def refuse_drafts(model: PreTrainedModel, refusal: str | None = None) -> None:
+    """Raise UnsupportedError if nothing can draft for a model. refusal: why, as one clause, if that is known."""
+    if refusal is None and model.config.is_encoder_decoder:
+        refusal = NO_DRAFTS
+    if refusal is not None:
+        raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
+
+
 def assisted(
     model: Any, generation_config: Any, assistant_model: Any, assistant_tokenizer: Any
 ) -> tuple[SpeculativeConfig, str | None]:
     """Return the SpeculativeConfig of a call, and why transformers' own loop must serve it (None if it need not)."""
+    if model.config.is_encoder_decoder:
+        return SpeculativeConfig(), NO_DRAFTS
     if assistant_tokenizer is not None:
         return SpeculativeConfig(), "the draft model has another tokenizer"
     lookup = generation_config.prompt_lookup_num_tokens

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
@@ -27,13 +27,14 @@ from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopStrings
 from ..sequence import Sequence, StopRules
-from .batch import request_rules
+from .batch import complete_config, request_rules
 from .drafting import draft_models
+from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
-from .refusals import ragged_refusal, warn_once
+from .refusals import prompts_refusal, ragged_refusal, warn_once
 from .request_config import default_new_tokens, request_config
 from .session import Session
-from .vocabulary import check_ids, token_ids
+from .vocabulary import prompt_parts
 
 NOT_GIVEN: Any = Default("not given")
 OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n")  # keywords of submit alone
@@ -109,7 +110,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Iterable[int] | Tensor,
+        prompt: str | Iterable[int] | Tensor | Mapping[str, Any],
         *,
         max_new_tokens: int | None = None,
         stop: str | Iterable[str] | None = None,
@@ -120,9 +121,12 @@ class Engine:
     ) -> Request:
         """Submit a request and return at once. The Request can be iterated over, waited for and cancelled.
 
-        prompt: token ids, or text if the engine has a tokenizer. max_new_tokens, stop: the most new tokens, and the
-        strings that end the text. seed: makes the request's tokens reproducible. priority: requests with a higher one
-        go first. n: the number of samples, which share the prompt's pages.
+        prompt: token ids, text if the engine has a tokenizer, or all that a processor makes for one prompt with images
+        (input_ids, pixel_values, ...); an encoder-decoder's encoder reads them. Prompts share pages as far as their
+        words and images are equal.
+        max_new_tokens, stop: the most new tokens, and the strings that end the text. seed: makes the request's tokens
+        reproducible. priority: requests with a higher one go first. n: the number of samples, which share the prompt's
+        pages.
         sampling: what a GenerationConfig says about tokens (top_k, top_p, min_p, repetition_penalty, min_new_tokens,
         bad_words_ids, ...), and these. Left out, settings are those of model.generation_config.
 
@@ -143,7 +147,8 @@ class Engine:
         for max_tokens, and HfAccelError if the engine is closed, has broken, or belongs to another process. A later
         error is raised where the Request is read, and ends no other request.
         """
-        ids = self._ids(prompt)
+        ids, given = self._prompt(prompt)
+        ids, source_ids = self._begin(ids)
         limits = self._limit(max_new_tokens, len(ids))
         ends = (self.model.generation_config.stop_strings or ()) if stop is None else stop
         strings = StopStrings(ends, self._decode)
@@ -153,7 +158,16 @@ class Engine:
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
         sequences = [
-            Sequence(list(ids), limits, params, stop=rules, seed=first + number, priority=rank)
+            Sequence(
+                list(ids),
+                limits,
+                params,
+                stop=rules,
+                seed=first + number,
+                priority=rank,
+                given=given,
+                source_ids=source_ids,
+            )
             for number in range(_integer("n", n, least=1))
         ]
         sequences[0].followers = sequences[1:]
@@ -175,14 +189,17 @@ class Engine:
         self.loop.submit(sequences[0], dict(zip(sequences, request.samples, strict=True)))
         return request
 
-    def _ids(self, prompt: Any) -> list[int]:
+    def _prompt(self, prompt: Any) -> tuple[list[int], dict[str, Any] | None]:
+        """Return the token ids of a prompt, and the model's other inputs; see prompt_parts."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UnsupportedError("prompt is text; give the Engine a tokenizer=, or submit token ids")
             prompt = self.tokenizer(prompt)["input_ids"]
-        ids = token_ids(prompt)
-        check_ids(self.model, ids, "prompt")
-        return ids
+        return prompt_parts(self.model, prompt)
+
+    def _begin(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        config = complete_config(self.model, None, "Engine.submit()", {})
+        return decoder_prompt(self.model, config, ids)
 
     def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:
         if max_new_tokens is None:
@@ -277,7 +294,7 @@ def _state(model: Any) -> GenerationState:
     if isinstance(model, str | PathLike):
         raise UnsupportedError(f"an Engine takes a patched model, not a path; pass hf_accel.load({fspath(model)!r})")
     state = state_of(model).generation
-    refusal = ragged_refusal(model)
+    refusal = ragged_refusal(model) or prompts_refusal(model)
     if refusal is not None:
         way_out = "use model.generate()" if model.can_generate() else "call the model itself"
         raise UnsupportedError(f"an Engine cannot serve this model: {refusal}; {way_out}")

@@ -18,18 +18,22 @@ from ...cache.hf import PagedCache
 from ...cache.pages import CachedSequence, TokenRange
 from ...errors import UnsupportedError
 from ...undo.state import state_of
+from ..prompt_inputs import PassRows, PromptInputs
 from ..sequence import Sequence
+from .encoder_source import sources
 from .generation_state import LoopCall
 from .graphed_runner import GraphedRunner, keep_runner
 from .processing import BatchDraws, stock_sampling, stop_rules
+from .prompts import has_more_than_ids, prompt_inputs
 from .session import Session
 
 
 def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     """Run the loop of a call. Returns what transformers' loop would return, and statistics of the speculation."""
     budget = call.config.prefill_chunk_size
+    inputs = prompt_inputs(call.model, call.input_ids, call.mask, call.inputs) if has_more_than_ids(call) else None
     with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
-        sequences = _sequences(call)
+        sequences = _sequences(call, inputs or [None] * len(call.input_ids))
         try:
             _loop(call, session, sequences)
             result: Any = _result(call, sequences)
@@ -54,7 +58,7 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     return result, {**statistics, **graphs}
 
 
-def _sequences(call: LoopCall) -> list[Sequence]:
+def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> list[Sequence]:
     """Make a sequence for each row of the input. Samples of one prompt are followers of the first of them."""
     draws = BatchDraws() if call.speculative is None else None
     greedy = not call.config.do_sample
@@ -67,17 +71,22 @@ def _sequences(call: LoopCall) -> list[Sequence]:
         else torch.randint(2**62, (len(call.input_ids),)).tolist()
     )
     sequences: list[Sequence] = []
+    attended = sources(call)
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
+        hidden = 0 if ids else call.prompt_columns - padding
         sequence = Sequence(
-            ids[padding:],
+            ids[padding:] or [0] * hidden,
             max_new_tokens=max(1, call.config.max_length - call.num_columns),
             sampling=sampling,
             stop=stop,
             seed=seeds[row],
             padding=ids[:padding],
             index=row,
-            keeps_pages=keeps,
+            source=attended[row],
+            keeps_pages=keeps and not call.has_encoder,
+            inputs=inputs[row],
+            num_hidden=hidden,
         )
         if row % call.repeats:
             sequences[row - row % call.repeats].followers.append(sequence)
@@ -155,15 +164,19 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
     A next turn over the same cache attends to this token; its mask hides the padding after it.
     """
     longest, pages = max(sequence.num_new for sequence in sequences), session.pages
-    ranges, ids = [], []
+    ranges: list[TokenRange] = []
+    ids: list[int] = []
+    rows: list[PassRows] = []
     for sequence in sequences:
         cached = sequence.kept_pages
         if cached is not None and sequence.num_new < longest and pages.can_append(cached, 1):
             ranges.append(TokenRange(cached, cached.num_tokens, 1, num_prompt=sequence.num_prompt))
+            if sequence.inputs is not None:
+                rows += sequence.inputs.rows(len(ids), cached.num_tokens, 1)
             ids.append(sequence.tokens[-1])
             pages.append(cached, 1)
     if ranges:
-        session.runner(ids, [each.start for each in ranges], pages.step(ranges), [])
+        session.runner(ids, [each.start for each in ranges], pages.step(ranges), [], rows=rows)
 
 
 def _keep(call: LoopCall, sequences: list[Sequence]) -> None:
@@ -171,15 +184,17 @@ def _keep(call: LoopCall, sequences: list[Sequence]) -> None:
     kept = [(sequence, sequence.kept_pages) for sequence in sequences if sequence.kept_pages is not None]
     for sequence, cached in kept:
         cached.token_ids = sequence.tokens[: cached.num_tokens]
+        if sequence.inputs is not None:
+            cached.epoch = None  # its K and V do not follow from these ids
     longest = max(sequence.num_new for sequence in sequences) - 1
     ends = [cached.num_tokens - sequence.num_prompt for sequence, cached in kept]
     token_mask = None
     if call.mask is not None or min(ends) < longest:
-        before = torch.ones_like(call.input_ids) if call.mask is None else call.mask
+        before = torch.ones(len(kept), call.prompt_columns) if call.mask is None else call.mask
         after = torch.arange(longest)[None] < torch.tensor(ends)[:, None]
         token_mask = torch.cat([before.bool().cpu(), after], dim=1)
         token_mask = None if bool(token_mask.all()) else token_mask
-    call.cache.replace_sequences([cached for _, cached in kept], token_mask, call.num_columns + longest)
+    call.cache.replace_sequences([cached for _, cached in kept], token_mask, call.prompt_columns + longest)
 
 
 # -- streamers ---------------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ MakeDraft = Callable[[PreTrainedModel, str | None], PreTrainedModel]
 MakeAttending = Callable[[PreTrainedModel], PreTrainedModel]
 
 
+ENCODER_INPUTS = frozenset({"encoder_outputs", "decoder_attention_mask"})
+
+
 @dataclass
 class CallState:
     """The state of one call of generate().
@@ -52,7 +55,8 @@ class CallState:
 class LoopCall:
     """The inputs that transformers' generate() has prepared for its loop.
 
-    input_ids: [B, T], with padding on the left where the mask [B, T] is 0. inputs: the model's other inputs.
+    input_ids: [B, T], with padding on the left where the mask [B, T] is 0; [B, 0] where the prompts are embeddings
+    [B, T, D] alone. inputs: the model's other inputs.
     streams: the user's streamers, or transformers' own streamer. speculative: None for decoding without drafts.
     """
 
@@ -67,16 +71,32 @@ class LoopCall:
     speculative: SpeculativeConfig | None
 
     @property
+    def has_encoder(self) -> bool:
+        return bool(self.model.config.is_encoder_decoder)
+
+    @property
+    def encoder_inputs(self) -> frozenset[str]:
+        """The names of the inputs that say what the encoder has computed, and of which rows."""
+        return ENCODER_INPUTS if self.has_encoder else frozenset()
+
+    @property
     def mask(self) -> Tensor | None:
-        return self.inputs.get("attention_mask")
+        return self.inputs.get("decoder_attention_mask" if self.has_encoder else "attention_mask")
 
     @property
     def cache(self) -> Any:
-        return self.inputs.get(cache_name(self.model))
+        given = self.inputs.get(cache_name(self.model))
+        return getattr(given, "self_attention_cache", given) if self.has_encoder else given
 
     @property
     def num_columns(self) -> int:
         return self.input_ids.shape[1]
+
+    @property
+    def prompt_columns(self) -> int:
+        """Return T, the columns of the prompts; these have no ids where the prompts are embeddings."""
+        embeddings = self.inputs.get("inputs_embeds")
+        return self.num_columns if embeddings is None else int(embeddings.shape[1])
 
     @property
     def repeats(self) -> int:
@@ -98,6 +118,8 @@ class GenerationState:
     passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
+    prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
+        coordinates for the position of each token; None for one.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
@@ -109,12 +131,15 @@ class GenerationState:
     agreement: what the processes that run the model decide by.
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     context: the ranks that share out the blocks of caches; None if each cache is whole.
+    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """
 
     cache: CacheConfig | None
     speculative: SpeculativeConfig | None = None
     ragged_refusal: str | None = None
+    prepares: bool = False
+    planes: int | None = None
     invariant_rows: int | None = None
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
@@ -131,6 +156,7 @@ class GenerationState:
     runner: Any = None
     agreement: ProcessAgreement = ALONE
     context: SharedContext | None = None
+    hides_rows: bool | None = None
     operators: Any = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
@@ -176,6 +202,16 @@ class GenerationState:
                 del self.calls[thread]
             else:
                 self.calls[thread] = outer
+
+    def record_call(self, call: CallState, sequences: object, seconds: float) -> None:
+        """Store the statistics of a call. Every row counts with as many new tokens as the longest one.
+
+        sequences: token ids [B, T]. It may be anything that a custom_generate returned; then no tokens are counted.
+        """
+        is_ids = isinstance(sequences, Tensor) and sequences.ndim == 2
+        rows, columns = sequences.shape if is_ids else (0, call.prompt_columns)  # type: ignore[attr-defined]
+        cache = {} if call.cache is None else call.cache.statistics()
+        self.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
 
     def record(self, new_tokens: int, sequences: int, seconds: float, more: dict[str, Any]) -> None:
         """Store the statistics of a finished run."""

@@ -21,6 +21,7 @@ from ...tensors import autocast_dtype, integers, packed, plain_tensors, views
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
 from ..graphs import SPLIT, Graph, GraphMaker, make_graphs
+from ..prompt_inputs import Rows
 from .generation_state import GenerationState
 from .model_runner import ModelRunner, pass_inputs, prepare_step
 
@@ -95,9 +96,11 @@ class GraphedRunner(ModelRunner):
         """Compare the model with the one that was captured before the next pass. Its weights may have moved."""
         self._is_checked = False
 
-    def __call__(self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> Tensor:
+    def __call__(
+        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
+    ) -> Tensor:
         """Compute N tokens; see ModelRunner."""
-        refusal = self._refusal()
+        refusal = "it has tokens whose inputs do not follow from their ids" if rows else self._refusal()
         found: PaddedPass | str | None = None
         if refusal is None:
             inputs = pass_inputs(ids, positions, step, keep)
@@ -110,7 +113,7 @@ class GraphedRunner(ModelRunner):
             else:
                 refusal = found
         self.statistics.eager[refusal] += 1
-        return super().__call__(ids, positions, step, keep)
+        return super().__call__(ids, positions, step, keep, rows=rows)
 
     # -- what cannot be captured -----------------------------------------------------------------------
 

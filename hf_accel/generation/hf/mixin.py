@@ -24,6 +24,7 @@ from ...undo.state import state_of
 from .batch import generate_batch, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
+from .encoder_source import give_stock_cache, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
@@ -33,6 +34,7 @@ from .refusals import (
     changed_refusal,
     drafts_refusal,
     padding_refusal,
+    prompts_refusal,
     ragged_refusal,
     refuse_clocks,
     report_no_drafts,
@@ -66,7 +68,7 @@ class AcceleratedGeneration(WritesModelCard):
         with state.calling(call), nullcontext() if alone else state.agreement.watching("it ran generate()"):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
         seconds = time.perf_counter() - start
-        record(state, call, getattr(output, "sequences", output), seconds)
+        state.record_call(call, getattr(output, "sequences", output), seconds)
         return output
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,12 +129,15 @@ class AcceleratedGeneration(WritesModelCard):
         call = self._generation_state.call
         prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
         speculative = None if call is None else call.speculative
-        output, refusal = self._ragged(LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, speculative))  # type: ignore[arg-type]
+        loop_call = LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, speculative)  # type: ignore[arg-type]
+        output, refusal = self._ragged(loop_call)
         if refusal is None:
             return output
         if call is not None and call.requires_speculation:
             _refuse_speculation(refusal)
         report_stock_loop(self._generation_state, refusal)
+        if call is not None and call.own_cache:
+            give_stock_cache(loop_call)
         return super()._sample(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
@@ -212,7 +217,8 @@ class AcceleratedGeneration(WritesModelCard):
     ) -> Any:
         """Generate for prompts of any length without padding, as transformers' generate_batch.
 
-        inputs: a list of token ids for each prompt. generation_config: may also be a list with a config for each
+        inputs: for each prompt a list of token ids, or the dict that a processor makes for one prompt with images
+        (input_ids, pixel_values, ...). generation_config: may also be a list with a config for each
         prompt. kwargs: fields of GenerationConfig, or of ContinuousBatchingConfig, such as allow_block_sharing.
         speculative: see generate(). persistent_manager and warmup have an effect only on transformers' own manager.
 
@@ -223,7 +229,7 @@ class AcceleratedGeneration(WritesModelCard):
         if not len(inputs):
             return {}
         continuous_batching_config, kwargs = with_fields(continuous_batching_config, kwargs)
-        refusal = ragged_refusal(self)  # type: ignore[arg-type]
+        refusal = ragged_refusal(self) or prompts_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
             refuse_batching(self)  # type: ignore[arg-type]
             self._refuse_batch(generation_config, speculative, refusal)
@@ -274,12 +280,14 @@ class AcceleratedGeneration(WritesModelCard):
         **kwargs: Any,
     ) -> None:
         state = self._generation_state
-        name = cache_name(self)  # type: ignore[arg-type]
+        name = cache_name(self)
         given = model_kwargs.get(name)
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         wanted = wanted and padding_refusal(self, model_kwargs.get("attention_mask")) is None  # type: ignore[arg-type]
+        if self.config.is_encoder_decoder:  # type: ignore[attr-defined]
+            wanted = wanted and generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
@@ -293,12 +301,13 @@ class AcceleratedGeneration(WritesModelCard):
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
                 kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-            model_kwargs[name] = kept
+            model_kwargs[name] = with_encoder(kept, self)
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
             )
         cache = model_kwargs.get(name)
+        cache = getattr(cache, "self_attention_cache", cache)
         if isinstance(cache, PagedCache):
             cache.check_config(self.config)  # type: ignore[attr-defined]
         if state.call is not None:
@@ -312,10 +321,11 @@ class AcceleratedGeneration(WritesModelCard):
         call = self._generation_state.call
         if call is not None:
             call.prompt_columns = input_ids.shape[1]
-        cache = model_kwargs.get(cache_name(self))  # type: ignore[arg-type]
+        cache = model_kwargs.get(cache_name(self))
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        text_only = other_input(model_kwargs) is None and ragged_refusal(self) is None  # type: ignore[arg-type]
+        text_only = other_input(model_kwargs) is None and not self._generation_state.prepares
+        text_only = text_only and ragged_refusal(self) is None  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -339,17 +349,6 @@ class AcceleratedGeneration(WritesModelCard):
         shareable = shareable and self._generation_state.operators is None
         if shareable and cache.has_prefixes and positions_count_tokens(model_kwargs.get("position_ids"), mask):
             cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
-
-
-def record(state: GenerationState, call: CallState, sequences: object, seconds: float) -> None:
-    """Store the statistics of a call. Every row counts with as many new tokens as the longest one.
-
-    sequences: token ids [B, T]. It may be anything that a custom_generate returned; then no tokens are counted.
-    """
-    is_ids = isinstance(sequences, Tensor) and sequences.ndim == 2
-    rows, columns = sequences.shape if is_ids else (0, call.prompt_columns)  # type: ignore[attr-defined]
-    cache = {} if call.cache is None else call.cache.statistics()
-    state.record(rows * (columns - call.prompt_columns), rows, seconds, {**cache, **call.statistics})
 
 
 def _refuse_speculation(refusal: str) -> NoReturn:

@@ -21,6 +21,7 @@ from ...fused.hf.operator_models import OperatorModel
 from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.state import PART_OF, find_state, state_of
+from ..prompt_inputs import Rows
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -208,21 +209,23 @@ class ModelRunner:
     def device(self) -> torch.device:
         return model_device(self.model)
 
-    def __call__(self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> Tensor:
+    def __call__(
+        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
+    ) -> Tensor:
         """Compute N tokens; returns logits [len(keep), V] of the tokens with the indices `keep`. See Runner."""
         inputs = pass_inputs(ids, positions, step, keep).to(self.device)
         if isinstance(ids, Tensor):
             inputs = replace(inputs, ids=ids)
-        return self.compute(inputs, everything=len(keep) == len(ids))[: len(keep)]
+        return self.compute(inputs, everything=len(keep) == len(ids), rows=rows)[: len(keep)]
 
-    def compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
+    def compute(self, inputs: PassInputs, *, everything: bool, rows: Rows = ()) -> Tensor:
         """Compute a pass whose tensors are on the device. Returns the logits [K, V] of the tokens inputs.keep.
 
-        everything: whether these are all tokens, in order; inputs.keep is then not read. Nothing here waits for the
-        device.
+        everything: whether these are all tokens, in order; inputs.keep is then not read. rows: see Runner. Without
+        rows, nothing here waits for the device.
         """
         try:
-            return self._compute(inputs, everything=everything)
+            return self._compute(inputs, everything=everything, rows=rows)
         except NotRaggedError:
             raise
         except (IndexError, UnsupportedError) as error:  # of layers that were not there, or do not read pages
@@ -243,14 +246,13 @@ class ModelRunner:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
 
-    def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
+    def _compute(self, inputs: PassInputs, *, everything: bool, rows: Rows) -> Tensor:
         self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         self.cache.known_pass = _known_pass(self.model)
-        given = {"input_ids": inputs.ids[None]}
-        if self._positions:
-            given["position_ids"] = inputs.positions[None]
-        if self.operators is not None:
+        if self.operators is None:
+            given = self._tokens(inputs, rows)
+        else:
             given = self.operators.inputs(inputs.ids, inputs.positions)
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
@@ -266,6 +268,30 @@ class ModelRunner:
         self.cache.check_read()
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
+
+    def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
+        """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass."""
+        if not self._positions:
+            return {"input_ids": inputs.ids[None]}
+        planes = state_of(self.model).generation.planes
+        positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
+        placed = [each for each in rows if each.positions is not None]
+        positions = positions.clone() if placed else positions
+        for each in placed:
+            assert each.positions is not None
+            positions[..., each.first : each.first + each.count] = each.positions.to(positions.device).view(
+                *positions.shape[:-1], -1
+            )
+        embedded = [each for each in rows if each.embeddings is not None]
+        if not embedded:
+            return {"input_ids": inputs.ids[None], "position_ids": positions}
+        ids = inputs.ids.clone()
+        for each in embedded:
+            ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
+        embeddings = self.model.get_input_embeddings()(ids)
+        for each in embedded:
+            embeddings[each.first : each.first + each.count] = each.embeddings
+        return {"inputs_embeds": embeddings[None], "position_ids": positions}
 
 
 def weights_changed(model: Any) -> None:

@@ -13,6 +13,7 @@ from ...errors import HfAccelWarning, UnsupportedError
 from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..sampling.purity import stateful_refusal
+from .encoder_source import encoder_refusal
 from .generation_state import GenerationState, LoopCall
 from .model_runner import (
     attention_refusal,
@@ -22,6 +23,7 @@ from .model_runner import (
     positions_count_tokens,
 )
 from .processing import is_users, processors_refusal
+from .prompts import has_more_than_ids
 
 NO_PAGES = "it has no paged cache"
 
@@ -35,6 +37,13 @@ OWN_METHODS = (
 def ragged_refusal(model: nn.Module) -> str | None:
     """Return why a patched model cannot run ragged as it is now, as one clause; None if it can."""
     return state_of(model).generation.ragged_refusal or changed_refusal(model) or _rows_refusal(model)
+
+
+def prompts_refusal(model: Any) -> str | None:
+    """Return why requests of this model cannot be lists of token ids, as one clause; None if they can."""
+    if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
+        return f"{type(model).__name__} reads {model.main_input_name}, and no token ids"
+    return None
 
 
 def _rows_refusal(model: nn.Module) -> str | None:
@@ -72,25 +81,35 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     input_ids, mask, positions = call.input_ids, call.mask, call.inputs.get("position_ids")
     if not isinstance(call.cache, PagedCache) or call.inputs.get("use_cache") is False:
         return NO_PAGES
+    if call.has_encoder and (refusal := encoder_refusal(call, own_cache=own_cache)) is not None:
+        return refusal
     if not own_cache and len(input_ids) > 1:
         return "a cache that is passed along holds columns, padding included"
     if call.synced_gpus:
         return "synced_gpus=True needs the same passes on all ranks"
-    other = other_input(call.inputs)
-    if other is not None or not input_ids.numel():
-        return f"it is given {other or 'no token ids'}"
+    if not input_ids.shape[0] or not call.prompt_columns:
+        return "it is given no token ids"
+    other = other_input({name: value for name, value in call.inputs.items() if name not in call.encoder_inputs})
+    if other is not None and call.has_encoder:
+        return f"it is given {other}"
+    more = has_more_than_ids(call)
+    if more and not own_cache and call.cache.get_seq_length():
+        return f"a cache that holds tokens is passed along with {other or 'positions'}"
     wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
     if asked:
         return f"{asked[0]}=True collects a tensor of each step"
+    shape = (len(input_ids), call.prompt_columns)
     given = [tensor for tensor in (mask, positions) if tensor is not None]
-    if input_ids.is_floating_point() or any(tensor.shape != input_ids.shape for tensor in given):
+    if input_ids.is_floating_point() or any(tensor.shape[-2:] != shape for tensor in given):
         return "its mask and position_ids are not those of its token ids"
+    if input_ids.shape[1] not in (0, shape[1]):
+        return "it is given other token ids than embeddings"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
     operators = state_of(call.model).generation.operators
     has_none = keeps_states_alone(call.model.config) or (operators is not None and not operators.takes_positions)
-    if not has_none and not positions_count_tokens(positions, None if mask is None else mask.bool()):
+    if not (more or has_none) and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
     return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
 

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
 from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups, windows_of_pages
+from ...cache.once import require_room
 from ...cache.pages import CachedSequence, Pages
 from ...config import CacheConfig, SpeculativeConfig
-from ...errors import LostRankError
+from ...errors import LostRankError, NotRaggedError, UnsupportedError
 from ...tensors import model_device
 from ...undo.state import BACKEND_ATTRIBUTE, state_of
 from .. import graphs
@@ -21,9 +22,12 @@ from ..batcher import Batcher, Progress
 from ..sequence import Sequence
 from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
-from .drafting import keep_controller, make_speculation, remake_drafts
+from .drafting import keep_controller, make_speculation, refuse_drafts, remake_drafts
+from .encoder_decoder_runner import EncoderDecoderRunner
+from .encoder_source import encoder_output
 from .graphed_runner import GraphedRunner, make_runner
 from .model_runner import ModelRunner, weights_salt
+from .prompts import request_inputs
 
 # How often a session that works looks whether its model has changed. A look at a model of 1.1 billion parameters takes
 # 4 ms, 6 ms with INT4 weights; a pass may begin just before a look is due, and prefixes must not be old for a second.
@@ -79,9 +83,11 @@ class Session(Batcher):
         if model_device(model).type in graphs.DEVICES:
             runner = make_runner(model, pages.groups, groups_of_layer, rows)
         else:
-            runner = ModelRunner(model, pages.groups, groups_of_layer)
+            kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
+            runner = kind(model, pages.groups, groups_of_layer)
         speculation = None
         if speculative is not None:
+            refuse_drafts(model)
             speculation = make_speculation(speculative, runner, pages, controller)
         super().__init__(
             runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
@@ -91,13 +97,34 @@ class Session(Batcher):
         self._learns = speculative if controller is None else None
 
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
-        """Add a sequence; see Batcher.add. Prefixes of another model are dropped if there is no other sequence."""
+        """Add a sequence; see Batcher.add. Prefixes of another model are dropped if there is no other sequence.
+
+        What the sequence is given besides its ids is read here, so that a tower never runs during a pass.
+        The encoder of an encoder-decoder is run for a sequence that has source_ids.
+        """
         if not self.has_work:
             self._fit_windows()
             self._look()
         if self.agreement.size > 1:
             self._agree_on(sequence)
+        if sequence.given is not None:
+            self._read_inputs(sequence)
+        if sequence.source_ids and sequence.source is None:
+            source = encoder_output(self.model, sequence.source_ids)
+            for each in (sequence, *sequence.followers):
+                each.source = source
+        require_room(self.pages.groups, sequence.source)
         super().add(sequence, cached)
+
+    def _read_inputs(self, leader: Sequence) -> None:
+        """Run the model's own code on what is given for a prompt besides its ids, once for it and its followers."""
+        assert leader.given is not None
+        try:
+            inputs = request_inputs(self.model, leader.tokens, leader.given)
+        except NotRaggedError as error:
+            raise UnsupportedError(f"this prompt cannot run ragged: {error}; use model.generate()") from error
+        for sequence in (leader, *leader.followers):
+            sequence.inputs, sequence.given = inputs, None
 
     def _fit_windows(self) -> None:
         """Begin again, with other pages, if the sliding windows in the model's config were changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...models import vocabulary_size
+
+OF_TOKENS = ("input_ids", "attention_mask")  # a processor makes them besides the inputs of images
 
 
 def vocabulary_refusal(target: Any, draft: Any) -> str | None:
@@ -28,6 +31,37 @@ def check_ids(model: Any, ids: Sequence[int], name: str) -> None:
     size = vocabulary_size(model)
     if min(ids) < 0 or max(ids) >= size:
         raise UnsupportedError(f"{name} holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}")
+
+
+def prompt_parts(model: Any, prompt: Any, name: str = "prompt") -> tuple[list[int], dict[str, Any] | None]:
+    """Return the token ids of one prompt, and the model's other inputs for it; None if there are none.
+
+    prompt: token ids, or the dict that a tokenizer or a processor makes for one prompt: input_ids, pixel_values, ...
+    name: the name of the prompt for error messages. Raises UnsupportedError for ids or inputs that the model does not
+    take.
+    """
+    if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
+        ids = token_ids(prompt, name)
+        check_ids(model, ids, name)
+        return ids, None
+    ids, mask = token_ids(prompt["input_ids"], f"{name}['input_ids']"), prompt.get("attention_mask")
+    if mask is not None and not all(token_ids(mask, f"{name}['attention_mask']")):
+        raise UnsupportedError(f"{name}['attention_mask'] leaves tokens out; give a prompt without padding")
+    given = {key: value for key, value in prompt.items() if key not in OF_TOKENS and value is not None}
+    known = inspect.signature(type(model).forward).parameters
+    unknown = sorted(key for key in given if key not in known)
+    if unknown:
+        raise UnsupportedError(
+            f"{name} holds {unknown[0]!r}, which {type(model).__name__} does not take; leave it out"
+        )
+    if given and model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{name} holds {min(given)!r}, and {type(model).__name__} is an encoder-decoder, which is served token "
+            "ids alone; use model.generate()"
+        )
+    if not given:  # an id that stands for an image may be none that has an embedding
+        check_ids(model, ids, name)
+    return ids, given or None
 
 
 def token_ids(prompt: Any, name: str = "prompt") -> list[int]:

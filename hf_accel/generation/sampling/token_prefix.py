@@ -17,6 +17,7 @@ class Tokens(Protocol):
     tokens: list[int]
     num_prompt: int
     padding: list[int]
+    num_hidden: int
     index: int
     notes: dict[str, Any]
 
@@ -57,9 +58,12 @@ class Prefix:
 
     @property
     def columns(self) -> Tensor:
-        """The padding of the batch of generate(), which transformers' processors see too, and then `ids`."""
-        padding = self.sequence.padding if self.sequence is not None else []
-        return torch.cat([torch.tensor(padding, dtype=torch.int64), self.ids]) if padding else self.ids
+        """The padding of the batch of generate(), which transformers' processors see too, and then the `ids` that were
+        given or generated."""
+        if self.sequence is None:
+            return self.ids
+        padding, ids = self.sequence.padding, self.ids[self.sequence.num_hidden :]
+        return torch.cat([torch.tensor(padding, dtype=torch.int64), ids]) if padding else ids
 
 
 def prefix_of(sequence: Tokens, drafted: abc.Sequence[int] = ()) -> Prefix:

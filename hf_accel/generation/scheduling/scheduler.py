@@ -229,7 +229,7 @@ class Scheduler:
             self._suspend(other)
         if suspect.cached is None:
             try:
-                cached = self.pages.begin_with_prefix(suspect.tokens)
+                cached = self.pages.begin_with_prefix(suspect.contents(len(suspect.tokens)), suspect.source)
             except Exception as error:
                 self._fail(suspect, error)
                 return chunks
@@ -289,14 +289,14 @@ class Scheduler:
         An error ends the sequence.
         """
         try:
-            count = self.pages.room(cached, wanted)
+            count = sequence.chunk(self.pages.room(cached, wanted))
+            count = count if self.pages.can_append(cached, count) else 0  # it may need more than there is room for
             if count:
                 self.pages.append(cached, count)
                 chunk = Chunk(sequence, count)
-                # Full blocks are published before they are computed: a sequence admitted to the same pass may share
-                # them, because in each layer a pass writes K and V before it reads them. The chunk is added right
-                # after, so that what was published is computed.
-                self.pages.publish(cached, sequence.tokens[: sequence.num_computed + count])
+                # Full blocks are published before they are computed: a sequence of the same pass may share them, since
+                # in each layer a pass writes K and V before it reads them. The chunk, added next, computes them.
+                self.pages.publish(cached, sequence.contents(sequence.num_computed + count))
                 chunks.append(chunk)
         except Exception as error:
             self._fail(sequence, error)
@@ -313,7 +313,7 @@ class Scheduler:
         left = len(first.tokens) - first.num_computed
         if not left:
             raise ValueError(f"sequence {first.arrival} runs with all {len(first.tokens)} tokens computed")
-        if self._make_room(first, first.cached):
+        if self._make_room(first, first.cached, first.chunk(1)):
             self._reserve(chunks, first, first.cached, min(left, budget))
 
     # -- admission -------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class Scheduler:
                 return
             free = self.pages.free_blocks()
             try:
-                cached = self.pages.begin_with_prefix(head.tokens)
+                cached = self.pages.begin_with_prefix(head.contents(len(head.tokens)), head.source)
             except Exception as error:
                 self._fail(head, error)
                 slack, places = None, self._places()
@@ -392,10 +392,10 @@ class Scheduler:
 
     # -- preemption ------------------------------------------------------------------------------------
 
-    def _make_room(self, sequence: Sequence, cached: CachedSequence) -> bool:
-        """Preempt sequences until `sequence` can have one more slot. False if it was itself preempted or failed."""
+    def _make_room(self, sequence: Sequence, cached: CachedSequence, count: int = 1) -> bool:
+        """Preempt sequences until `sequence` has room for `count` tokens; False if it was preempted or failed."""
         self._slide()
-        while not self.pages.can_append(cached, 1):
+        while not self.pages.can_append(cached, count):
             victim = self.running[-1]
             if victim is not sequence:
                 self._preempt(victim)

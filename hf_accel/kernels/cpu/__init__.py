@@ -7,10 +7,20 @@ To add a kernel, write a file in src/kernels, its struct and a line in src/kerne
 """
 
 # All files with structs are imported, so that the sizes of all structs are checked when the library loads.
-from . import attention, delta_rule, float_linear, integer_linear, layer_call, row_kernels, short_conv, state_scan
+from . import (
+    attention,
+    delta_rule,
+    float_linear,
+    head_products,
+    integer_linear,
+    layer_call,
+    row_kernels,
+    short_conv,
+    state_scan,
+)
 from .library import isa, refusal, threads, using_isa, warn_of_refusal
 
 __all__ = [
-    "attention", "delta_rule", "float_linear", "integer_linear", "isa", "layer_call", "refusal", "row_kernels",
-    "short_conv", "state_scan", "threads", "using_isa", "warn_of_refusal",
+    "attention", "delta_rule", "float_linear", "head_products", "integer_linear", "isa", "layer_call", "refusal",
+    "row_kernels", "short_conv", "state_scan", "threads", "using_isa", "warn_of_refusal",
 ]  # fmt: skip

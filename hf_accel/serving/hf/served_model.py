@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -85,16 +85,17 @@ class LeadingEngine(Engine):
         self._relay = relay
         self._order = threading.Lock()
 
-    def submit(self, prompt: str | Iterable[int] | Tensor, **settings: Any) -> Request:
+    def submit(self, prompt: str | Iterable[int] | Tensor | Mapping[str, Any], **settings: Any) -> Request:
         """See Engine.submit. Raises UnsupportedError for settings that cannot be pickled."""
-        ids = self._ids(prompt)
+        ids, given = self._prompt(prompt)
+        sent = ids if given is None else {**given, "input_ids": ids}
         try:
             pickle.dumps(settings)
         except Exception as error:
             raise UnsupportedError(f"{settings} cannot be sent to the other ranks: {error}; leave it out") from error
         with self._order:  # which is the same on all ranks
-            request = super().submit(ids, **settings)
-            self._relay.send((ids, settings))
+            request = super().submit(sent, **settings)
+            self._relay.send((sent, settings))
         return request
 
 

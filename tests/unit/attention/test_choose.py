@@ -92,7 +92,7 @@ def test_unknown_name_lists_the_known() -> None:
     "changes, reason",
     [
         ({"dtype": torch.float64}, "it computes in float32, bfloat16 and float16, not in float64"),
-        ({"head_dim": 576}, "heads of 576 numbers are larger than its 512"),
+        ({"head_dim": 1032}, "heads of 1032 numbers are larger than its 1024"),
     ],
     ids=str,
 )

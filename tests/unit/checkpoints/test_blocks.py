@@ -13,16 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_accel
+from hf_accel.checkpoints.readers import reader
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.linear.backends.cpu import Cpu
 from hf_accel.linear.formats import Int2Weight, Int3Weight, Int4Weight, Int8Weight, QuantizedWeight, state
 from hf_accel.linear.formats.blocks import ALIGNMENT, tensors_of
+from hf_accel.patching import originals
 
 from ...parity.families import DECODER, build
 from ...parity.snapshot import bits, logits
@@ -273,6 +276,14 @@ def test_weights_are_copied_unless_they_are_to_be_shared(tmp_path: Path, monkeyp
     monkeypatch.setenv("HF_ACCEL_MAP_WEIGHTS", "yes")
     with pytest.raises(hf_accel.UnsupportedError, match="HF_ACCEL_MAP_WEIGHTS='yes' is not known"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_file_is_opened_once_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_accel.patch(build("qwen2")).save_pretrained(tmp_path)
+    opened: list[object] = []
+    for module in (reader, originals):
+        monkeypatch.setattr(module, "safe_open", lambda file, **keys: opened.append(file) or safe_open(file, **keys))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path) and len(opened) == 1
 
 
 def test_undo_says_what_it_lacks(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import (
     BertConfig,
     CLIPConfig,
-    DeepseekV3Config,
+    DeepseekV32Config,
     DistilBertConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -31,7 +31,7 @@ from .shapes import TINY
         (ResNetConfig(), "ResNetConfig has no num_attention_heads"),
         (T5Config(), "T5Config describes an encoder-decoder"),
         (MambaConfig(), "MambaConfig has no num_attention_heads"),
-        (DeepseekV3Config(), "DeepseekV3Config has multi-head latent attention"),
+        (DeepseekV32Config(), "DeepseekV32Config has attention over chosen keys"),
         (MiMoV2FlashConfig(), "MiMoV2FlashConfig has values of another size than keys"),
         ("/no/such/model", "no model config can be read from '/no/such/model'"),
         (42, "estimate\\(\\) takes a config, a model or a path, not int"),

@@ -33,7 +33,8 @@
   KERNEL(write_pages, WriteCall)          \
   KERNEL(delta_rule, DeltaCall)           \
   KERNEL(short_conv, ConvCall)            \
-  KERNEL(state_scan, ScanCall)
+  KERNEL(state_scan, ScanCall)            \
+  KERNEL(head_products, HeadsCall)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
 
@@ -391,6 +392,17 @@ struct ScanCall {
   int64_t sequences, heads, groups, head_dim, state_size;
   float lowest, highest;  // the limits of delta
   int32_t each_rate, threads;
+};
+
+// A product for each head: out[n, h, o] = sum_i x[n, h, i] * w[h, o, i], or w[h, i, o] if `transposed`.
+struct HeadsCall {
+  const void* x;        // of dtype
+  const void* weight;   // of weight_dtype, or int8; a row is w[h, o], or w[h, i] if `transposed`, and is contiguous
+  const float* scales;  // of each row of int8; null for floats
+  void* out;            // of dtype
+  int64_t x_token, x_head, out_token, out_head, weight_head, weight_row, scale_head;
+  int64_t tokens, heads, inputs, outputs;
+  int32_t transposed, dtype, weight_dtype, threads;
 };
 
 // -- the tables ------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ inline HFA_INLINE void sum_levels(const uint8_t* weight, int64_t steps, const in
   }
 }
 
-// Adds the sums over one group to `out`, for ROWS rows and outputs [start, start + WIDE * LANES) of the block.
+// Adds the sums over one group to `out`, which holds nothing before the first one, for ROWS rows and outputs [start, start + WIDE * LANES) of the block.
 template <int FORMAT, int ROWS, int WIDE, int LINES>
 inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0, Fetch fetch,
                        float* out) {
@@ -96,7 +96,8 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
     const GroupFactors<FORMAT> factors(task, start + v * LANES);
     unrolled<ROWS>([&](auto r) HFA_INLINE {
       float* sum = out + r * BLOCK + start + v * LANES;
-      store(sum, add(load(sum), mul(factors.share(sums[r][v], x_sums[r]), set1(x_scales[r]))));
+      const F before = g == 0 ? zero() : load(sum);
+      store(sum, add(before, mul(factors.share(sums[r][v], x_sums[r]), set1(x_scales[r]))));
     });
   });
 }
@@ -162,36 +163,41 @@ void group_chunk(const GroupTask& task, int64_t bytes, const QuantizedRows& x, i
   }
 }
 
-// Computes sums [rows, 64], x times block `b` of a matrix, without the bias.
-template <int FORMAT>
-void block_chunk(const Linear& linear, const Matrix& matrix, const QuantizedRows& x, int64_t b, int64_t r0,
-                 int64_t rows, float* sums) {
-  std::memset(sums, 0, static_cast<size_t>(rows * BLOCK) * sizeof(float));
-  const BlockWeights<FORMAT> weights(linear, matrix, b);
-  for (int64_t g = 0; g < x.groups; ++g)
-    group_chunk<FORMAT>(weights.group(g), weights.group_bytes, x, g, r0, rows, sums);
-  weights.scale_outputs(rows, sums);
+// Prefetches what a block of results will be written to. If they are many, that is not in a cache near by, and writing
+// them would wait for it.
+void fetch_results(const LinearCall& call, int64_t column, int64_t first, int64_t last) {
+  const int64_t size = call.out_dtype == F32 ? 4 : 2;
+  for (int64_t r = first; r < last; ++r) {
+    const char* at = static_cast<const char*>(call.out) + (r * call.out_stride + column) * size;
+    for (int64_t i = 0; i < BLOCK * size; i += LINE) prefetch_l2(at + i);
+  }
 }
 
-// Writes epilogue(sums + bias), which is rounded once.
-void finish(const Linear& linear, const Matrix& matrix, const LinearCall& call, int64_t b, int64_t r0, int64_t rows,
-            const float* sums, const float* up_sums) {
-  const int64_t outputs = at_most(BLOCK, matrix.out_features - b * BLOCK);
+// Computes sums [rows, 64], x times a block of weights, without the scales of outputs and the bias. results: the call
+// to prefetch them for, or null.
+template <int FORMAT>
+void block_chunk(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, int64_t r0, int64_t rows, float* sums,
+                 const LinearCall* results) {
+  for (int64_t g = 0; g < x.groups; ++g) {
+    const int64_t first = rows * g / x.groups, last = rows * (g + 1) / x.groups;
+    if (results) fetch_results(*results, weights.matrix.column + weights.b * BLOCK, r0 + first, r0 + last);
+    group_chunk<FORMAT>(weights.group(g), weights.group_bytes, x, g, r0, rows, sums);
+  }
+}
+
+// Writes epilogue(result + bias), which is rounded once. up: the block that the gate's is multiplied by, if there is one.
+template <int FORMAT>
+void finish(const BlockWeights<FORMAT>& weights, const BlockWeights<FORMAT>* up, const LinearCall& call, int64_t r0,
+            int64_t rows, const float* sums, const float* up_sums) {
+  const int32_t epilogue = call.linear->epilogue;
+  const int64_t first = weights.b * BLOCK, outputs = at_most(BLOCK, weights.matrix.out_features - first);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t i = 0; i < outputs; i += LANES) {
       const int n = static_cast<int>(at_most(LANES, outputs - i));
-      F value = load(sums + r * BLOCK + i);
-      if (matrix.bias) value = add(value, load_dtype(matrix.bias, matrix.bias_dtype, b * BLOCK + i, n));
-      if (has_gate(linear)) {
-        const Matrix& other = linear.matrices[1];
-        F up = load(up_sums + r * BLOCK + i);
-        if (other.bias) up = add(up, load_dtype(other.bias, other.bias_dtype, b * BLOCK + i, n));
-        value = gated(linear.epilogue, value, up);
-      } else if (linear.epilogue != NONE) {
-        value = activated(linear.epilogue, value);
-      }
-      const int64_t column = matrix.column + b * BLOCK + i;
-      store_dtype(call.out, call.out_dtype, (r0 + r) * call.out_stride + column, value, n);
+      F value = weights.output(sums + r * BLOCK, i, n);
+      if (up) value = gated(epilogue, value, up->output(up_sums + r * BLOCK, i, n));
+      else if (epilogue != NONE) value = activated(epilogue, value);
+      store_dtype(call.out, call.out_dtype, (r0 + r) * call.out_stride + weights.matrix.column + first + i, value, n);
     }
 }
 
@@ -199,11 +205,12 @@ template <int FORMAT>
 void run_block(const Linear& linear, const Matrix& matrix, const LinearCall& call, const QuantizedRows& x, int64_t b,
                int64_t first, int64_t last) {
   alignas(64) float sums[CHUNK * BLOCK], up_sums[CHUNK * BLOCK];
+  const BlockWeights<FORMAT> weights(linear, matrix, b), up(linear, linear.matrices[has_gate(linear)], b);
   for (int64_t r = first; r < last; r += CHUNK) {
     const int64_t rows = at_most(CHUNK, last - r);
-    block_chunk<FORMAT>(linear, matrix, x, b, r, rows, sums);
-    if (has_gate(linear)) block_chunk<FORMAT>(linear, linear.matrices[1], x, b, r, rows, up_sums);
-    finish(linear, matrix, call, b, r, rows, sums, up_sums);
+    block_chunk(weights, x, r, rows, sums, rows > TILE_ROWS ? &call : nullptr);
+    if (has_gate(linear)) block_chunk(up, x, r, rows, up_sums, nullptr);
+    finish(weights, has_gate(linear) ? &up : nullptr, call, r, rows, sums, up_sums);
   }
 }
 
@@ -219,16 +226,16 @@ void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const Linear
     const int64_t rows = at_most(MOST_ROWS, last - r);
     const size_t bytes = static_cast<size_t>(rows * BLOCK) * sizeof(float);
     float* sums = static_cast<float*>(scratch<Sums>(bytes));
-    float* up_sums = nullptr;
     if (!has_gate(linear)) {
       tile_block(weights, x, r, rows, next, sums);
+      finish<FORMAT>(weights, nullptr, call, r, rows, sums, nullptr);
     } else {
       const BlockWeights<FORMAT> up(linear, linear.matrices[1], b);
-      up_sums = static_cast<float*>(scratch<UpSums>(bytes));
+      float* up_sums = static_cast<float*>(scratch<UpSums>(bytes));
       tile_block(weights, x, r, rows, up.weight, sums);
       tile_block(up, x, r, rows, next, up_sums);
+      finish(weights, &up, call, r, rows, sums, up_sums);
     }
-    finish(linear, matrix, call, b, r, rows, sums, up_sums);
   }
 }
 #endif

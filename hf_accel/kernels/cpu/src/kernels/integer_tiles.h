@@ -159,8 +159,8 @@ void Panel<FORMAT>::add_strip(int64_t r0, int64_t rows, NextPanel& next, float* 
   add_products<FORMAT>(before, 0, before.rows);
 }
 
-// Computes sums [rows, 64], x times a block of weights, without the bias. `next_block`: the weights that this thread
-// will probably need after it.
+// Computes sums [rows, 64], x times a block of weights, without the scales of outputs and the bias. `next_block`: the
+// weights that this thread will probably need after it.
 template <int FORMAT>
 void tile_block(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, int64_t r0, int64_t rows,
                 const uint8_t* next_block, float* sums) {
@@ -179,7 +179,6 @@ void tile_block(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, int
     for (int64_t r = 0; r < rows; r += STRIP)
       panel.add_strip(r0 + r, at_most(STRIP, rows - r), next, sums + r * BLOCK);
   }
-  weights.scale_outputs(rows, sums);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "../kernels.h"
 #include "../simd/simd.h"
+#include "any_dtype.h"
 
 namespace {
 
@@ -170,16 +171,13 @@ struct BlockWeights {
     return task;
   }
 
-  // The sums [rows, 64] of all groups: multiplied by the scales of the outputs (INT8), or divided by the divisor of all
-  // scales (FP4).
-  void scale_outputs(int64_t rows, float* sums) const {
-    if (FORMAT == FP4 && matrix.divisor != 1.0f)
-      for (int64_t i = 0; i < rows * BLOCK; i += LANES) store(sums + i, div(load(sums + i), set1(matrix.divisor)));
-    if (FORMAT != INT8) return;
-    const float* scales = static_cast<const float*>(matrix.scales) + b * BLOCK;
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
-        store(sums + i, mul(load(sums + i), load(scales + i - r * BLOCK)));
+  // The results of the next n outputs from their sums over all groups: these times the scales of the outputs (INT8), or
+  // divided by the divisor of all scales (FP4); plus the bias.
+  inline HFA_INLINE F output(const float* sums, int64_t i, int n) const {
+    F value = load(sums + i);
+    if (FORMAT == INT8) value = mul(value, load(static_cast<const float*>(matrix.scales) + b * BLOCK + i));
+    if (FORMAT == FP4 && matrix.divisor != 1.0f) value = div(value, set1(matrix.divisor));
+    return matrix.bias ? add(value, load_dtype(matrix.bias, matrix.bias_dtype, b * BLOCK + i, n)) : value;
   }
 };
 

@@ -2,6 +2,9 @@
 // its group.
 #pragma once
 
+#include <cfloat>
+#include <cmath>
+
 #include "../parallel.h"
 #include "../simd/simd.h"
 
@@ -28,23 +31,19 @@ inline F load_part(const T* p, int64_t n) {
 
 template <class T>
 inline void quantize_group(const T* x, int64_t count, int64_t group, int8_t* levels, float& scale, int32_t& sum) {
-  F largest = zero(), poison = zero();
-  for (int64_t k = 0; k < count; k += LANES) {
-    const F value = load_part(x + k, count - k);
-    largest = max(abs(value), largest);
-    poison = fmadd(value, zero(), poison);  // NaN if a value is NaN or infinity, else 0
-  }
-  const float absmax = reduce_max(largest), broken = reduce_add(poison);
-  const bool usable = absmax >= LEAST && broken == 0.0f;
+  I largest = iset1(0);  // as bits, in whose order infinity and NaN come after all other magnitudes
+  for (int64_t k = 0; k < count; k += LANES) largest = max_i32(bits_of(abs(load_part(x + k, count - k))), largest);
+  const float absmax = bits_to_float(static_cast<uint32_t>(reduce_max(largest)));
+  const bool broken = !(absmax <= FLT_MAX), usable = !broken && absmax >= LEAST;
   const F inverse = set1(usable ? 127.0f / absmax : 0.0f);
-  scale = broken == 0.0f ? (usable ? absmax / 127.0f : 0.0f) : broken;
+  scale = broken ? NAN : usable ? absmax / 127.0f : 0.0f;
+  F total = zero();  // exact, since all partial sums are integers below 2^24
   for (int64_t k = 0; k < group; k += LANES) {
-    const F value = usable && k < count ? load_part(x + k, count - k) : zero();
-    store_as(levels + k, round(mul(value, inverse)));
+    const F value = usable && k < count ? load_part(x + k, count - k) : zero(), level = round(mul(value, inverse));
+    store_as(levels + k, level);
+    total = add(total, level);
   }
-  int32_t total = 0;
-  for (int64_t k = 0; k < group; ++k) total += levels[k];
-  sum = total;
+  sum = static_cast<int32_t>(reduce_add(total));
 }
 
 template <class T>

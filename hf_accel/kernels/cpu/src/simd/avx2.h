@@ -28,7 +28,6 @@ inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
 inline F fmadd(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-inline F reciprocal(F a) { return div(set1(1.0f), a); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F keep_nan(F a, F x) { return _mm256_blendv_ps(a, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
 inline F zero_nan(F x) { return _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q)); }
@@ -184,6 +183,13 @@ inline I mul_i32(I a, I b) { return _mm256_mullo_epi32(a, b); }
 inline I load_u8_as_i32(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
+inline I max_i32(I a, I b) { return _mm256_max_epi32(a, b); }
+inline int32_t reduce_max(I a) {
+  __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+inline I bits_of(F x) { return _mm256_castps_si256(x); }
 inline F to_f(I x) { return _mm256_cvtepi32_ps(x); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

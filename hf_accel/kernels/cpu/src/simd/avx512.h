@@ -26,10 +26,6 @@ inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F abs(F a) { return _mm512_abs_ps(a); }
 inline F sqrt(F a) { return _mm512_sqrt_ps(a); }
 inline F fmadd(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-inline F reciprocal(F a) {  // Newton's step doubles the bits of an estimate of 14
-  const F estimate = _mm512_rcp14_ps(a);
-  return fmadd(_mm512_fnmadd_ps(a, estimate, set1(1.0f)), estimate, estimate);
-}
 inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F keep_nan(F a, F x) { return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x); }
 inline F zero_nan(F x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x); }
@@ -175,6 +171,9 @@ inline I mul_i32(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline I load_u8_as_i32(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+inline I max_i32(I a, I b) { return _mm512_max_epi32(a, b); }
+inline int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a); }
+inline I bits_of(F x) { return _mm512_castps_si512(x); }
 inline F to_f(I x) { return _mm512_cvtepi32_ps(x); }
 inline int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
 #if defined(HFA_BF16)

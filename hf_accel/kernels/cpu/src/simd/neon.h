@@ -36,7 +36,6 @@ inline F max(F a, F b) { return select(below(b, a), a, b); }
 inline F abs(F a) { return {vabsq_f32(a.low), vabsq_f32(a.high)}; }
 inline F sqrt(F a) { return {vsqrtq_f32(a.low), vsqrtq_f32(a.high)}; }
 inline F fmadd(F a, F b, F c) { return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)}; }
-inline F reciprocal(F a) { return div(set1(1.0f), a); }
 inline F round(F a) { return {vrndnq_f32(a.low), vrndnq_f32(a.high)}; }
 inline F keep_nan(F a, F x) { return select(ordered(x), a, x); }
 inline F zero_nan(F x) { return select(ordered(x), x, zero()); }
@@ -222,6 +221,9 @@ inline I load_u8_as_i32(const uint8_t* p) {
   const uint16x8_t wide = vmovl_u8(vld1_u8(p));
   return {vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(wide)))};
 }
+inline I max_i32(I a, I b) { return {vmaxq_s32(a.low, b.low), vmaxq_s32(a.high, b.high)}; }
+inline int32_t reduce_max(I a) { return vmaxvq_s32(vmaxq_s32(a.low, a.high)); }
+inline I bits_of(F x) { return {vreinterpretq_s32_f32(x.low), vreinterpretq_s32_f32(x.high)}; }
 inline F to_f(I x) { return {vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high)}; }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }

@@ -23,7 +23,6 @@ inline F max(F a, F b) { HFA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; re
 inline F abs(F a) { HFA_EACH a.v[i] = std::fabs(a.v[i]); return a; }
 inline F sqrt(F a) { HFA_EACH a.v[i] = std::sqrt(a.v[i]); return a; }
 inline F fmadd(F a, F b, F c) { return add(mul(a, b), c); }
-inline F reciprocal(F a) { return div(set1(1.0f), a); }
 inline float round_scalar(float x) {  // x + 1.5 * 2^23 has no bits for a fraction; larger x is returned as it is
   const float shift = std::copysign(0x1.8p23f, x), rounded = (x + shift) - shift;
   return std::fabs(x) < 0x1p22f ? rounded : x;
@@ -131,6 +130,12 @@ inline I lookup16(const Table16& table, I x) {
 }
 inline I mul_i32(I a, I b) { HFA_EACH a.v[i] *= b.v[i]; return a; }
 inline I load_u8_as_i32(const uint8_t* p) { I r; HFA_EACH r.v[i] = p[i]; return r; }
+inline I max_i32(I a, I b) { HFA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline int32_t reduce_max(I a) {
+  for (int i = 1; i < LANES; ++i) a.v[0] = a.v[i] > a.v[0] ? a.v[i] : a.v[0];
+  return a.v[0];
+}
+inline I bits_of(F x) { I r; std::memcpy(r.v, x.v, sizeof r.v); return r; }
 inline F to_f(I x) { F r; HFA_EACH r.v[i] = static_cast<float>(x.v[i]); return r; }
 inline void prefetch(const void*) {}
 inline void prefetch_l2(const void*) {}

@@ -3,7 +3,6 @@
 //   F, I       vectors of LANES floats and of LANES int32
 //   fmadd      a * b + c, rounded once if the hardware can. If results must be equal on every instruction set,
 //              write add(mul(a, b), c) instead; the compiler does not contract it.
-//   reciprocal(a)  1 / a within an ulp, for normal a and 1 / a
 //   load_as    reads LANES numbers of a storage type as floats; store_as rounds to nearest, ties to even
 //   round_as   rounds to the storage type of the pointer, and converts back to float
 //   select_below(x, limit, yes, no)  yes if x < limit, else no; NaN is not below
@@ -19,6 +18,7 @@
 //   held       x, which is read from memory once and at this place: gcc would read it again for each use
 //   either     the bits that one of both has
 //   lookup16   for each byte of x from 0 to 15, that byte of table16(p), which holds 16 of them
+//   bits_of    the bits of F as integers; max_i32 and reduce_max compare these
 //   store_bytes, sub_bytes  (where a level with tiles is made of it) the bytes of I
 #pragma once
 

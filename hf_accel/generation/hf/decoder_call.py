@@ -1,0 +1,150 @@
+"""The call of a model's decoder: what the model's own code makes of its inputs before the first layer.
+
+A model that sees images calls its decoder with embeddings, some of which are those of images. Nothing here knows how a
+class makes them: a copy of the model, whose decoder only says with what it was called, runs the class's own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.utils import ModelOutput
+
+from ...errors import NotRaggedError
+from ...models import is_within, layers_config
+from ...recognition.trial import unwatched_twin
+from ...recognition.unchanged import has_own_forward
+
+
+class _Reached(Exception):
+    """The decoder was called. call: its arguments by name."""
+
+    def __init__(self, call: dict[str, Any]) -> None:
+        super().__init__("the decoder was called")
+        self.call = call
+
+
+class UpToDecoder:
+    """Runs a model's own code up to the call of its decoder, and returns the arguments of that call.
+
+    Everything but the decoder is the model's own, without copies of weights: an image goes through the model's tower.
+    The model itself stays as it is, also where its code keeps something of a call.
+
+    own_hook: the hook on the model that changes nothing. Raises NotRaggedError if it is not known where the decoder
+    begins, or if others watch or change what comes before it.
+    """
+
+    def __init__(self, model: PreTrainedModel, own_hook: object = None) -> None:
+        self.name = decoder_name(model)
+        path = [model, *(model.get_submodule(part) for part in _parents(self.name))]
+        for module in path:
+            own = vars(module)
+            hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+            if has_own_forward(module) or any(hook is not own_hook for hook in hooks):
+                raise NotRaggedError(f"a hook or another forward is on {type(module).__name__}, around its decoder")
+        self.decoder = model.get_submodule(self.name)
+        self._signature = inspect.signature(type(self.decoder).forward)
+        end: Any = unwatched_twin(self.decoder)
+        end.forward = self._reached
+        names = self.name.split(".")
+        for module, name in zip(reversed(path), reversed(names), strict=True):
+            end = unwatched_twin(module, _modules={name: end})
+        self.model: Any = end
+        self.config = layers_config(model.config)
+
+    def _reached(self, *args: Any, **kwargs: Any) -> None:
+        bound = self._signature.bind(None, *args, **kwargs)
+        named = dict(bound.arguments)
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named |= named.pop(name, {})
+        named.pop("self", None)
+        raise _Reached({name: value for name, value in named.items() if value is not None})
+
+    def __call__(self, **inputs: Any) -> dict[str, Any]:
+        """Return the arguments, those that are None left out, with which the model calls its decoder.
+
+        Raises what the model's own code raises, and NotRaggedError if it does not call its decoder.
+        """
+        try:
+            self.model(**inputs, return_dict=True)
+        except _Reached as reached:
+            return reached.call
+        raise NotRaggedError(f"{type(self.model).__name__} does not call its decoder, {self.name!r}")
+
+    def first(self, ids: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the decoder's call in the first pass of transformers' loop.
+
+        ids: [B, T]. inputs: what generate() has prepared besides them.
+        """
+        given = {**inputs, "past_key_values": DynamicCache(config=self.config), "use_cache": True}
+        prepared = self.model.prepare_inputs_for_generation(
+            ids, next_sequence_length=None, is_first_iteration=True, **given
+        )
+        return self(**prepared)
+
+    def second(self, ids: Tensor, inputs: Mapping[str, Any], num_cached: int) -> dict[str, Any]:
+        """Return the decoder's call in the second pass, where `ids` [B, T + 1] have a new token for each row.
+
+        num_cached: the columns that the first pass has put into the cache.
+        """
+        cache = DynamicCache(config=self.config)
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, DynamicLayer):
+                column = torch.zeros(len(ids), 1, num_cached, 1, device=ids.device)
+                cache.update(column, column, index)
+        given = {**inputs, "past_key_values": cache, "use_cache": True}
+        given = self.model._update_model_kwargs_for_generation(
+            ModelOutput(past_key_values=cache), given, is_encoder_decoder=False
+        )
+        return self(**self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given))
+
+    def is_read(self, name: str) -> bool:
+        """Return whether the code of the decoder, or of a module inside of it, names an argument."""
+        return any(name in _names_in(type(module)) for module in self.decoder.modules())  # type: ignore[arg-type]
+
+
+def decoder_name(model: PreTrainedModel) -> str:
+    """Return the name of the innermost model that holds the layers which decode. Raises NotRaggedError for none."""
+    config, found = layers_config(model.config), ""
+    for name, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel) or type(module.config) is not type(config):
+            continue
+        takes = "inputs_embeds" in inspect.signature(type(module).forward).parameters
+        if name and takes and is_within(name, found):
+            found = name
+    if not found:
+        raise NotRaggedError(f"{type(model).__name__} has no decoder that takes embeddings")
+    return found
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+@lru_cache(maxsize=4096)
+def _names_in(kind: type) -> frozenset[str]:
+    """Return all names and strings in the code of the methods of a class and its bases, except torch's own."""
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if base in (nn.Module, object) or base.__module__.startswith("torch."):
+            continue
+        for value in vars(base).values():
+            code = getattr(inspect.unwrap(value), "__code__", None) if inspect.isfunction(value) else None
+            found |= _names_of(code)
+    return frozenset(found)
+
+
+def _names_of(code: Any) -> set[str]:
+    if code is None:
+        return set()
+    found = {*code.co_varnames, *code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+    return found.union(*(_names_of(c) for c in code.co_consts if inspect.iscode(c)))

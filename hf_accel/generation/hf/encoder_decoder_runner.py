@@ -1,0 +1,50 @@
+"""Calls the decoder of a patched encoder-decoder on the tokens of many sequences, each with an encoder's output."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ...cache.group import PageGroup, PassInputs
+from ...cache.hf import RaggedEncoderDecoderCache
+from ...models import layers_config
+from ..prompt_inputs import PassRows
+from .model_runner import ModelRunner
+
+POSITIONS = "decoder_position_ids"
+
+
+class EncoderDecoderRunner(ModelRunner):
+    """A ModelRunner of an encoder-decoder. The encoder has run before, and its output is in the sequences' tables."""
+
+    def __init__(
+        self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]
+    ) -> None:
+        super().__init__(model, groups, groups_of_layer)
+        self.cache: Any = RaggedEncoderDecoderCache(groups, groups_of_layer)
+        self.takes_positions = POSITIONS in inspect.signature(type(model).forward).parameters
+        # Stands for the encoder's output where all layers have its keys: code asks whether there is one.
+        self._stands_in = torch.zeros(1, 1, layers_config(model.config).hidden_size, dtype=model.dtype)
+
+    def _compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows] = ()) -> Tensor:
+        assert not rows, "an encoder-decoder is served token ids alone"
+        sources = self.cache.begin(inputs.step, inputs.positions)
+        ids = inputs.ids[None]
+        output = self.model(
+            decoder_input_ids=ids,
+            decoder_attention_mask=torch.ones_like(ids),
+            encoder_outputs=BaseModelOutput(last_hidden_state=self._stands_in if sources is None else sources),
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **({POSITIONS: inputs.positions[None]} if self.takes_positions else {}),
+        )
+        self.cache.check_read()
+        logits: Tensor = output.logits[0]
+        return logits if everything else logits[inputs.keep]

@@ -1,0 +1,98 @@
+"""The output of an encoder that a decoder attends to, of each request and without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
+
+from ...cache.hf import PagedCache
+from ...errors import UnsupportedError
+from ...models import layers_config
+from ...tensors import model_device
+from ...undo.state import state_of
+from .generation_state import LoopCall
+
+
+def with_encoder(pages: PagedCache, model: Any) -> Any:
+    """Return the cache that generate() of a model is given: one whose part for the encoder's output is transformers'
+    own, if it has an encoder. Ragged passes keep both in the pages.
+    """
+    return EncoderDecoderCache(pages, DynamicCache()) if model.config.is_encoder_decoder else pages
+
+
+def give_stock_cache(call: LoopCall) -> None:
+    """Give a call transformers' own cache instead of one that was made for ragged passes of an encoder-decoder."""
+    if call.has_encoder and isinstance(call.cache, PagedCache):
+        config = layers_config(call.model.config)
+        call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+
+
+def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
+    """Return why a call of an encoder-decoder cannot run ragged, as one clause; None if it can."""
+    states, mask = _states(call), call.inputs.get("attention_mask")
+    rows, columns = call.input_ids.shape
+    if not own_cache:
+        return "a cache that is passed along says nothing of the encoder's output"
+    if call.config.return_dict_in_generate:
+        return "return_dict_in_generate=True returns a cache with the keys of the encoder's output"
+    if not isinstance(states, Tensor) or states.ndim != 3 or len(states) != rows:
+        return "it is not given the encoder's output of each row"
+    if call.mask is not None and not bool(call.mask.all()):
+        return "padding stands before tokens of the decoder"
+    if columns > 1 and bool((call.input_ids == call.pad_token).any()):
+        return "a padding token stands in a prompt of the decoder"
+    if mask is None or not _hides(call):
+        return None
+    if mask.shape != states.shape[:2]:
+        return "its attention_mask is not one of the rows of the encoder's output"
+    return None if bool((mask != 0).any(1).all()) else "its attention_mask hides all of the encoder's output of a row"
+
+
+def sources(call: LoopCall) -> list[Tensor | None]:
+    """Return the encoder's output [T, C] that each row attends to; None for each row of a model without an encoder."""
+    if not call.has_encoder:
+        return [None] * len(call.input_ids)
+    states, mask = _states(call), call.inputs.get("attention_mask")
+    if mask is None or not _hides(call):
+        return list(states)
+    return [row[kept != 0] for row, kept in zip(states, mask, strict=True)]
+
+
+# -- prompts that are given as token ids --------------------------------------------------------------------
+
+
+def decoder_prompt(model: PreTrainedModel, config: Any, ids: list[int]) -> tuple[list[int], list[int]]:
+    """Return the tokens with which the sequences of a prompt begin, and the token ids of the encoder, if it has one.
+
+    config: a complete GenerationConfig. Raises UnsupportedError for settings that need the encoder's ids themselves.
+    """
+    if not model.config.is_encoder_decoder:
+        return ids, []
+    for name, plain in (("encoder_repetition_penalty", 1.0), ("encoder_no_repeat_ngram_size", 0)):
+        if getattr(config, name, None) not in (None, plain):
+            raise UnsupportedError(f"continuous batching cannot serve {name}=; use generate()")
+    start = config._decoder_start_token_tensor
+    if start is None:
+        raise UnsupportedError(f"{type(model).__name__} has no decoder_start_token_id; set it in generation_config")
+    return start.flatten().tolist()[:1], ids
+
+
+@torch.no_grad()
+def encoder_output(model: Any, ids: list[int]) -> Tensor:
+    """Run the encoder of a model on T token ids of one request; returns its output [T, C]."""
+    inputs = torch.tensor([ids], device=model_device(model))
+    output = model.get_encoder()(input_ids=inputs, attention_mask=torch.ones_like(inputs), return_dict=True)
+    states: Tensor = output.last_hidden_state[0]
+    return states
+
+
+def _hides(call: LoopCall) -> bool:
+    return bool(state_of(call.model).generation.hides_rows)
+
+
+def _states(call: LoopCall) -> Any:
+    return getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)

@@ -1,0 +1,238 @@
+"""Makes the inputs of prompts that are more than token ids: with images, or with embeddings of a user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+
+from ...errors import NotRaggedError
+from ...models import vocabulary_size
+from ...recognition.generation_code import only_passes_on
+from ...tensors import model_device
+from ...undo.state import find_state, state_of
+from ..prompt_inputs import PromptInputs, contents_of, contents_of_wholes
+from .decoder_call import UpToDecoder
+from .generation_state import LoopCall
+from .model_runner import TEXT_INPUTS, other_input, prepare_step
+from .prompt_masks import tokens_seen
+
+# Methods that only prepare calls of the decoder, so that a trial shows what they do.
+PREPARING = (
+    "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
+)  # fmt: skip
+# Phi-3 has its own prepare_inputs_for_generation only for rotary scaling that depends on the length, which is refused
+# before. A method that uses this name is therefore allowed.
+LONG_ROPE = "original_max_position_embeddings"
+PROBE = 1  # any token, for the second pass
+TEXT_LENGTHS = ((5,), (9, 6), (33,))  # of the texts of trials
+MOST_IDS = 32  # the tokens of trials are the first ones: those that stand for images have large ids
+
+
+def has_more_than_ids(call: LoopCall) -> bool:
+    """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
+    if call.has_encoder:
+        return False
+    return other_input(call.inputs) is not None or state_of(call.model).generation.prepares
+
+
+def prompt_inputs(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]
+) -> list[PromptInputs | None]:
+    """Return the inputs of each row of a batch; None for a row that is text alone.
+
+    They are what the model's own code hands to its decoder, so its tower runs here, once for all rows. What the second
+    pass of transformers' loop hands on is looked at too: it must be an embedded token at the next position.
+
+    ids: [B, T], or [B, 0] with inputs_embeds. mask: [B, T] with padding on the left, or None. inputs: the model's
+    other inputs, as generate() has prepared them. Raises NotRaggedError if the decoder is given what ragged passes do
+    not hand on, and what the model's code raises.
+    """
+    read = _Read(UpToDecoder(model, prepare_step), ids, mask, inputs)
+    return [read.row(row) for row in range(len(ids))]
+
+
+def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str, Any]) -> PromptInputs | None:
+    """Return the inputs of one prompt of T tokens; None if it is text alone. Raises what prompt_inputs raises.
+
+    given: what the model takes besides the token ids, as a processor makes it for one prompt: pixel_values, ...
+    """
+    device = model_device(model)
+    ids = torch.tensor([tokens], device=device)
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    inputs["attention_mask"] = torch.ones_like(ids)
+    if "position_ids" not in given:
+        calls = UpToDecoder(model, prepare_step)
+        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
+    return prompt_inputs(model, ids, inputs["attention_mask"], inputs)[0]
+
+
+def own_methods(model: PreTrainedModel) -> list[str]:
+    """List the methods of the model's class that prepare calls of the decoder in a way of their own."""
+    own = [(name, getattr(type(model), name)) for name in PREPARING]
+    return [
+        name
+        for name, method in own
+        if method is not getattr(GenerationMixin, name)
+        and LONG_ROPE not in method.__code__.co_names
+        and not only_passes_on(type(model), name)
+    ]
+
+
+def text_form(model: PreTrainedModel) -> int | None:
+    """Return P where the decoder is given P coordinates for the position of each token of a text; None for one.
+
+    This is found by calling the model's own code with random texts, one of them with padding. Raises NotRaggedError if
+    the decoder is given more than the tokens and their positions, in passes of a text or behind it.
+    """
+    planes = None
+    for lengths in TEXT_LENGTHS:
+        ids, mask = _texts(model, lengths)
+        calls = UpToDecoder(model, prepare_step)
+        inputs: dict[str, Any] = {"attention_mask": mask}
+        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
+        read = _Read(calls, ids, mask, inputs)
+        planes = read.first.planes
+        for row, count in enumerate(lengths):
+            padding = max(lengths) - count
+            found = read.row(row)
+            if found is not None and not (padding and read.is_moved_text(row, padding)):
+                raise NotRaggedError("its decoder is given other tokens or positions than those of a text")
+    return planes
+
+
+def text_refusal(model: PreTrainedModel) -> str | None:
+    """Return why a text is more to the model's own methods than its tokens, as one clause; None if it is not."""
+    try:
+        text_form(model)
+    except NotRaggedError as error:
+        return str(error)
+    except Exception as error:
+        return f"its own code fails on a text ({type(error).__name__}: {error})"
+    return None
+
+
+def _texts(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return random token ids and their mask, [B, T], padded on the left."""
+    columns, device = max(lengths), model_device(model)
+    generator = torch.Generator().manual_seed(columns)
+    most = min(vocabulary_size(model), MOST_IDS)
+    ids = torch.randint(1, most, (len(lengths), columns), generator=generator).to(device)
+    mask = torch.arange(columns) >= columns - torch.tensor(lengths)[:, None]
+    return ids, mask.long().to(device)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a decoder: embeddings [B, T, D], positions [P, B, T] on the host, and a mask.
+
+    planes: P where it was given positions [P, B, T]; None if they were [B, T].
+    """
+
+    embeddings: Tensor
+    positions: Tensor
+    planes: int | None
+    mask: Any
+
+
+class _Read:
+    """The decoder's calls for a batch of prompts, checked, and read row by row. See prompt_inputs."""
+
+    @torch.no_grad()
+    def __init__(self, calls: UpToDecoder, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> None:
+        self.calls, self.ids = calls, ids
+        self.first = self._call(calls.first(ids, inputs))
+        rows, self.columns = self.first.embeddings.shape[:2]
+        self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
+        self.seen = tokens_seen(calls.config, self.first.mask, self.tokens)
+        state = find_state(calls.model)
+        if state is not None and state.generation.operators is not None:
+            raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
+        if any(self.seen) and state is not None and state.generation.context is not None:
+            raise NotRaggedError("tokens see later ones, and ranks share out its cache")
+        if bool((ids >= vocabulary_size(calls.model)).any()):  # a drafter may propose such a token
+            raise NotRaggedError("the prompt holds token ids that have no embedding")
+        probes = ids.new_full((rows, 1), PROBE)
+        self.second = self._call(calls.second(torch.cat([ids, probes], dim=1), inputs, self.columns))
+        if self.first.embeddings.dtype is not self.second.embeddings.dtype:
+            raise NotRaggedError(f"it is given embeddings of {self.first.embeddings.dtype}")
+        if not torch.equal(self.second.embeddings, self._embedded(probes)):
+            raise NotRaggedError(f"{type(calls.model).__name__} embeds the tokens behind a prompt in a way of its own")
+        self._check_pass()
+
+    def _check_pass(self) -> None:
+        """Raise NotRaggedError unless the model hands on the embeddings and positions of a ragged pass unchanged."""
+        embeddings, planes = self.first.embeddings[:1], self.first.planes
+        positions = torch.arange(self.columns, device=embeddings.device).flip(0)[None] + 3
+        if planes is not None:
+            positions = positions.expand(planes, 1, self.columns)
+        given = self.calls(inputs_embeds=embeddings, position_ids=positions, use_cache=True)
+        call = self._call(given)
+        if not torch.equal(call.embeddings, embeddings) or not torch.equal(given["position_ids"], positions):
+            raise NotRaggedError("its own code changes embeddings or positions that it is given")
+
+    def row(self, row: int) -> PromptInputs | None:
+        """Return the inputs of one prompt; None if it is text alone."""
+        columns = self.tokens[row].nonzero().flatten()
+        count, indices = len(columns), torch.arange(len(columns))
+        embeddings, positions, shifts = self._embeddings(row), self._positions(row), self._shifts(row)
+        plain = torch.zeros(count, dtype=torch.bool)
+        ids = plain.long()
+        if self.ids.shape[1]:
+            ids = self.ids[row].cpu()[columns]
+            plain = (self._embedded(ids) == embeddings).all(dim=-1).cpu()
+        moved = bool((positions != indices).any()) or bool(shifts.any())
+        if bool(plain.all()) and not moved and self.seen[row] is None:
+            return None
+        is_plain = (plain & (positions == indices).all(dim=0)).tolist()
+        places = positions if moved else None
+        contents = contents_of(ids.tolist(), is_plain, embeddings, places)
+        seen = self.seen[row]
+        if seen is not None:
+            contents = contents_of_wholes(contents, seen)
+        return PromptInputs(embeddings, places, tuple(shifts.tolist()), contents, seen)
+
+    def is_moved_text(self, row: int, columns: int) -> bool:
+        """Return whether a row is a text whose tokens stand, with those behind it, so many columns later."""
+        positions, ids = self._positions(row), self.ids[row].cpu()[self.tokens[row]]
+        same = torch.equal(self._embedded(ids), self._embeddings(row))
+        moved = positions == torch.arange(len(ids)) + columns
+        return same and bool(moved.all()) and bool((self._shifts(row) == columns).all())
+
+    def _call(self, given: dict[str, Any]) -> _Call:
+        """Read a call. Raises NotRaggedError if the decoder reads an argument that ragged passes do not hand on."""
+        for name, value in given.items():
+            known = name in TEXT_INPUTS or name == "inputs_embeds" or value is False
+            if not known and self.calls.is_read(name):
+                raise NotRaggedError(f"its decoder is given {name}")
+        positions, embeddings = given.get("position_ids"), given.get("inputs_embeds")
+        if positions is None:
+            raise NotRaggedError("its decoder is given no positions, and counts tokens in a way of its own")
+        planes = len(positions) if positions.ndim == 3 else None
+        positions = (positions[None] if planes is None else positions).cpu()
+        if embeddings is None:
+            embeddings = self._embedded(given["input_ids"])
+        return _Call(embeddings, positions, planes, given.get("attention_mask"))
+
+    def _embeddings(self, row: int) -> Tensor:
+        embeddings = self.first.embeddings
+        return embeddings[row, self.tokens[row].to(embeddings.device)]
+
+    def _positions(self, row: int) -> Tensor:
+        """Return the positions [P, n] of the tokens of a row."""
+        positions = self.first.positions
+        return positions[:, min(row, positions.shape[1] - 1), self.tokens[row]]
+
+    def _shifts(self, row: int) -> Tensor:
+        """Return what is added to the index of a token behind a row's prompt, [P]."""
+        positions = self.second.positions
+        return positions[:, min(row, positions.shape[1] - 1), 0] - int(self.tokens[row].sum())
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        table: Any = self.calls.model.get_input_embeddings()
+        embedded: Tensor = table(ids.to(self.ids.device))
+        return embedded

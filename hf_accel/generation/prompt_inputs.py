@@ -1,0 +1,130 @@
+"""The inputs of a prompt that do not follow from its token ids: embeddings of images or of a user, and positions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CONTENT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """Tokens of a pass whose inputs do not follow from their ids.
+
+    first: the index of the first of them among the tokens of the pass. count: n, their number. embeddings: [n, D], on
+    the model's device; None for those of their ids. positions: [P, n] int64, on the host, or None for those that
+    the pass has.
+    """
+
+    first: int
+    count: int
+    embeddings: Tensor | None
+    positions: Tensor | None
+
+
+Rows = Sequence[PassRows]
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """The inputs of the T tokens of one prompt, as the model's own code has made them.
+
+    embeddings: [T, D], on the model's device. positions: [P, T] int64, on the host, with P coordinates for each token;
+    None if each stands at its index. shifts: what is added to the index of a token behind the prompt, for each
+    coordinate. contents: for each token, the number by which the prefix index knows it: its id, or a negative number
+    that is another one for other inputs.
+    seen: for each token, how many of the first tokens it sees; None if each sees those up to itself.
+    """
+
+    embeddings: Tensor
+    positions: Tensor | None
+    shifts: tuple[int, ...]
+    contents: list[int]
+    seen: list[int] | None = None
+
+    def seen_by(self, start: int, count: int) -> list[int] | None:
+        """Return how many tokens each of the tokens start..start+count-1 sees; None if it sees those up to itself."""
+        if self.seen is None or start >= len(self.seen):
+            return None
+        return self.seen[start : start + count] + list(range(len(self.seen) + 1, start + count + 1))
+
+    def chunk(self, start: int, count: int) -> int:
+        """Return how many tokens from `start` on a pass takes where there is room for `count`.
+
+        Tokens that see each other are computed together: there are fewer, or more if the first of them need it.
+        """
+        if self.seen is None:
+            return count
+        whole = 0
+        for stop in _whole_stops(self.seen, start):
+            if stop - start > count and whole:
+                return whole
+            whole = stop - start
+            if whole >= count:
+                return whole
+        return count
+
+    def rows(self, first: int, start: int, count: int) -> Iterator[PassRows]:
+        """Yield the inputs of the tokens start..start+count-1, of which the pass has the first one at `first`."""
+        end = len(self.contents)
+        given = max(0, min(start + count, end) - start)
+        if given:
+            stop = start + given
+            positions = None if self.positions is None else self.positions[:, start:stop]
+            yield PassRows(first, given, self.embeddings[start:stop], positions)
+        if self.positions is not None and given < count:
+            later = torch.arange(start + given, start + count)
+            yield PassRows(first + given, count - given, None, later + torch.tensor(self.shifts)[:, None])
+
+
+def _whole_stops(seen: list[int], start: int) -> Iterator[int]:
+    """Yield where a pass from token `start` on may stop: behind tokens that see no later ones."""
+    needed = 0
+    for index in range(start, len(seen)):
+        needed = max(needed, seen[index])
+        if needed <= index + 1:
+            yield index + 1
+
+
+def contents_of_wholes(contents: list[int], seen: list[int]) -> list[int]:
+    """Return other numbers for tokens that see later ones, of which their keys and values then depend on.
+
+    contents, seen: see PromptInputs.
+    """
+    whole, start = list(contents), 0
+    for stop in _whole_stops(seen, 0):
+        if stop - start > 1:
+            everything = repr(contents[start:stop]).encode()
+            for index in range(start, stop):
+                whole[index] = _number(everything, repr(index - start).encode())
+        start = stop
+    return whole
+
+
+def _number(*parts: bytes) -> int:
+    """Return a negative number that is another one for other bytes."""
+    digest = hashlib.blake2b(digest_size=CONTENT_BYTES)
+    for part in parts:
+        digest.update(part)
+    return -1 - (int.from_bytes(digest.digest(), "little") >> 1)
+
+
+def contents_of(ids: list[int], is_plain: list[bool], embeddings: Tensor, positions: Tensor | None) -> list[int]:
+    """Return a number for each token, which is another one for other inputs; see PromptInputs.contents.
+
+    is_plain: whether a token is embedded as its id is, and stands at its index. embeddings: [T, D]. positions: [P, T].
+    The numbers are BLAKE2 digests of 63 bits; a prefix is known by those of all its tokens.
+    """
+    rows = embeddings.detach().contiguous().cpu().view(torch.uint8).numpy()
+    places = [] if positions is None else positions.T.tolist()
+    contents = []
+    for index, token in enumerate(ids):
+        if not is_plain[index]:
+            token = _number(rows[index].tobytes(), repr(places[index] if places else index).encode())
+        contents.append(token)
+    return contents

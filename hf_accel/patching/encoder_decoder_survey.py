@@ -1,0 +1,186 @@
+"""Look at an encoder-decoder: does its decoder compute over pages what it computes with transformers' cache?
+
+Its code is read as that of all models. In addition its first layers are run, on random numbers, once as stock and once
+as ragged passes over pages: that shows how it counts positions, and whether a mask hides rows of the encoder's output.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..attention.hf import ATTENTION_NAME
+from ..attention.hf.forward import register
+from ..attention.hf.stock import answer_once, stock_implementation
+from ..cache.hf import page_groups
+from ..cache.pages import CachedSequence, Pages, TokenRange
+from ..config import CacheConfig
+from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
+from ..generation.hf.refusals import OWN_METHODS
+from ..linear import QuantModule
+from ..models import layers_config
+from ..recognition.trial import RandomNumbers, Tolerance, agree
+from ..recognition.unchanged import HOOKS
+from ..tensors import model_device
+from .twin import twin
+
+# Whisper's own prepare_inputs_for_generation makes positions where a decoder_attention_mask is given, which the ragged
+# loop makes of its own for all calls that it takes.
+WHISPERS_POSITIONS = "decoder_position_ids"
+TRIED_LAYERS = 2  # the first one can differ from all others
+FEW_TOKENS = 64  # the part of the vocabulary that is tried
+LENGTHS = (5, 3)  # of the encoder's output of two sequences
+PASSES = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))  # the sequences of each pass, and their tokens in it
+
+
+def decoder_refusal(model: PreTrainedModel) -> str | None:
+    """Return why the decoder cannot read pages, as one clause; None if it can."""
+    name = type(model).__name__
+    if model_device(model).type == "meta":
+        return None  # nothing can be tried before the weights are there
+    if model_device(model).type != "cpu":
+        return f"{name} is an encoder-decoder, whose pages are read on a CPU alone"
+    hides = answer_once(mask_hides_rows, model)
+    return f"{name} computes something else over pages than stock does" if hides is None else None
+
+
+def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
+    """Return why an encoder-decoder cannot compute tokens of several sequences in one row, as one clause; None if it
+    can.
+    """
+    for method in OWN_METHODS:
+        own = getattr(type(model), method)
+        if own is not getattr(GenerationMixin, method) and WHISPERS_POSITIONS not in own.__code__.co_consts:
+            return f"{type(model).__name__} has a {method} of its own"
+    return None
+
+
+def rows_hidden_in(model: PreTrainedModel) -> bool | None:
+    """Return mask_hides_rows of an encoder-decoder; None for any other model, and on the meta device."""
+    if not model.config.is_encoder_decoder or model_device(model).type == "meta":
+        return None
+    return answer_once(mask_hides_rows, model)
+
+
+def mask_hides_rows(model: PreTrainedModel) -> bool | None:
+    """Return whether an attention_mask hides rows of the encoder's output from the decoder.
+
+    None if a trial over pages gives something else than stock with or without it.
+    """
+    register()
+    for hides in (True, False):
+        if agree(lambda: _stock(model, hides=hides), lambda: _paged(model), Tolerance(of_largest=1e-4)):  # noqa: B023
+            return hides
+    return None
+
+
+def _stock(model: PreTrainedModel, *, hides: bool) -> tuple[Tensor, ...]:
+    """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides."""
+    tried = _tried(model, None)
+    outputs = []
+    for number, source in enumerate(_sources(model)):
+        mask = torch.ones(1, len(source), dtype=torch.int64)
+        if hides:
+            padding = 10 * torch.ones(2, source.shape[1])
+            source, mask = torch.cat([source, padding]), torch.nn.functional.pad(mask, (0, 2))
+        cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
+        for ids in _tokens(number):
+            output = tried(
+                decoder_input_ids=torch.tensor([ids]),
+                encoder_outputs=BaseModelOutput(last_hidden_state=source[None]),
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+            )
+            outputs.append(output.logits[0])
+    return tuple(outputs)
+
+
+def _paged(model: PreTrainedModel) -> tuple[Tensor, ...]:
+    """Compute the same passes over pages, those of both sequences in one row."""
+    tried = _tried(model, ATTENTION_NAME)
+    groups, groups_of_layer = page_groups(tried.config, CacheConfig(), capacity=64)
+    pages, runner = Pages(groups), EncoderDecoderRunner(tried, groups, groups_of_layer)
+    cached: list[CachedSequence] = [pages.begin(source=source) for source in _sources(model)]
+    waiting = [list(_tokens(number)) for number in range(len(LENGTHS))]
+    outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
+    for parts in PASSES:
+        ids: list[int] = []
+        positions: list[int] = []
+        ranges = []
+        for number, count in parts:
+            start = cached[number].num_tokens
+            pages.append(cached[number], count)
+            ids += waiting[number].pop(0)
+            positions += range(start, start + count)
+            ranges.append(TokenRange(cached[number], start, count))
+        logits = runner(ids, positions, pages.step(ranges), list(range(len(ids))))
+        for (number, _), part in zip(parts, logits.split([count for _, count in parts]), strict=True):
+            outputs[number].append(part)
+    return tuple(part for each in outputs for part in each)
+
+
+def _sources(model: PreTrainedModel) -> list[Tensor]:
+    numbers = RandomNumbers()
+    width = layers_config(model.config).hidden_size
+    return [numbers(length, width, dtype=_dtype(model)) for length in LENGTHS]
+
+
+def _tokens(number: int) -> Iterator[list[int]]:
+    """The token ids of each pass of one sequence."""
+    counts = [count for parts in PASSES for each, count in parts if each == number]
+    ids = iter(range(7 + 20 * number, FEW_TOKENS))
+    yield from ([next(ids) for _ in range(count)] for count in counts)
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    is_quantized = any(isinstance(module, QuantModule) for module in model.modules())
+    return model.dtype if is_quantized else torch.float32
+
+
+def _tried(model: PreTrainedModel, implementation: str | None) -> Any:
+    """Make a copy with few layers and tokens, in float32, whose hooks are left out.
+
+    implementation: of its attention; None for that of the model.
+    """
+    small: Any = twin(model)
+    decoder = small.get_decoder()
+    _shorten(small.get_encoder(), 0)
+    _shorten(decoder, TRIED_LAYERS)
+    for module in small.modules():
+        vars(module).update({name: OrderedDict() for name in HOOKS})
+        _narrow(module, layers_config(model.config).vocab_size)
+    if _dtype(model) is torch.float32:
+        small = small.float()
+    for module in small.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            config._attn_implementation_internal = implementation or stock_implementation(model, decoder)
+    return small.eval()
+
+
+def _shorten(part: nn.Module, count: int) -> None:
+    """Keep the first `count` modules of the outermost lists of a part."""
+    for name, child in list(part.named_children()):
+        if isinstance(child, nn.ModuleList):
+            setattr(part, name, child[:count])
+        else:
+            _shorten(child, count)
+
+
+def _narrow(module: nn.Module, vocabulary_size: int) -> None:
+    """Keep the first tokens of what a module has for each token of the vocabulary."""
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        if tensor.ndim == 2 and tensor.shape[0] == vocabulary_size:
+            tensor.data = tensor.data[:FEW_TOKENS]
+        elif tensor.ndim == 2 and tensor.shape == (1, vocabulary_size):
+            tensor.data = tensor.data[:, :FEW_TOKENS]
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None and module.padding_idx >= FEW_TOKENS:
+        module.padding_idx = None

@@ -1,0 +1,134 @@
+"""Code that is read: what a function does with a cache, and with K and V on the way to its attention function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+EXPANDS = "expand_kv"  # the method that makes keys and values of compressed ones
+CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
+CACHE_METHODS = frozenset({"update", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_initialized"})
+
+
+def assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
+    """Iterate over (value, target) of each assignment."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            yield from ((node.value, target) for target in node.targets)
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+            yield node.value, node.target
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def parameters(function: ast.FunctionDef) -> set[str]:
+    arguments = function.args
+    return {argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
+
+
+def names_in(node: ast.AST | None) -> set[str]:
+    return set() if node is None else {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterator[str]:
+    """Yield why K and V cannot stay in pages on the way to an attention function, each as a clause."""
+    caches, updates = _caches(function), updates_of(function)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches:
+            if node.attr not in CACHE_METHODS:
+                yield f"uses {ast.unparse(node)}"
+        elif isinstance(node, ast.Subscript) and getattr(node.value, "id", None) in caches:
+            yield f"reads {ast.unparse(node)}"
+    if not updates:
+        return
+    if len(updates) > 1 or len(calls) != 1:
+        yield "updates the cache, or attends, more than once"
+    elif not _hands_on(function, updates[0], calls[0]):
+        yield "changes K or V between the cache and its attention function"
+
+
+def updates_of(function: ast.FunctionDef) -> list[ast.Attribute]:
+    """Return where a function updates the cache."""
+    caches = _caches(function)
+    return [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches and node.attr == "update"
+    ]
+
+
+def _caches(function: ast.FunctionDef) -> set[str]:
+    """Return the names of the cache: parameters, and variables that they are assigned to."""
+    names = set(CACHE_NAMES & parameters(function))
+    for value, target in assignments(function):
+        if isinstance(value, ast.Name) and value.id in names and isinstance(target, ast.Name):
+            names.add(target.id)
+    return names
+
+
+def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) -> bool:
+    """Return whether `k, v = cache.update(k, v, layer)` is followed by a call with k and v as they are.
+
+    The call may be one of the module's own expand_kv, whose results are then the k and v of the attention function.
+    """
+    expansion = expansion_of(function, call)
+    keys, values = _keys_and_values(call) if expansion is None else expansion.args
+    if expansion is not None:
+        uses = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+                and node.lineno > (update.end_lineno or update.lineno)]  # fmt: skip
+        if any(isinstance(each, ast.Name) and uses.count(each.id) != 1 for each in (keys, values)):
+            return False
+        call = expansion
+    if not (isinstance(keys, ast.Name) and isinstance(values, ast.Name)):
+        return False
+    assigned = [
+        (node, target)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.func is update
+        for target in node.targets
+    ]
+    if len(assigned) != 1:
+        return False
+    node, target = assigned[0]
+    wanted = isinstance(target, ast.Tuple) and [getattr(e, "id", None) for e in target.elts] == [keys.id, values.id]
+    return bool(wanted and not _is_written(function, {keys.id, values.id}, node, call))
+
+
+def _keys_and_values(call: ast.Call) -> tuple[ast.expr | None, ast.expr | None]:
+    """Return the arguments that a call gives as keys and values."""
+    keys, values = (call.args[i] if len(call.args) > i else keyword(call, n) for i, n in ((2, "key"), (3, "value")))
+    return keys, values
+
+
+def expansion_of(function: ast.FunctionDef, call: ast.Call) -> ast.Call | None:
+    """Return the call `k, v = self.expand_kv(a, b)` if its results are used once, as K and V of the given call."""
+    keys, values = (getattr(each, "id", None) for each in _keys_and_values(call))
+    if keys is None or values is None:
+        return None
+    assigned = [
+        (node, target)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if {keys, values} & {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    ]
+    match assigned:
+        case [(ast.Assign(value=ast.Call(args=[_, _], keywords=[]) as made), ast.Tuple(elts=elements))]:
+            method = isinstance(made.func, ast.Attribute) and ast.unparse(made.func) == f"self.{EXPANDS}"
+            loaded = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+            once = loaded.count(keys) == loaded.count(values) == 1
+            named = [getattr(each, "id", None) for each in elements] == [keys, values]
+            return made if method and once and named else None
+    return None
+
+
+def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, before: ast.Call) -> bool:
+    return any(
+        isinstance(node, ast.Name)
+        and isinstance(node.ctx, ast.Store | ast.Del)
+        and node.id in names
+        and (after.end_lineno or after.lineno) < node.lineno < before.lineno
+        for node in ast.walk(function)
+    )

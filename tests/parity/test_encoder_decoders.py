@@ -1,0 +1,236 @@
+"""Encoder-decoders run as others do: the encoder once a request, its keys and values in pages, the decoder ragged."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
+
+import hf_accel
+from hf_accel import CacheConfig, Engine, UnsupportedError
+from hf_accel.attention.hf.bias import STEP
+from hf_accel.errors import OutOfBlocksError
+
+from .families import VOCABULARY
+from .snapshot import snapshot
+from .speculating import requests
+
+WAIT, NEW_TOKENS = 60, 12
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 160,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": None, "decoder_start_token_id": 2,
+}  # fmt: skip
+T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "relative_attention_num_buckets": 8,
+      "relative_attention_max_distance": 20}  # fmt: skip
+SPEECH = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64}
+SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}
+TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5")
+HEADS = {"Marian": "MarianMTModel"}
+LENGTHS = (9, 4, 17, 1, 12)
+
+
+def model_of(kind: str, **other: Any) -> Any:
+    torch.manual_seed(3)
+    sizes = SIZES | (SPEECH | SUPPRESSED if kind == "Whisper" else T5 if "T5" in kind else {}) | other
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
+    model.generation_config.encoder_no_repeat_ngram_size = 0  # Blenderbot's 3 needs the whole batch
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "embed_positions" not in name:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    numbers = random.Random(5)
+    return [[numbers.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+
+
+def padded(rows: list[list[int]]) -> dict[str, Tensor]:
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def alone(model: Any, prompt: list[int], count: int = NEW_TOKENS) -> list[int]:
+    """The tokens that generate() writes for one prompt."""
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return out[0, 1:].tolist()
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
+    model, rows = model_of(kind), prompts()
+    batch = padded(rows)
+    expected = [alone(model, row) for row in rows]
+    whole = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_accel.patch(model, weights=None)
+    assert [alone(model, row) for row in rows] == expected
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False), whole)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    outputs = list(model.generate_batch(rows, max_new_tokens=NEW_TOKENS, do_sample=False).values())
+    assert [output.generated_tokens for output in outputs] == expected
+    assert [output.prompt_ids for output in outputs] == rows
+
+
+@pytest.mark.parametrize("kind", ["M2M100", "Whisper", "T5"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
+        {"decoder_input_ids": torch.tensor([[2, 9, 0, 7]] * 5)},
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"repetition_penalty": 1.5},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+@pytest.mark.filterwarnings("ignore:generate\\(\\) runs transformers' own loop")
+def test_other_calls_give_stocks_tokens(kind: str, settings: dict[str, Any]) -> None:
+    model = model_of(kind, max_length=20)
+    given = {"input_features": torch.randn(5, 8, 40)} if kind == "Whisper" else padded(prompts())
+
+    def tokens() -> Any:
+        torch.manual_seed(4)
+        out = model.generate(**given, max_new_tokens=NEW_TOKENS, **settings)
+        return getattr(out, "sequences", out)
+
+    expected = tokens()
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(tokens(), expected)
+
+
+def test_whisper_runs_ragged_with_its_own_processors() -> None:
+    model, features = model_of("Whisper", max_length=20), torch.randn(4, 8, 40)
+    expected = model.generate(input_features=features, do_sample=False)
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(model.generate(input_features=features, do_sample=False), expected)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    with pytest.raises(UnsupportedError, match="reads input_features"):
+        Engine(model)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programmes_of_requests(seed: int) -> None:
+    """Arrivals, cancels, chunks of recomputed tokens, samples and preemption change no request's tokens."""
+    numbers = random.Random(seed)
+    model = model_of(TEXT[seed + 2])
+    rows = requests(8, longest=30, seed=seed, shared=0)
+    lengths = [numbers.randint(1, 40) for _ in rows]
+    expected = [alone(model, row, count) for row, count in zip(rows, lengths, strict=True)]
+    cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([64, 96]))
+    hf_accel.patch(model, weights=None, cache=cache)
+    with Engine(model, token_budget=numbers.choice([None, 5, 64])) as engine:
+        jobs = [engine.submit(row, max_new_tokens=count) for row, count in zip(rows, lengths, strict=True)]
+        engine.submit(rows[0], max_new_tokens=40).cancel()
+        assert [job.result(WAIT).tokens for job in jobs] == expected
+        samples = engine.submit(rows[1], max_new_tokens=lengths[1], n=3)
+        assert [sample.tokens for sample in samples.results(WAIT)] == [expected[1]] * 3
+    assert engine.stats["blocks_used"] == 0
+
+
+def test_preempted_requests_read_the_encoders_output_again() -> None:
+    model, rows = model_of("Bart"), requests(6, longest=20, seed=2, shared=0)
+    expected = [alone(model, row, 40) for row in rows]
+    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=64))
+    with Engine(model) as engine:
+        jobs = [engine.submit(row, max_new_tokens=40) for row in rows]
+        assert [job.result(WAIT).tokens for job in jobs] == expected
+        assert engine.stats["preemptions"] > 0
+        with pytest.raises(OutOfBlocksError, match="encoder's output has 65 rows, and the cache holds 64"):
+            engine.submit([5] * 65, max_new_tokens=2).result(WAIT)
+
+
+def test_int8_tokens_do_not_depend_on_other_requests() -> None:
+    model, rows = model_of("Marian", d_model=64), prompts()
+    hf_accel.patch(model, weights="int8", deterministic=True)
+    expected = [alone(model, row) for row in rows]
+    outputs = model.generate_batch(rows, max_new_tokens=NEW_TOKENS, do_sample=False).values()
+    assert [output.generated_tokens for output in outputs] == expected
+    out = model.generate(**padded(rows), max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert out[:, 1:].tolist() == expected
+
+
+def test_int8_pages_hold_the_encoders_output() -> None:
+    model = model_of("Bart")
+    hf_accel.patch(model, weights=None, cache=CacheConfig(dtype="int8"))
+    rows = prompts()
+    expected = [alone(model, row) for row in rows]
+    outputs = model.generate_batch(rows, max_new_tokens=NEW_TOKENS, do_sample=False).values()
+    assert [output.generated_tokens for output in outputs] == expected
+
+
+class WholePositions(MarianSinusoidalPositionalEmbedding):
+    """Positions that are the same for all tokens of a pass."""
+
+    def forward(self, shape: Any, past_key_values_length: Any = 0, position_ids: Tensor | None = None) -> Tensor:
+        assert position_ids is not None
+        return super().forward(shape, past_key_values_length, position_ids.max().expand_as(position_ids))
+
+
+def test_a_decoder_that_counts_otherwise_stays_stock() -> None:
+    model = model_of("Marian")
+    model.model.decoder.embed_positions.__class__ = WholePositions
+    batch = padded(prompts())
+    expected = model.generate(**batch, max_new_tokens=NEW_TOKENS)
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS), expected)
+    assert "computes something else over pages" in hf_accel.stats(model)["loop"]
+    with pytest.raises(UnsupportedError, match="computes something else over pages"):
+        Engine(model)
+
+
+def test_padding_that_a_decoder_writes_counts_as_in_stock() -> None:
+    """M2M100's positions leave padding out, in a pass over several sequences too."""
+    model, batch = model_of("M2M100"), padded(prompts())
+    settings = {"max_new_tokens": NEW_TOKENS, "suppress_tokens": [i for i in range(1, VOCABULARY) if i not in (5, 9)]}
+    expected = model.generate(**batch, **settings)
+    assert (expected[:, 1:-1] == 0).any() and (expected[:, 1:] != 0).any()
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(model.generate(**batch, **settings), expected)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+def test_a_table_of_biases_grows() -> None:
+    model, rows = model_of("T5", num_layers=1, decoder_layers=1), prompts()[:1]
+    expected = alone(model, rows[0], STEP + 3)
+    hf_accel.patch(model, weights=None)
+    assert alone(model, rows[0], STEP + 3) == expected
+
+
+def test_a_mask_with_holes_and_one_that_hides_all() -> None:
+    model, batch = model_of("Bart"), padded([[5] * 9, [6] * 9])
+    batch["attention_mask"][0, [0, 4]] = 0
+    expected = model.generate(**batch, max_new_tokens=NEW_TOKENS)
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS), expected)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    batch["attention_mask"][0] = 0
+    with pytest.warns(hf_accel.HfAccelWarning, match="hides all of the encoder's output"):
+        model.generate(**batch, max_new_tokens=2)
+
+
+def test_unpatch_leaves_nothing() -> None:
+    model, given = model_of("M2M100"), {**padded(prompts()), "decoder_input_ids": torch.tensor([[2, 5]] * 5)}
+    before = snapshot(model, given)
+    hf_accel.patch(model, weights=None)
+    model.generate(**padded(prompts()), max_new_tokens=4)
+    hf_accel.unpatch(model)
+    assert snapshot(model, given) == before
+
+
+def test_nothing_drafts() -> None:
+    with pytest.raises(UnsupportedError, match="nothing drafts for an encoder-decoder"):
+        hf_accel.patch(model_of("Bart"), weights=None, speculative="ngram")
+    model = model_of("Bart")
+    hf_accel.patch(model, weights=None)
+    with pytest.raises(UnsupportedError, match="nothing drafts for an encoder-decoder"):
+        model.generate(**padded(prompts()), speculative="ngram", max_new_tokens=4)

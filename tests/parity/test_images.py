@@ -1,0 +1,254 @@
+"""Prompts with images and with embeddings run as text does: in ragged passes, with the tokens of stock's loop."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import hf_accel
+from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+
+from ..families.images import alone_with_image, image_prompts
+from ..families.models import build, families
+from .speculating import OracleDrafter
+
+pytestmark = pytest.mark.skipif(
+    transformers.__version__.startswith("5.17."), reason="its configs do not declare their parts: no tiny model"
+)
+
+LLAVA, QWEN, GEMMA = (f"{name}ForConditionalGeneration" for name in ("Llava", "Qwen2VL", "Gemma3"))
+OTHERS = [f"{name}ForConditionalGeneration" for name in ("LlavaNext", "Idefics3", "InternVL", "Mistral3", "Glm4v")]
+CLASSES = [LLAVA, QWEN, GEMMA, *OTHERS]
+NEW_TOKENS = 8
+WAIT = 60
+
+
+def fresh(name: str) -> Any:
+    model: Any = build(families()[name], gain=2.0)
+    if name == GEMMA:  # its tied and scaled embedding would only repeat the last token
+        head = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(5))
+        model.lm_head.weight = torch.nn.Parameter(head)
+    return model
+
+
+@cache
+def stock(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """A model, and a batch: rows 0 and 1 say the same about different images, row 2 is shorter."""
+    model = fresh(name)
+    return model, image_prompts(model)
+
+
+def patched(name: str, **settings: Any) -> Any:
+    return hf_accel.patch(fresh(name), weights=None, **settings)
+
+
+def prompt(name: str, row: int, words: tuple[int, ...] = ()) -> dict[str, Tensor]:
+    """What a processor makes for one row: without padding, and with more words behind it."""
+    given = dict(alone_with_image(stock(name)[1], row))
+    tokens = given.pop("attention_mask")[0].bool()
+    for key, value in given.items():
+        if value.shape == (1, len(tokens)):
+            more = torch.tensor([words]) if key == "input_ids" else torch.zeros(1, len(words), dtype=torch.int64)
+            given[key] = torch.cat([value[:, tokens], more.to(torch.int64)], dim=1)
+    return given
+
+
+def expected(name: str, given: dict[str, Tensor], count: int = NEW_TOKENS) -> list[int]:
+    """The tokens of stock's loop."""
+    mask = torch.ones_like(given["input_ids"])
+    out = stock(name)[0].generate(**given, attention_mask=mask, max_new_tokens=count, do_sample=False)
+    return out[0, mask.shape[1] :].tolist()
+
+
+def loop(model: Any) -> str:
+    return str(hf_accel.stats(model)["loop"])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("settings", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 5}], ids=str)
+def test_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
+    model, given = patched(name), stock(name)[1]
+    results = []
+    for each in (stock(name)[0], model):
+        torch.manual_seed(0)
+        results.append(each.generate(**given, max_new_tokens=NEW_TOKENS, **{"do_sample": False, **settings}))
+    assert torch.equal(*results)
+    assert loop(model) == "ragged"
+    assert settings or not torch.equal(results[0][0], results[0][1])  # the image matters
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_requests_together_with_and_without_images(name: str) -> None:
+    """The last two are texts, as a list and as a dict."""
+    prompts = [prompt(name, row) for row in (0, 1, 2, 0)] + [{"input_ids": torch.tensor([[5, 9, 7, 11, 6]])}]
+    wanted = [expected(name, each) for each in prompts]
+    found = patched(name).generate_batch([*prompts, [5, 9, 7, 11, 6]], max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert [output.error for output in found.values()] == [None] * 6
+    assert [output.generated_tokens for output in found.values()] == [*wanted, wanted[-1]]
+    assert wanted[0] != wanted[1]
+
+
+@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
+def test_random_programmes_of_requests(name: str, seed: int) -> None:
+    """Chunks of prompts, preemption, shared prefixes, samples and drafts change no request's tokens."""
+    numbers = random.Random(seed)
+    prompts = []
+    for _ in range(7):
+        words = tuple(numbers.choices(range(3, 30), k=numbers.randint(0, 12)))
+        text = {"input_ids": torch.tensor([numbers.choices(range(3, 30), k=numbers.randint(1, 20))])}
+        prompts.append(numbers.choice([text, *(prompt(name, row, words) for row in (0, 1, 1, 2))]))
+    lengths = [numbers.randint(1, 14) for _ in prompts]
+    wanted = [expected(name, *pair) for pair in zip(prompts, lengths, strict=True)]
+    ids = [each["input_ids"][0].tolist() for each in prompts]
+    model = patched(name, cache=CacheConfig(block_size=numbers.choice([1, 4]), max_tokens=numbers.choice([68, 400])))
+    drafter = OracleDrafter(ids, wanted, right=numbers.choice([0, 2, 5])) if seed % 2 and name != LLAVA else "ngram"
+    speculative = SpeculativeConfig(drafter=drafter, num_draft=3) if seed % 2 else None
+    with Engine(model, token_budget=numbers.choice([2, 7, 64]), speculative=speculative) as engine:
+        jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+        engine.submit(prompts[0], max_new_tokens=8).cancel()
+        assert [job.result(WAIT).tokens for job in jobs] == wanted
+        samples = engine.submit(prompts[1], max_new_tokens=lengths[1], n=3)
+        assert [sample.tokens for sample in samples.results(WAIT)] == [wanted[1]] * 3
+    assert engine.stats["blocks_used"] == 0
+
+
+@pytest.mark.parametrize("name", [LLAVA, "Glm4vForConditionalGeneration"])
+def test_prompts_share_pages_as_far_as_words_and_images_are_equal(name: str) -> None:
+    """The same words behind another image share nothing but the word before it."""
+    model = patched(name, cache=CacheConfig(block_size=1))
+    first, second = prompt(name, 0), prompt(name, 1)
+    assert torch.equal(first["input_ids"], second["input_ids"])
+    length = first["input_ids"].shape[1]
+    with Engine(model) as engine:
+        engine.submit({**first, "pixel_values": -first["pixel_values"]}, max_new_tokens=2).result(WAIT)  # it is traced
+        engine.session.pages.clear_prefixes()
+        hits = [engine.stats["prefix_hits"]]
+        for given in (first, second, first, second):
+            engine.submit(given, max_new_tokens=2).result(WAIT)
+            hits.append(engine.stats["prefix_hits"])
+    found = [now - before for before, now in itertools.pairwise(hits)]
+    assert found == [0, 1, length - 1, length - 1]
+
+
+def test_images_among_rows() -> None:
+    """Two images in one row, one in the next, and none in the last."""
+    model, given = stock(LLAVA)[0], stock(LLAVA)[1]
+    ids = prompt(LLAVA, 0)["input_ids"][0]
+    rows = [torch.cat([ids, ids]), ids, torch.tensor([5, 9, 7])]
+    columns = max(map(len, rows))
+    padded = torch.stack([torch.cat([torch.zeros(columns - len(row), dtype=torch.int64), row]) for row in rows])
+    mask = torch.arange(columns) >= columns - torch.tensor([[len(row)] for row in rows])
+    inputs = {"input_ids": padded, "attention_mask": mask.long(), "pixel_values": given["pixel_values"]}
+    ours = patched(LLAVA)
+    results = [each.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False) for each in (model, ours)]
+    assert torch.equal(*results)
+    assert loop(ours) == "ragged"
+
+
+def test_the_tower_runs_once_for_each_call() -> None:
+    model, given = patched(LLAVA), stock(LLAVA)[1]
+    calls = []
+    model.model.vision_tower.register_forward_pre_hook(lambda module, args: calls.append(1))
+    model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert loop(model) == "ragged" and len(calls) == 1
+    with Engine(model) as engine:
+        engine.submit(prompt(LLAVA, 0), max_new_tokens=4, n=3).results(WAIT)
+    assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")  # it is what is tested
+@pytest.mark.parametrize("name", [LLAVA, "LlamaForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"repetition_penalty": 1.4}, {"do_sample": True, "top_k": 4, "num_return_sequences": 2}, {"with_ids": True}],
+    ids=str,
+)
+def test_embeddings_as_prompts(name: str, rows: int, settings: dict[str, Any]) -> None:
+    model = fresh(name)
+    ids = torch.randint(3, 30, (3, 9), generator=torch.Generator().manual_seed(1))[:rows]
+    embeddings = model.get_input_embeddings()(ids).detach()
+    embeddings = embeddings + embeddings.std() * torch.randn(
+        embeddings.shape, generator=torch.Generator().manual_seed(2)
+    )
+    mask = torch.ones_like(ids)
+    mask[rows - 1, :2] = int(rows == 1)
+    given = {"inputs_embeds": embeddings, "attention_mask": mask, "do_sample": False, **settings}
+    if given.pop("with_ids", False):
+        given["input_ids"] = ids
+    ours = patched(name)
+    results = []
+    for each in (model, ours):
+        torch.manual_seed(0)
+        results.append(each.generate(**given, max_new_tokens=NEW_TOKENS))
+    assert torch.equal(*results)
+    assert loop(ours) == "ragged"
+
+
+@pytest.mark.parametrize("name", [LLAVA, QWEN])
+def test_a_conversation_goes_on_over_its_cache(name: str) -> None:
+    """The second turn has words alone; the cache holds the image."""
+    results = []
+    for model in (stock(name)[0], patched(name)):
+        given = prompt(name, 0)
+        past: Any = {} if model is stock(name)[0] else {"past_key_values": PagedCache(model.config)}
+        out = model.generate(**given, **past, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        ids = torch.cat([out.sequences, torch.tensor([[7, 8, 9]])], dim=1)
+        more = {"past_key_values": out.past_key_values, "attention_mask": torch.ones_like(ids)}
+        results.append(model.generate(ids, **more, max_new_tokens=NEW_TOKENS, do_sample=False))
+    assert torch.equal(*results)
+
+
+def test_what_is_not_known_goes_to_stocks_loop() -> None:
+    """A hook on the model may change what it is given; and a decoder may be given more than embeddings."""
+    plain, model, given = fresh(LLAVA), patched(LLAVA), stock(LLAVA)[1]
+    before = plain.generate(**given, max_new_tokens=4)
+
+    def other_words(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        ids = kwargs["input_ids"]
+        return args, kwargs | {"input_ids": torch.where(ids < 30, (ids + 7) % 30, ids)}
+
+    hooks = [each.model.register_forward_pre_hook(other_words, with_kwargs=True) for each in (plain, model)]
+    wanted = plain.generate(**given, max_new_tokens=4)
+    assert not torch.equal(wanted, before)
+    with pytest.warns(hf_accel.HfAccelWarning, match="around its decoder"):
+        assert torch.equal(model.generate(**given, max_new_tokens=4), wanted)
+    hooks[1].remove()
+    assert torch.equal(model.generate(**given, max_new_tokens=4), before)
+    assert loop(model) == "ragged"
+
+    granite = "Granite4VisionForConditionalGeneration"
+    with Engine(patched(granite)) as engine, pytest.raises(UnsupportedError, match="is given vision_mask"):
+        engine.submit(prompt(granite, 0)).result(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"input_ids": [[1, 2]], "attention_mask": [[0, 1]]}, "leaves tokens out"),
+        ({"input_ids": [[1, 2]], "pixel_valeus": [1]}, "'pixel_valeus', which LlavaForConditionalGeneration does not"),
+        ({"input_ids": [[1, 2], [3, 4]]}, "input_ids"),
+        ({"pixel_values": [1]}, "is a dict"),
+    ],
+)
+def test_prompts_that_say_nothing_clear(given: dict[str, Any], message: str) -> None:
+    with Engine(patched(LLAVA)) as engine, pytest.raises(UnsupportedError, match=message):
+        engine.submit(given)
+
+
+def test_another_number_of_images_than_the_words_say_is_an_error_of_the_request() -> None:
+    given = prompt(LLAVA, 0)
+    wrong = {**given, "pixel_values": given["pixel_values"].repeat(2, 1, 1, 1)}
+    with Engine(patched(LLAVA)) as engine:
+        bad, good = engine.submit(wrong, max_new_tokens=4), engine.submit(given, max_new_tokens=4)
+        with pytest.raises(ValueError, match="do not match"):
+            bad.result(WAIT)
+        assert good.result(WAIT).tokens == expected(LLAVA, given, 4)
