@@ -74,13 +74,12 @@ BOOKKEEPING = {  # and what that may use
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "other"}
 LONGEST_FILE = 360
 LONGER = {  # files that hold one subject in more lines, which may only become fewer
-    "cache/group.py": 394,
     "generation/engine/engine_loop.py": 432,
     "generation/hf/continuous.py": 425,
     "generation/scheduling/scheduler.py": 447,
     "hardware/device.py": 389,
     "patching/planning.py": 382,
-    "recognition/code.py": 392,
+    "recognition/code.py": 391,
 }
 
 PUBLIC_NAMES = [

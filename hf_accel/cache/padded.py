@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from .cached_sequence import CachedSequence
 from .group import Step
-from .pages import CachedSequence, Pages, TokenRange
+from .pages import Pages, TokenRange
 from .prefixes import NO_MATCH
 from .states import StateGroup
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache.group import KVStorage
+from ..cache.storage import KVStorage
 from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError
 from ..recognition.stand_ins import Opaque
 from ..recognition.trace import Trace

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.group import KVStorage
+from ..cache.storage import KVStorage
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
 from ..recognition.trace import Trace
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads

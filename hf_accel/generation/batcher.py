@@ -11,8 +11,9 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from ..cache.cached_sequence import CachedSequence
 from ..cache.group import Step
-from ..cache.pages import CachedSequence, Pages, TokenRange
+from ..cache.pages import Pages, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement

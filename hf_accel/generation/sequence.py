@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..cache.pages import CachedSequence
+    from ..cache.cached_sequence import CachedSequence
     from .prompt_inputs import PromptInputs
     from .sampling.sampling import Sampling
 

@@ -19,8 +19,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
 from ..attention.hf.stock import answer_once, stock_implementation
+from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
-from ..cache.pages import CachedSequence, Pages, TokenRange
+from ..cache.pages import Pages, TokenRange
 from ..config import CacheConfig
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
 from ..generation.hf.refusals import OWN_METHODS
@@ -43,6 +44,8 @@ PASSES = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))  # the sequences of eac
 def decoder_refusal(model: PreTrainedModel) -> str | None:
     """Return why the decoder cannot read pages, as one clause; None if it can."""
     name = type(model).__name__
+    if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
+        return f"the decoder of {name} is not tried, since another library has packed its weights"
     if model_device(model).type == "meta":
         return None  # nothing can be tried before the weights are there
     if model_device(model).type != "cpu":

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 EXPANDS = "expand_kv"  # the method that makes keys and values of compressed ones
+POSITION_BIAS = "position_bias"  # the keyword of a bias that is added to scores
 CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
 CACHE_METHODS = frozenset({"update", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_initialized"})
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from .cache_code import (
     CACHE_NAMES,
+    POSITION_BIAS,
     assignments,
     cache_refusals,
     expansion_of,
@@ -169,7 +170,6 @@ CALL_KEYWORDS = frozenset({
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "output_attentions",
     "query", "key", "value", "deterministic", "use_cache",
 })  # fmt: skip
-POSITION_BIAS = "position_bias"
 LIBRARIES = (
     "torch.", "builtins", "transformers.modeling_utils", "transformers.modeling_layers", "transformers.generation.",
     "transformers.integrations.", "transformers.utils.",
@@ -229,9 +229,7 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
         refusal=min(refusals, key=lambda refusal: POSITION_BIAS in refusal, default=None),
         unpaged=next(iter(unpaged), None),
         caches=any(updates_of(function) for function in functions),
-        expands=any(
-            expansion_of(function, call) is not None for function in functions for call in calls[id(function)]
-        ),
+        expands=any(expansion_of(each, call) is not None for each in functions for call in calls[id(each)]),
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from transformers import GptOssConfig, GptOssForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_accel
-from hf_accel.cache.group import KVStorage
+from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import LostRankError
 from hf_accel.undo.state import state_of
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import hf_accel
 from hf_accel import SpeculativeConfig
+from hf_accel.cache.cached_sequence import CachedSequence
 from hf_accel.cache.hf import page_groups
-from hf_accel.cache.pages import CachedSequence, Pages
+from hf_accel.cache.pages import Pages
 from hf_accel.config import CacheConfig
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.hf.drafting import make_speculation

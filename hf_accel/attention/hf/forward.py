@@ -13,7 +13,8 @@ from transformers.utils import output_capturing
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
 from ...kernels.layouts import KV, AttentionOptions, Ragged
-from ...recognition.code import CALL_KEYWORDS, POSITION_BIAS
+from ...recognition.cache_code import POSITION_BIAS
+from ...recognition.code import CALL_KEYWORDS
 from ...tensors import is_recorded, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend

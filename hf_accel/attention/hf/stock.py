@@ -16,7 +16,8 @@ from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
 from ...models import is_within, layers_config
-from ...recognition.code import POSITION_BIAS, attention_code, code_of
+from ...recognition.cache_code import POSITION_BIAS
+from ...recognition.code import attention_code, code_of
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import original_class
 from ...undo.state import STOCK_ATTRIBUTE

@@ -17,9 +17,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import NotRaggedError, UnsupportedError
 from ...kernels.layouts import KV, PositionBias
 from ...tensors import product_dtype
-from ..group import GroupStep, KVStorage, PageGroup, Step
+from ..group import GroupStep, PageGroup, Step
 from ..latent_pages import attended, joined, parted
 from ..states import StateStep
+from ..storage import KVStorage
 from .kinds import NOT_PAGED
 
 PAGED_HANDLE = "_hf_accel_paged"  # the name of the attribute of K that holds its PagedKV

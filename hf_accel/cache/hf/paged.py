@@ -14,10 +14,11 @@ from transformers import PreTrainedConfig
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
+from ..cached_sequence import CachedSequence
 from ..group import PageGroup, SharedContext, Step
 from ..latent_pages import parted
 from ..padded import PaddedBatch, last_columns
-from ..pages import CachedSequence, Pages
+from ..pages import Pages
 from .kinds import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups, windows_of_pages
 from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ...attention import PlannedAttention
 from ...attention.hf.forward import attention_forward
-from ...cache.group import KVStorage
 from ...cache.hf.layers import LayerOverPages, PagedKV
+from ...cache.storage import KVStorage
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ..joined_layer import JoinedLayer

@@ -123,12 +123,11 @@ class Engine:
 
         prompt: token ids, text if the engine has a tokenizer, or all that a processor makes for one prompt with images
         (input_ids, pixel_values, ...); an encoder-decoder's encoder reads them. Prompts share pages as far as their
-        words and images are equal.
-        max_new_tokens, stop: the most new tokens, and the strings that end the text. seed: makes the request's tokens
-        reproducible. priority: requests with a higher one go first. n: the number of samples, which share the prompt's
-        pages.
-        sampling: what a GenerationConfig says about tokens (top_k, top_p, min_p, repetition_penalty, min_new_tokens,
-        bad_words_ids, ...), and these. Left out, settings are those of model.generation_config.
+        words and images are equal. max_new_tokens, stop: the most new tokens, and the strings that end the text. seed:
+        makes the request's tokens reproducible. priority: requests with a higher one go first. n: the number of
+        samples, which share the prompt's pages. sampling: what a GenerationConfig says about tokens (top_k, top_p,
+        min_p, repetition_penalty, min_new_tokens, bad_words_ids, ...), and these. Left out, settings are those of
+        model.generation_config.
 
         temperature: 0 chooses the most probable token; any other samples.
         presence_penalty, frequency_penalty: are subtracted from the logit of each generated token, the former once,
@@ -157,19 +156,9 @@ class Engine:
             rules = dataclasses.replace(rules, others=(*rules.others, strings))
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
-        sequences = [
-            Sequence(
-                list(ids),
-                limits,
-                params,
-                stop=rules,
-                seed=first + number,
-                priority=rank,
-                given=given,
-                source_ids=source_ids,
-            )
-            for number in range(_integer("n", n, least=1))
-        ]
+        fields: dict[str, Any] = {"stop": rules, "priority": rank, "given": given, "source_ids": source_ids}
+        seeds = range(first, first + _integer("n", n, least=1))
+        sequences = [Sequence(list(ids), limits, params, seed=each, **fields) for each in seeds]
         sequences[0].followers = sequences[1:]
         self.session.scheduler.require_room(sequences[0])
         return self._hand_over(sequences, strings)

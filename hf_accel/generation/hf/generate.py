@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ...cache.cached_sequence import CachedSequence
 from ...cache.hf import PagedCache
-from ...cache.pages import CachedSequence, TokenRange
+from ...cache.pages import TokenRange
 from ...errors import UnsupportedError
 from ...undo.state import state_of
 from ..prompt_inputs import PassRows, PromptInputs

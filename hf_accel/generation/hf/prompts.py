@@ -72,7 +72,12 @@ def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str
 
 
 def own_methods(model: PreTrainedModel) -> list[str]:
-    """List the methods of the model's class that prepare calls of the decoder in a way of their own."""
+    """List the methods of the model's class that prepare calls of the decoder in a way of their own.
+
+    Those of encoder-decoders are not listed: their ragged passes prepare nothing by them.
+    """
+    if model.config.is_encoder_decoder:
+        return []
     own = [(name, getattr(type(model), name)) for name in PREPARING]
     return [
         name

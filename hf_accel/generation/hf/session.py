@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
+from ...cache.cached_sequence import CachedSequence
 from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups, windows_of_pages
 from ...cache.once import require_room
-from ...cache.pages import CachedSequence, Pages
+from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError, NotRaggedError, UnsupportedError
 from ...tensors import model_device

@@ -11,7 +11,8 @@ from ...errors import OutOfBlocksError, UnsupportedError
 from ..sequence import PATIENCE, Chunk, Sequence, Status, WaitingQueue
 
 if TYPE_CHECKING:
-    from ...cache.pages import CachedSequence, Pages
+    from ...cache.cached_sequence import CachedSequence
+    from ...cache.pages import Pages
 
 RETRY_PASSES = 16  # after which a refused sequence is tried again: more blocks of its prompt may be cached by then
 
@@ -284,10 +285,9 @@ class Scheduler:
         return budget
 
     def _reserve(self, chunks: list[Chunk], sequence: Sequence, cached: CachedSequence, wanted: int) -> int:
-        """Add a chunk of at most `wanted` tokens, as many as there is room for, and return their number.
+        """Add a chunk of at most `wanted` tokens, for which there is room, and return their number.
 
-        An error ends the sequence.
-        """
+        An error ends the sequence."""
         try:
             count = sequence.chunk(self.pages.room(cached, wanted))
             count = count if self.pages.can_append(cached, count) else 0  # it may need more than there is room for

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from hf_accel.cache.cached_sequence import CachedSequence
 from hf_accel.cache.group import PageGroup
-from hf_accel.cache.pages import CachedSequence, Pages
+from hf_accel.cache.pages import Pages
 from hf_accel.cache.states import MOST_SNAPSHOTS, StateGroup
 from hf_accel.errors import OutOfBlocksError
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from hf_accel.cache import group as group_module
-from hf_accel.cache.group import KVStorage, PageGroup
+from hf_accel.cache import storage as storage_module
+from hf_accel.cache.group import PageGroup
 from hf_accel.cache.hf import PagedCache
 from hf_accel.cache.pool import BlockPool, BlockTable, PrefixIndex
+from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import OutOfBlocksError, UnsupportedError
 
 
@@ -184,7 +185,7 @@ def test_pages_that_cannot_grow_stay_whole(monkeypatch: pytest.MonkeyPatch) -> N
         return torch.empty(*args, **keywords)
 
     with monkeypatch.context() as patch:
-        patch.setattr(group_module, "_empty", no_memory)
+        patch.setattr(storage_module, "_empty", no_memory)
         with pytest.raises(RuntimeError, match="can't allocate"):
             storage.grow(4)
     assert len(storage.pages.k) == len(storage.pages.v) == storage.num_blocks == 2

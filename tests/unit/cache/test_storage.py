@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.cache.group import KVStorage
 from hf_accel.cache.quantized import INT4, dequantize, quantize, rotate
+from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import UnsupportedError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.cache.group import KVStorage
 from hf_accel.cache.quantized import INT4, rotate
+from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware.device import ISA_LEVELS, instruction_sets
 from hf_accel.kernels import cpu as kernels

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ....cache.pages import CachedSequence, Pages, TokenRange
+from ....cache.cached_sequence import CachedSequence
+from ....cache.pages import Pages, TokenRange
 from ....tensors import Unread, all_unread, integers, is_remote, sent
 from ...batcher import Runner
 from ...sampling.choice import likeliest, processed

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_accel.cache.group import KVStorage
 from hf_accel.cache.quantized import INT4, rotate
+from hf_accel.cache.storage import KVStorage
 from hf_accel.kernels import triton as kernels
 from tests.devices import triton_device
 
