@@ -267,7 +267,8 @@ def test_states_are_never_quantized() -> None:
 @pytest.mark.parametrize("kind", ["next", "mamba2", "zamba2", "jamba"])
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}])
 def test_quantized_weights_batch_exactly(kind: str, weights: Any) -> None:
-    model = hf_accel.patch(model_of(kind, **WIDE), weights=weights)
+    # Layers that share their weights stay in float, so that many rows of theirs go to torch unless this is asked for.
+    model = hf_accel.patch(model_of(kind, **WIDE), weights=weights, deterministic=kind == "zamba2")
     assert together(model) == [alone(model, prompt) for prompt in PROMPTS]
 
 

@@ -16,6 +16,7 @@ from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
 from hf_accel.kernels.cpu import refusal
 
 from .families import DECODER, VOCABULARY, WINDOW, build
+from .recurrent_models import LAYERS, state_space_of
 from .speculating import OracleDrafter
 from .together import alone
 
@@ -47,13 +48,23 @@ def recurrent_alone() -> PreTrainedModel:
 
 
 NEEDS_KERNELS = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
+
+
+def hybrid(kind: str) -> PreTrainedModel:
+    model: PreTrainedModel = state_space_of(kind, LAYERS, tokens=4, repeats=2)
+    return model
+
+
+STATES = ("states", "mamba2", "falcon_h1")
 MODELS = {
     "windows alone": lambda: build("mistral"),
     "windows and full": lambda: build("gemma2"),
     "convolutions": convolving,
     "states": recurrent,
+    "mamba2": lambda: hybrid("mamba2"),
+    "falcon_h1": lambda: hybrid("falcon_h1"),
 }
-KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind == "states" else ()) for kind in MODELS]
+KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in MODELS]
 
 
 def chats(seed: int, count: int = 6) -> list[list[int]]:
@@ -132,7 +143,7 @@ def test_a_cache_that_is_given_again(kind: str, beams: int) -> None:
     for ids, tokens in zip(prompts, expected, strict=True):
         assert torch.equal(generated(model, ids, past_key_values=cache, **settings), tokens)
         cache.reset()
-    if kind != "states" or beams == 1:  # states are kept by the ragged loop alone
+    if kind not in STATES or beams == 1:  # states are kept by the ragged loop alone
         assert cache.statistics()["prefix_hits"] > 0
 
 
