@@ -272,8 +272,7 @@ class PagedCache(CacheOverPages):
         token_mask: [B, num_columns] bool, False for padding; None if there is no padding.
         """
         self._settle()
-        self.padded.reset()
-        padded = self.padded
+        (padded := self.padded).reset()
         padded.sequences, padded.token_mask, padded.num_columns = sequences, token_mask, num_columns
         self._set_columns()
 
