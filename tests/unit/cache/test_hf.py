@@ -20,10 +20,10 @@ from transformers import (
     Gemma2Config,
     Llama4TextConfig,
     LlamaConfig,
-    MambaConfig,
     MiniMaxConfig,
     MistralConfig,
     PreTrainedConfig,
+    RecurrentGemmaConfig,
 )
 
 import hf_accel
@@ -542,7 +542,7 @@ def test_layer_windows(config: PreTrainedConfig, windows: list[int | None]) -> N
     [
         (Llama4TextConfig(**SIZES), "chunked attention"),
         (MiniMaxConfig(**SIZES), "cannot hold a Linear"),
-        (MambaConfig(num_hidden_layers=2), "cannot hold|no decoder layers"),
+        (RecurrentGemmaConfig(**SIZES), "cannot hold"),
     ],
 )
 def test_layers_that_cannot_be_paged(config: PreTrainedConfig, reason: str) -> None:

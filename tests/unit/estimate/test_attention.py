@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import JambaConfig, LlamaConfig
+from transformers import LlamaConfig, RecurrentGemmaConfig
 
 from hf_accel.cache.quantized import INT4
 from hf_accel.errors import UnsupportedError
@@ -56,8 +56,8 @@ def test_chunked_attention_keeps_a_chunk():
 
 
 def test_recurrent_layers_are_refused():
-    with pytest.raises(UnsupportedError, match=r"JambaConfig has \w+ layers, unknown to estimate"):
-        attention_layers(JambaConfig(), context=10)
+    with pytest.raises(UnsupportedError, match=r"RecurrentGemmaConfig has \w+ layers, unknown to estimate"):
+        attention_layers(RecurrentGemmaConfig(), context=10)
 
 
 @pytest.mark.parametrize(("context", "tiled"), [(10, 6 * 4 * (10 + 100)), (1000, 6 * 4 * (1000 + 128 * 128))])
