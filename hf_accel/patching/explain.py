@@ -9,6 +9,7 @@ from ..fused.hf.compressed import COMPRESSED
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.operator_models import OPERATORS
+from ..fused.hf.part_activations import PART_ACTIVATION
 from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
@@ -128,6 +129,7 @@ FUSED_KINDS = {
     "gate": ("gated MLPs", "activation and product in one call"),
     ACTIVATION: ("activations", "one native call"),
     "conv1d": ("float Conv1Ds", "torch, in float32"),
+    PART_ACTIVATION: ("activations of parts", "as of whole tensors"),
     CONVOLUTION: ("short convolutions", "inputs in pages"),
     RECURRENCE: ("recurrent layers", "states in pages"),
     OPERATORS: ("attention modules by operators", "over pages"),

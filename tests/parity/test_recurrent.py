@@ -15,6 +15,7 @@ import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
 from hf_accel.cache.hf.state_sizes import state_sizes
 from hf_accel.cache.states import MOST_STATES
+from hf_accel.fused.hf.part_activations import PartActivation
 from hf_accel.fused.hf.recurrences import known_recurrence
 from hf_accel.fused.hf.state_pass import PagedRecurrence
 from hf_accel.kernels.cpu import refusal
@@ -267,8 +268,24 @@ def test_states_are_never_quantized() -> None:
 @pytest.mark.parametrize("kind", ["next", "mamba2", "zamba2", "jamba"])
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}])
 def test_quantized_weights_batch_exactly(kind: str, weights: Any) -> None:
-    model = hf_accel.patch(model_of(kind, **WIDE), weights=weights)
+    # Layers that share their weights stay in float, so that many rows of theirs go to torch unless this is asked for.
+    model = hf_accel.patch(model_of(kind, **WIDE), weights=weights, deterministic=kind == "zamba2")
     assert together(model) == [alone(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@torch.no_grad()
+def test_an_activation_of_a_part_has_the_bits_of_one_row(fuse: bool) -> None:
+    """Zamba2 cuts a tensor in two and takes the exact GELU of one half, which torch rounds by its layout."""
+    model = hf_accel.patch(model_of("zamba2", **WIDE), weights=None, fuse=fuse)
+    feed_forward = model.model.layers[1].shared_transformer.feed_forward
+    assert isinstance(feed_forward.act_fn, PartActivation)
+    x = torch.randn(3, 128) * 3
+    whole, alone = (feed_forward.act_fn(part.chunk(2, -1)[0]) for part in (x, x[:1]))
+    assert torch.equal(whole[:1], alone)
+    assert not isinstance(
+        hf_accel.unpatch(model).model.layers[1].shared_transformer.feed_forward.act_fn, PartActivation
+    )
 
 
 @pytest.mark.parametrize("kind", ["next", "3.5", "falcon_h1", "bamba"])

@@ -14,8 +14,10 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel, Qwen3Next
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
 from hf_accel.kernels.cpu import refusal
+from hf_accel.models import cache_name
 
 from .families import DECODER, VOCABULARY, WINDOW, build
+from .recurrent_models import LAYERS, state_space_of
 from .speculating import OracleDrafter
 from .together import alone
 
@@ -47,13 +49,25 @@ def recurrent_alone() -> PreTrainedModel:
 
 
 NEEDS_KERNELS = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
+
+
+def hybrid(kind: str) -> PreTrainedModel:
+    model: PreTrainedModel = state_space_of(kind, LAYERS, tokens=4, repeats=2)
+    return model
+
+
+STATES = ("states", "mamba2", "falcon_h1")
 MODELS = {
     "windows alone": lambda: build("mistral"),
     "windows and full": lambda: build("gemma2"),
     "convolutions": convolving,
     "states": recurrent,
+    "mamba2": lambda: hybrid("mamba2"),
+    "falcon_h1": lambda: hybrid("falcon_h1"),
 }
-KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind == "states" else ()) for kind in MODELS]
+KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in MODELS]
+
+ALONE = "mamba2"  # keeps states alone, so that nothing says where prompts part
 
 
 def chats(seed: int, count: int = 6) -> list[list[int]]:
@@ -66,7 +80,7 @@ def chats(seed: int, count: int = 6) -> list[list[int]]:
     return turns + [turn + [numbers.randrange(1, VOCABULARY) for _ in range(numbers.randint(1, 30))] for turn in turns]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if ALONE not in kind.values])
 def test_later_requests_go_on_behind_what_others_have_computed(kind: str) -> None:
     model = MODELS[kind]()
     prompts = chats(0)
@@ -108,9 +122,10 @@ def test_random_programmes_of_requests(kind: str, seed: int) -> None:
 
 
 @NEEDS_KERNELS
-def test_states_alone() -> None:
+@pytest.mark.parametrize("make", [recurrent_alone, MODELS[ALONE]])
+def test_states_alone(make: Callable[[], PreTrainedModel]) -> None:
     """A prompt that comes again goes on behind its last block; nothing says where prompts part."""
-    model = recurrent_alone()
+    model = make()
     hf_accel.patch(model, weights=None, cache=CacheConfig(max_tokens=400))
     prompt = chats(1)[0] * 2
     with Engine(model) as engine:
@@ -130,9 +145,9 @@ def test_a_cache_that_is_given_again(kind: str, beams: int) -> None:
     hf_accel.patch(model, weights=None)
     cache = PagedCache(model.config, block_size=4)
     for ids, tokens in zip(prompts, expected, strict=True):
-        assert torch.equal(generated(model, ids, past_key_values=cache, **settings), tokens)
+        assert torch.equal(generated(model, ids, **{cache_name(model): cache}, **settings), tokens)
         cache.reset()
-    if kind != "states" or beams == 1:  # states are kept by the ragged loop alone
+    if kind != ALONE and (kind not in STATES or beams == 1):  # states are kept by the ragged loop alone
         assert cache.statistics()["prefix_hits"] > 0
 
 
@@ -145,12 +160,13 @@ def test_a_pass_over_a_whole_prompt(kind: str) -> None:
     ids = torch.tensor([prompt])
     hf_accel.patch(model, weights=None)
     cache = PagedCache(model.config, block_size=4)
-    expected = model(ids, past_key_values=cache).logits
+    given: dict[str, Any] = {cache_name(model): cache}
+    expected = model(ids, **given).logits
     cache.reset()
-    generated(model, ids, past_key_values=cache, max_new_tokens=9, do_sample=False)  # keeps states too
+    generated(model, ids, **given, max_new_tokens=9, do_sample=False)  # keeps states too
     cache.reset()
     assert cache.has_prefixes
-    torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
+    torch.testing.assert_close(model(ids, **given).logits, expected)
 
 
 def generated(model: Any, ids: Tensor, **settings: Any) -> Tensor:

@@ -351,10 +351,9 @@ class PagedCache(CacheOverPages):
 
     def statistics(self) -> dict[str, float | int]:
         """Count blocks, bytes and prefix hits. `waste` is the share of allocated slots that hold no token."""
-        kv_bytes = sum(group.used_bytes for group in self.pages.groups)
         return {
             "block_size": self.settings.block_size,
-            "kv_bytes": round(kv_bytes),
+            "kv_bytes": round(sum(group.used_bytes for group in self.pages.groups)),
             "waste": self.pages.waste(self.padded.sequences),
             **self.pages.statistics(),
         }
