@@ -1,6 +1,6 @@
 """Write docs/support.md from the results: `python -m tests.families.report`. Exits with 1 if a fault stands there.
 
-With --encoders only their sections are written anew, and all others stay as they stand.
+With --encoders, or --kinds, only their sections are written anew, and all others stay as they stand.
 """
 
 from __future__ import annotations
@@ -138,21 +138,33 @@ def _unbuilt(lines: list[Line], title: str) -> Iterator[str]:
 
 
 def merged(before: str, lines: list[Line]) -> str:
-    """The page as it stood, with the sections of the encoders' layers made of `lines`."""
-    head, *sections = re.split(r"^(?=## )", before, flags=re.MULTILINE)
-    titles = tuple(f"## {TITLES[kind]}\n" for kind in ENCODING)
-    kept = [section for section in sections if not section.startswith(titles)]
-    place = next((i for i, section in enumerate(kept) if section.startswith(f"## {UNBUILT}\n")), len(kept))
-    made = "\n".join(_sections(lines)).rstrip() + "\n\n"
-    return "".join([head, *(s.rstrip() + "\n\n" for s in kept[:place]), made, *kept[place:]])
+    """The page as it stood, with the sections of the kinds in `lines` made anew, but that of classes not built."""
+    head, *sections = _split(before)
+    titles = [section.splitlines()[0] for section in sections]
+    for made in _split("\n".join(_sections(lines)))[1:]:
+        title = made.splitlines()[0]
+        if title in titles:
+            sections[titles.index(title)] = made
+        elif title != f"## {UNBUILT}":
+            place = titles.index(f"## {UNBUILT}") if f"## {UNBUILT}" in titles else len(titles)
+            sections.insert(place, made)
+            titles.insert(place, title)
+    return "".join([head, *(section.rstrip() + "\n\n" for section in sections)])
+
+
+def _split(text: str) -> list[str]:
+    """What stands before the first section, and the sections."""
+    return re.split(r"^(?=## )", text, flags=re.MULTILINE)
 
 
 def main(arguments: list[str], folder: Path = FOLDER) -> int:
+    every = (*ALL, *ENCODING)
     parser = argparse.ArgumentParser(prog="python -m tests.families.report")
     parser.add_argument("--encoders", action="store_true", help="only the layers of encoders; the rest stays")
+    parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="only these sections; the rest stays")
     parser.add_argument("--results", type=Path, default=folder, help="the folder of the JSON lines")
     parsed = parser.parse_args(arguments)
-    kinds = ENCODING if parsed.encoders else (*ALL, *ENCODING)
+    kinds = ENCODING if parsed.encoders else tuple(parsed.kinds)
     lines = [line for line in read(parsed.results, versions()) if line["kind"] in kinds]
     wanted = {name for name, family in families().items() if family.kind in kinds}
     missing = wanted - {line["model"] for line in lines}
@@ -164,7 +176,7 @@ def main(arguments: list[str], folder: Path = FOLDER) -> int:
         print(
             f"{len(missing)} models have no results for this code: run `python -m tests.families.run {asked} --resume`"
         )
-    text = merged(PAGE.read_text(encoding="utf-8"), lines) if parsed.encoders else page(lines)
+    text = page(lines) if kinds == every else merged(PAGE.read_text(encoding="utf-8"), lines)
     PAGE.write_text(text.rstrip() + "\n", encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}: {len(lines)} results, {len(faults)} faults")
     return int(bool(faults or missing))
