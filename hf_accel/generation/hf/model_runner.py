@@ -20,6 +20,7 @@ from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...fused.hf.operator_models import OperatorModel
 from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
+from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
 from ..prompt_inputs import Rows
 
@@ -203,7 +204,7 @@ class ModelRunner:
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
         self._cache_name = cache_name(model)
-        self._positions = "position_ids" in _parameters(self.model.original_class)
+        self._positions = "position_ids" in _parameters(original_class(model))
 
     @property
     def device(self) -> torch.device:
