@@ -247,7 +247,7 @@ def test_a_refused_prompt_is_not_digested_in_every_pass(monkeypatch: pytest.Monk
     opened = []
     original = Pages.begin_with_prefix
     monkeypatch.setattr(
-        Pages, "begin_with_prefix", lambda self, tokens: opened.append(len(tokens)) or original(self, tokens)
+        Pages, "begin_with_prefix", lambda self, ids, source: opened.append(len(ids)) or original(self, ids, source)
     )
     first, second = sequence_of(numbered(0, 8), 60), sequence_of(numbered(100, 70), 4)
     scheduler = scheduler_of(first, second, num_blocks=20)
