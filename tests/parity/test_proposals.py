@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, MambaConfig, MambaForCausalLM
+from transformers import DynamicCache, MambaConfig, MambaForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
 
 import hf_accel
 from hf_accel import UnsupportedError
@@ -15,6 +15,8 @@ from hf_accel import UnsupportedError
 from .families import DECODER, build, prompts
 
 MAMBA = MambaConfig(vocab_size=DECODER["vocab_size"], hidden_size=32, num_hidden_layers=1)
+# Lightning attention keeps a state that has no pages.
+UNPAGED = MiniMaxConfig(**DECODER, head_dim=8, num_local_experts=2, layer_types=["linear_attention", "full_attention"])
 
 
 def test_a_weight_that_is_not_finite_can_be_skipped() -> None:
@@ -38,7 +40,7 @@ def test_a_teacher_with_an_adapter(part: str) -> None:
 def test_a_draft_model_that_cannot_run_on_pages() -> None:
     model, ids = hf_accel.patch(build("llama"), weights=None), prompts(1, 5)
     with pytest.raises(UnsupportedError, match="use another draft model, or 'suffix' or 'ngram'"):
-        model.generate(ids, max_new_tokens=3, do_sample=False, speculative=MambaForCausalLM(MAMBA).eval())
+        model.generate(ids, max_new_tokens=3, do_sample=False, speculative=MiniMaxForCausalLM(UNPAGED).eval())
     plain = model.generate(ids, max_new_tokens=3, do_sample=False)
     for drafter in ("suffix", "ngram"):
         assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, speculative=drafter), plain)
@@ -48,17 +50,17 @@ def test_attention_of_a_model_that_has_none() -> None:
     model = MambaForCausalLM(MAMBA)
     with pytest.raises(UnsupportedError, match="attention='cpu' was asked for, but MambaForCausalLM has no attention"):
         hf_accel.plan(model, attention="cpu")
-    assert hf_accel.plan(model).stock_cache and hf_accel.plan(model, attention=None).stock_cache
+    assert hf_accel.plan(model).stock_cache is None and hf_accel.plan(model, attention=None).attention == ()
 
 
 def test_a_config_that_is_none_of_a_paged_cache() -> None:
     with pytest.raises(UnsupportedError, match=r"config is a LlamaForCausalLM; .* made from model\.config"):
         hf_accel.PagedCache(build("llama"))
     with pytest.raises(UnsupportedError, match="use transformers' own cache"):
-        hf_accel.PagedCache(MAMBA)
-    assert DynamicCache(config=MAMBA).layers
+        hf_accel.PagedCache(UNPAGED)
+    assert DynamicCache(config=UNPAGED).layers
     with pytest.raises(UnsupportedError, match="leave cache= out, or pass cache=None") as error:
-        hf_accel.plan(MambaForCausalLM(MAMBA), cache="paged")
+        hf_accel.plan(MiniMaxForCausalLM(UNPAGED), cache="paged")
     assert "own cache" not in str(error.value)
-    assert hf_accel.plan(MambaForCausalLM(MAMBA), cache=None).stock_cache
-    assert hf_accel.plan(MambaForCausalLM(MAMBA)).stock_cache
+    assert hf_accel.plan(MiniMaxForCausalLM(UNPAGED), cache=None).stock_cache
+    assert hf_accel.plan(MiniMaxForCausalLM(UNPAGED)).stock_cache
