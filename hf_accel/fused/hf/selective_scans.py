@@ -17,15 +17,7 @@ from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm
 from .convolutions import trial_convolution, trial_linear
-from .state_pass import (
-    PagedRecurrence,
-    Recurrence,
-    activation_refusal,
-    as_generated,
-    in_passes,
-    is_native,
-    short_convolution_refusal,
-)
+from .state_pass import PagedRecurrence, Recurrence, as_generated, in_passes, is_native, scan_refusal
 from .state_spaces import ACTIVATION_PART, NATIVE_SCAN, REFERENCE_SCAN
 
 SCAN_PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
@@ -43,16 +35,10 @@ class SelectiveScan(Recurrence):
         self._steps: FloatLinear | None = None
 
     def asked(self, module: Any) -> str | None:
-        refusal = short_convolution_refusal(module)
-        if refusal is not None:
-            return refusal
-        # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
-        if getattr(module.in_proj, "bias", None) is not None:
-            return "its in_proj has a bias"
         weight = module.dt_proj._parameters.get("weight")
         if weight is None or weight.dtype not in FLOATS or not weight.is_contiguous():
             return "its dt_proj has no float weight, which transformers reads"
-        return activation_refusal(module)
+        return scan_refusal(module)
 
     def sizes(self, module: Any) -> StateSizes:
         kept, channels = module.conv1d.kernel_size[0] - 1, module.intermediate_size

@@ -150,6 +150,15 @@ def activation_refusal(module: Any) -> str | None:
     return None
 
 
+def scan_refusal(module: Any) -> str | None:
+    """Return why the scan of a state space behind in_proj and a convolution cannot be ours; None if it can."""
+    refusal = short_convolution_refusal(module)
+    # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
+    if refusal is None and getattr(module.in_proj, "bias", None) is not None:
+        refusal = "its in_proj has a bias"
+    return refusal or activation_refusal(module)
+
+
 def as_generated(module: nn.Module, x: Tensor, num_prompt: int) -> Tensor:
     """Compute x [B, Q, H] by the module's own code over transformers' cache: a prompt, and the others one by one."""
     cache = Cache(layers=[LinearAttentionLayer()])

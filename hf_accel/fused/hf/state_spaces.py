@@ -15,15 +15,7 @@ from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm, gated_norm
 from .convolutions import trial_convolution, trial_linear
-from .state_pass import (
-    PagedRecurrence,
-    Recurrence,
-    activation_refusal,
-    as_generated,
-    in_passes,
-    is_native,
-    short_convolution_refusal,
-)
+from .state_pass import PagedRecurrence, Recurrence, as_generated, in_passes, is_native, scan_refusal
 
 SPACE_PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
 ACTIVATION_PART = "act"  # is a part too, or a function
@@ -40,13 +32,7 @@ class StateSpace(Recurrence):
     """The scan of Mamba 2 behind a short convolution."""
 
     def asked(self, module: Any) -> str | None:
-        refusal = short_convolution_refusal(module)
-        if refusal is not None:
-            return refusal
-        # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
-        if getattr(module.in_proj, "bias", None) is not None:
-            return "its in_proj has a bias"
-        return activation_refusal(module)
+        return scan_refusal(module)
 
     def has_limits(self, module: Any) -> bool:
         return tuple(module.time_step_limit) != WITHOUT_LIMITS
