@@ -14,6 +14,7 @@ from torch import Tensor
 import hf_accel
 from hf_accel.fused import encoder_rows
 from hf_accel.kernels import cpu as kernels
+from hf_accel.patching import attention_survey
 from tests.families.models import enliven
 
 from .test_encoders import batch, counted
@@ -139,6 +140,8 @@ def test_padding_elsewhere_is_stocks(change: Callable[[Tensor], Tensor]) -> None
 
 @torch.no_grad()
 def test_another_attention_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's attention stays stock's where its decoder is not known."""
+    monkeypatch.setattr(attention_survey, "decoder_refusal", lambda model: "its decoder is not known")
     stock, given = build("Bart")
     ours = hf_accel.patch(copy.deepcopy(stock), weights=None).get_encoder()
     with counted() as calls:
