@@ -187,6 +187,8 @@ class Engine:
         return prompt_parts(self.model, prompt)
 
     def _begin(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        if not self.model.config.is_encoder_decoder:
+            return ids, []
         config = complete_config(self.model, None, "Engine.submit()", {})
         return decoder_prompt(self.model, config, ids)
 
