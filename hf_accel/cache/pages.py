@@ -252,9 +252,12 @@ class Pages:
 
         device: where its tensors are. A Runner takes them on the host, and moves them in one copy.
         """
-        cu_q = offsets([count for each in ranges for count, _ in runs_of(each.start, each.count, each.seen)], device)
+        runs = [runs_of(each.start, each.count, each.seen) for each in ranges]
+        cu_q = offsets([count for each in runs for count, _ in each], device)
         return Step(
-            groups=[_group_step(group, index, ranges, cu_q) for index, group in enumerate(self.groups)],
+            groups=[
+                _group_step(group, index, ranges, runs=runs, cu_q=cu_q) for index, group in enumerate(self.groups)
+            ],
             num_columns=sum(each.count for each in ranges),
             token_columns=None,
             fresh=False,
@@ -285,8 +288,13 @@ class Pages:
         return 1 - sum(tokens_in.values()) / held if held else 0.0
 
 
-def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q: Tensor) -> GroupStep:
-    """Make the part of a Step for one group. Attention does not read a sequence's slots beyond its range."""
+def _group_step(
+    group: PageGroup, index: int, ranges: Sequence[TokenRange], *, runs: Sequence[list[tuple[int, int]]], cu_q: Tensor
+) -> GroupStep:
+    """Make the part of a Step for one group. Attention does not read a sequence's slots beyond its range.
+
+    runs: the runs of each range, see runs_of.
+    """
     device, tables = cu_q.device, [each.sequence.tables[index] for each in ranges]
     spans = [range(each.start, each.start + each.count) for each in ranges]
     if isinstance(group, StateGroup):
@@ -297,12 +305,9 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     slots: list[int] = []
     held: list[int] = []
     attending: list[BlockTable] = []
-    longest = 0
-    for each, table in zip(ranges, tables, strict=True):
+    for each, table, queries in zip(ranges, tables, runs, strict=True):
         slots += table.slots(each.write_from or each.start, each.start + each.count)
-        queries = runs_of(each.start, each.count, each.seen)
         held += [stop - table.num_dropped_blocks * group.pool.block_size for _, stop in queries]
-        longest = max(longest, *(count for count, _ in queries))
         attending += [table] * len(queries)
     written = None
     if len(slots) < sum(each.count for each in ranges):
@@ -314,7 +319,7 @@ def _group_step(group: PageGroup, index: int, ranges: Sequence[TokenRange], cu_q
     ragged = Ragged(
         cu_q,
         kv_len=integers(held, dtype=torch.int32).to(device),
-        max_q=longest,
+        max_q=max((count for each in runs for count, _ in each), default=0),
         max_kv=max(held, default=0),
         block_table=group.table_tensor(attending, device),
     )
