@@ -21,7 +21,7 @@ from hf_accel.kernels.layouts import Ragged
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import OracleDrafter, requests
-from .together import NEW_TOKENS, PROMPTS, alone, in_passes, padded, together
+from .together import NEW_TOKENS, PROMPTS, WAIT, alone, check_sampling, check_together, in_passes, padded, together
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -46,7 +46,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "Glm4MoeLite": EXPERTS, "LongcatFlash": LONGCAT, "Mistral4": EXPERTS,
     "MiniCPM3": {"scale_emb": 1, "dim_model_base": 32}, "Youtu": {},
 }  # fmt: skip
-WAIT = 60
 
 
 def model_of(kind: str = "MiniCPM3", **other: Any) -> Any:
@@ -61,15 +60,7 @@ def model_of(kind: str = "MiniCPM3", **other: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     model = model_of(kind)
-    expected = [alone(model, prompt) for prompt in PROMPTS]
-    hf_accel.patch(model, weights=None)
-    assert [alone(model, prompt) for prompt in PROMPTS] == expected
-    assert hf_accel.stats(model)["loop"] == "ragged"
-    assert together(model) == expected
-    ids, mask = padded("left")
-    rows = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert rows[:, ids.shape[1] :].tolist() == expected
-    assert hf_accel.stats(model)["loop"] == "ragged"
+    check_together(model)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -318,12 +309,7 @@ def test_patch_is_undone_exactly(kind: str, fuse: bool) -> None:
 
 def test_sampling_draws_stocks_numbers() -> None:
     model = model_of()
-    ids, mask = padded("left")
-    torch.manual_seed(5)
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True)
-    hf_accel.patch(model, weights=None)
-    torch.manual_seed(5)
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), expected)
+    check_sampling(model)
 
 
 def test_other_code_is_not_known() -> None:

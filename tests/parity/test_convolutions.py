@@ -20,14 +20,13 @@ from hf_accel.fused.hf.convolutions import PagedConvolution, is_known_convolutio
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import OracleDrafter, requests
-from .together import NEW_TOKENS, PROMPTS, alone, in_passes, padded, together
+from .together import PROMPTS, WAIT, alone, check_sampling, check_together, in_passes, padded, together
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 LAYERS = ["conv", "full_attention", "conv", "conv", "full_attention"]
-WAIT = 60
 
 
 def model_of(kind: str = "lfm2", layers: Sequence[str] = LAYERS, tokens: int = 3, **other: Any) -> Any:
@@ -43,14 +42,7 @@ def model_of(kind: str = "lfm2", layers: Sequence[str] = LAYERS, tokens: int = 3
 @pytest.mark.parametrize("tokens", [2, 3, 5])
 def test_requests_together_give_the_tokens_of_each_alone(kind: str, tokens: int) -> None:
     model = model_of(kind, tokens=tokens)
-    expected = [alone(model, prompt) for prompt in PROMPTS]
-    hf_accel.patch(model, weights=None)
-    assert [alone(model, prompt) for prompt in PROMPTS] == expected
-    assert hf_accel.stats(model)["loop"] == "ragged"
-    assert together(model) == expected
-    ids, mask = padded("left")
-    rows = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert rows[:, ids.shape[1] :].tolist() == expected
+    check_together(model)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -144,12 +136,7 @@ def test_patch_is_undone_exactly(fuse: bool) -> None:
 
 def test_sampling_draws_stocks_numbers() -> None:
     model = model_of()
-    ids, mask = padded("left")
-    torch.manual_seed(5)
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True)
-    hf_accel.patch(model, weights=None)
-    torch.manual_seed(5)
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), expected)
+    check_sampling(model)
 
 
 def test_a_bias_in_front_of_the_convolution_stays_on_stocks_loop() -> None:

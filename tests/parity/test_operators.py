@@ -43,9 +43,8 @@ from hf_accel.fused.hf.operator_models import OperatorModel, PagedOperators, ope
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import OracleDrafter, requests
-from .together import NEW_TOKENS, PROMPTS, alone, in_passes, padded, together
+from .together import NEW_TOKENS, PROMPTS, WAIT, alone, check_served, in_passes, padded, together
 
-WAIT = 60
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
@@ -130,14 +129,7 @@ def test_random_programmes_of_requests(seed: int) -> None:
     drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
     given = numbers.choice([drafter, drafter, "ngram"])
     speculative = SpeculativeConfig(drafter=given, num_draft=numbers.choice([1, 3, 6])) if seed >= 3 else None
-    with Engine(model, speculative=speculative, token_budget=numbers.choice([None, 7, 64])) as engine:
-        jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
-        stopped = engine.submit(prompts[0], max_new_tokens=40)
-        stopped.cancel()
-        assert [job.result(WAIT).tokens for job in jobs] == expected
-        samples = engine.submit(prompts[1], max_new_tokens=lengths[1], n=3)
-        assert [sample.tokens for sample in samples.results(WAIT)] == [expected[1]] * 3
-    assert engine.stats["blocks_used"] == 0
+    check_served(model, prompts, expected, speculative=speculative, token_budget=numbers.choice([None, 7, 64]))
 
 
 @pytest.mark.parametrize("kind", FEW)

@@ -24,7 +24,18 @@ from .families import VOCABULARY
 from .recurrent_models import DELTA_RULES, FULL, LAYERS, LINEAR, STATE_SPACES, delta_rule_of, state_space_of
 from .snapshot import snapshot
 from .speculating import OracleDrafter, requests
-from .together import NEW_TOKENS, PROMPTS, alone, in_passes, padded, together
+from .together import (
+    NEW_TOKENS,
+    PROMPTS,
+    WAIT,
+    alone,
+    check_sampling,
+    check_served,
+    check_together,
+    in_passes,
+    padded,
+    together,
+)
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
 
@@ -34,7 +45,6 @@ WIDE = {"hidden_size": 64, "intermediate_size": 64, "linear_value_head_dim": 16}
 VARIED = (*DELTA_RULES, "falcon_h1", "zamba2")
 CASES = [(kind, *sizes) for kind in VARIED for sizes in ((2, 1), (4, 2), (3, 3))]
 CASES += [(kind, 4, 2) for kind in KINDS if kind not in VARIED]
-WAIT = 60
 
 
 def model_of(
@@ -54,15 +64,7 @@ def mixers(model: Any) -> list[nn.Module]:
 @pytest.mark.parametrize(("kind", "tokens", "repeats"), CASES)
 def test_requests_together_give_the_tokens_of_each_alone(kind: str, tokens: int, repeats: int) -> None:
     model = model_of(kind, tokens=tokens, repeats=repeats)
-    expected = [alone(model, prompt) for prompt in PROMPTS]
-    hf_accel.patch(model, weights=None)
-    assert [alone(model, prompt) for prompt in PROMPTS] == expected
-    assert hf_accel.stats(model)["loop"] == "ragged"
-    assert together(model) == expected
-    ids, mask = padded("left")
-    rows = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert rows[:, ids.shape[1] :].tolist() == expected
-    assert hf_accel.stats(model)["loop"] == "ragged"
+    check_together(model)
 
 
 def test_a_model_of_recurrent_layers_alone() -> None:
@@ -92,14 +94,7 @@ def test_random_programmes_of_requests(seed: int) -> None:
     drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
     speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 3, 6])) if seed % 2 else None
     budget = numbers.choice([None, 7, 64])
-    with Engine(model, speculative=speculative, token_budget=budget) as engine:
-        jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
-        stopped = engine.submit(prompts[0], max_new_tokens=40)
-        stopped.cancel()
-        assert [job.result(WAIT).tokens for job in jobs] == expected
-        samples = engine.submit(prompts[1], max_new_tokens=lengths[1], n=3)
-        assert [sample.tokens for sample in samples.results(WAIT)] == [expected[1]] * 3
-    assert engine.stats["blocks_used"] == 0
+    check_served(model, prompts, expected, speculative=speculative, token_budget=budget)
 
 
 def test_drafts_that_fail_leave_nothing_behind() -> None:
@@ -328,12 +323,7 @@ def test_patch_is_undone_exactly(kind: str, fuse: bool) -> None:
 @pytest.mark.parametrize("kind", ["next", "mamba2", "zamba2"])
 def test_sampling_draws_stocks_numbers(kind: str) -> None:
     model = model_of(kind)
-    ids, mask = padded("left")
-    torch.manual_seed(5)
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True)
-    hf_accel.patch(model, weights=None)
-    torch.manual_seed(5)
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), expected)
+    check_sampling(model)
 
 
 @pytest.mark.parametrize("kind", ["next", "mamba2", "mamba"])

@@ -19,9 +19,7 @@ from hf_accel.models import cache_name
 from .families import DECODER, VOCABULARY, WINDOW, build
 from .recurrent_models import LAYERS, state_space_of
 from .speculating import OracleDrafter
-from .together import alone
-
-WAIT = 60
+from .together import WAIT, alone
 
 
 def convolving() -> PreTrainedModel:

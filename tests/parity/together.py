@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import hf_accel
+from hf_accel import Engine
+
 from .speculating import requests
 
 PROMPTS = requests(5, longest=40, seed=6, shared=9)
 NEW_TOKENS = 20
+WAIT = 60
 
 
 def alone(model: Any, prompt: list[int], count: int = NEW_TOKENS, **settings: Any) -> list[int]:
@@ -44,3 +49,41 @@ def in_passes(model: Any, ids: Tensor, mask: Tensor, cuts: list[int], *, cache: 
         cache, start = output.past_key_values, part.stop
         logits.append(output.logits)
     return torch.cat(logits, 1)
+
+
+def check_together(model: Any) -> None:
+    """Patch a model, and require the tokens that it gave before: each prompt alone, all together, and padded."""
+    expected = [alone(model, prompt) for prompt in PROMPTS]
+    hf_accel.patch(model, weights=None)
+    assert [alone(model, prompt) for prompt in PROMPTS] == expected
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    assert together(model) == expected
+    ids, mask = padded("left")
+    rows = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert rows[:, ids.shape[1] :].tolist() == expected
+    assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+def check_served(model: Any, prompts: Sequence[list[int]], expected: Sequence[list[int]], **settings: Any) -> None:
+    """Require these tokens of an Engine over a patched model, beside a request that is cancelled, and of samples.
+
+    settings: keywords of Engine.
+    """
+    lengths = [len(tokens) for tokens in expected]
+    with Engine(model, **settings) as engine:
+        jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+        engine.submit(prompts[0], max_new_tokens=40).cancel()
+        assert [job.result(WAIT).tokens for job in jobs] == expected
+        samples = engine.submit(prompts[1], max_new_tokens=lengths[1], n=3)
+        assert [sample.tokens for sample in samples.results(WAIT)] == [expected[1]] * 3
+    assert engine.stats["blocks_used"] == 0
+
+
+def check_sampling(model: Any) -> None:
+    """Patch a model, and require the tokens that it drew before with the same seed."""
+    ids, mask = padded("left")
+    torch.manual_seed(5)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True)
+    hf_accel.patch(model, weights=None)
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), expected)
