@@ -1,15 +1,22 @@
-"""The inputs of a prompt that do not follow from its token ids: embeddings of images or of a user, and positions."""
+"""The inputs that a request brings besides its tokens: images, embeddings, positions, or those of an encoder."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 CONTENT_BYTES = 8
+# What generate() prepares for a text.
+TEXT_INPUTS = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
+    "labels", "output_attentions", "output_hidden_states", "num_items_in_batch", "cache_position", "synced_gpus",
+    "cache_params",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,35 @@ class PromptInputs:
         if self.positions is not None and given < count:
             later = torch.arange(start + given, start + count)
             yield PassRows(first + given, count - given, None, later + torch.tensor(self.shifts)[:, None])
+
+
+@dataclass(eq=False)
+class RequestInputs:
+    """The inputs of a request besides the tokens that its sequences begin with. All its samples share one.
+
+    unread: inputs that the model's own code has still to read, by name, as a processor makes them for one prompt:
+        pixel_values, or the input_ids of an encoder; None if there are none.
+    prompt: what the decoder is given for the prompt besides its ids; None for a text.
+    source: the output of an encoder, [T, C], that the tokens attend to; None without an encoder.
+    encoder_ids: the token ids that the encoder reads, which are those that the user gave.
+    num_hidden: how many of the first tokens have no ids that anybody gave; logits processors do not see them.
+    """
+
+    unread: Mapping[str, Any] | None = None
+    prompt: PromptInputs | None = None
+    source: Tensor | None = None
+    encoder_ids: Sequence[int] = ()
+    num_hidden: int = 0
+
+
+def other_input(inputs: Mapping[str, Any]) -> str | None:
+    """The name of an input other than token ids on which keys and values may depend; None if there is none."""
+    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _says_nothing(value)), None)
+
+
+def _says_nothing(value: object) -> bool:
+    """Return whether an input is None or an empty dict; transformers passes the latter if there are no images."""
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 def _whole_stops(seen: list[int], start: int) -> Iterator[int]:
