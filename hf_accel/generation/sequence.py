@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..cache.cached_sequence import CachedSequence
+    from .beam_search import BeamSearch
     from .prompt_inputs import PromptInputs
     from .sampling.sampling import Sampling
 
@@ -42,6 +43,7 @@ class Sequence:
     inputs: what the model is given for the prompt besides the token ids; None if it is given nothing else.
     given: further inputs of the model's for the prompt, such as pixel_values, of which the Session makes `inputs`.
     num_hidden: how many of the first tokens have no ids that anybody gave; logits processors do not see them.
+    search: the beam search that chooses the tokens, if this is one of its beams; it also decides when they end.
     """
 
     tokens: list[int]
@@ -69,6 +71,7 @@ class Sequence:
     inputs: PromptInputs | None = None
     given: Mapping[str, Any] | None = None
     num_hidden: int = 0
+    search: BeamSearch | None = None
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 
     def __post_init__(self) -> None:

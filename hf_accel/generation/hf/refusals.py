@@ -13,6 +13,7 @@ from ...errors import HfAccelWarning, UnsupportedError
 from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..sampling.purity import stateful_refusal
+from .beams import beams_refusal
 from .encoder_source import encoder_refusal
 from .generation_state import GenerationState, LoopCall
 from .model_runner import (
@@ -95,7 +96,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     more = has_more_than_ids(call)
     if more and not own_cache and call.cache.get_seq_length():
         return f"a cache that holds tokens is passed along with {other or 'positions'}"
-    wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    wanted = ["output_attentions", "output_hidden_states"]
+    if not call.has_beams:
+        wanted = ["output_scores", "output_logits", *wanted]
     asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
     if asked:
         return f"{asked[0]}=True collects a tensor of each step"
@@ -111,6 +114,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     has_none = keeps_states_alone(call.model.config) or (operators is not None and not operators.takes_positions)
     if not (more or has_none) and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
+    if call.has_beams:
+        return beams_refusal(call)
     return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
 
 
