@@ -21,6 +21,7 @@ from ...errors import UnsupportedError
 from ...undo.state import state_of
 from ..prompt_inputs import PassRows, PromptInputs, RequestInputs
 from ..sequence import Sequence
+from .beams import begin_search, search_output
 from .encoder_source import sources
 from .generation_state import LoopCall
 from .graphed_runner import GraphedRunner, keep_runner
@@ -32,14 +33,17 @@ from .session import Session
 def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     """Run the loop of a call. Returns what transformers' loop would return, and statistics of the speculation."""
     budget = call.config.prefill_chunk_size
+    if budget is not None and call.has_beams:
+        budget = max(budget, len(call.input_ids))  # beams wait for each other, so a pass has room for all
     inputs = prompt_inputs(call.model, call.input_ids, call.mask, call.inputs) if call.has_more_than_ids else None
     with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
         sequences = _sequences(call, inputs or [None] * len(call.input_ids))
+        search = begin_search(call, sequences) if call.has_beams else None
         try:
             _loop(call, session, sequences)
-            result: Any = _result(call, sequences)
+            result: Any = _result(call, sequences) if search is None else search_output(call, search)
             if sequences[0].keeps_pages:
-                if call.config.return_dict_in_generate:
+                if call.config.return_dict_in_generate and search is None:
                     _compute_ends(session, sequences)
                 _keep(call, sequences)
         except BaseException:
@@ -52,6 +56,8 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     state = state_of(call.model).generation
     if state.call is not None and state.call.own_cache and isinstance(session.runner, GraphedRunner):
         keep_runner(state, session.runner, call.cache.settings)
+    if search is not None:
+        return result, graphs
     if call.config.return_dict_in_generate:
         result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=call.cache)
         if call.speculative is not None:
@@ -66,6 +72,7 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
     sampling, stop = stock_sampling(call.processors, greedy=greedy, draw=draws), stop_rules(call.criteria)
     # If the number of pages is fixed, other sequences need the pages of those that have ended.
     keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
+    keeps = keeps and not (call.has_beams and not call.config.return_dict_in_generate)
     seeds = (
         [0] * len(call.input_ids)
         if greedy or draws is not None

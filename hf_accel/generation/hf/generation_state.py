@@ -112,9 +112,13 @@ class LoopCall:
         return self.num_columns if embeddings is None else int(embeddings.shape[1])
 
     @property
+    def has_beams(self) -> bool:
+        return (self.config.num_beams or 1) > 1
+
+    @property
     def repeats(self) -> int:
-        """The number of consecutive rows that are samples of one prompt."""
-        return self.config.num_return_sequences or 1
+        """The number of consecutive rows that are samples, or beams, of one prompt."""
+        return (self.config.num_beams if self.has_beams else self.config.num_return_sequences) or 1
 
     @property
     def pad_token(self) -> int:

@@ -43,6 +43,9 @@ from .refusals import (
 )
 
 NOT_GIVEN = Default("not given")
+RAGGED_MODES = (
+    GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE,
+)  # fmt: skip
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
@@ -142,6 +145,26 @@ class AcceleratedGeneration(WritesModelCard):
         return super()._sample(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
+
+    def _beam_search(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        call = self._generation_state.call
+        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
+        loop_call = LoopCall(self, *prepared, model_kwargs, synced_gpus, None, None)  # type: ignore[arg-type]
+        output, refusal = self._ragged(loop_call)
+        if refusal is None:
+            return output
+        report_stock_loop(self._generation_state, refusal)
+        if call is not None and call.own_cache:
+            give_stock_cache(loop_call)
+        return super()._beam_search(*prepared, synced_gpus=synced_gpus, **model_kwargs)  # type: ignore[misc]
 
     def _assisted_decoding(
         self,
@@ -288,7 +311,7 @@ class AcceleratedGeneration(WritesModelCard):
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         wanted = wanted and padding_refusal(self, model_kwargs.get("attention_mask")) is None  # type: ignore[arg-type]
         if self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-            wanted = wanted and generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+            wanted = wanted and generation_mode in RAGGED_MODES
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "

@@ -14,6 +14,7 @@ from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..prompt_inputs import other_input
 from ..sampling.purity import stateful_refusal
+from .beams import beams_refusal
 from .encoder_source import encoder_refusal
 from .generation_state import GenerationState, LoopCall
 from .model_runner import (
@@ -94,7 +95,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     more = call.has_more_than_ids
     if more and not own_cache and call.cache.get_seq_length():
         return f"a cache that holds tokens is passed along with {other or 'positions'}"
-    wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    wanted = ["output_attentions", "output_hidden_states"]
+    if not call.has_beams:
+        wanted = ["output_scores", "output_logits", *wanted]
     asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
     if asked:
         return f"{asked[0]}=True collects a tensor of each step"
@@ -110,6 +113,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     counts = operators.takes_positions if operators is not None else not model_kinds(call.model.config).is_states_alone
     if counts and not more and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
+    if call.has_beams:
+        return beams_refusal(call)
     return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
 
 
