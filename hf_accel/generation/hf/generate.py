@@ -25,16 +25,15 @@ from .encoder_source import sources
 from .generation_state import LoopCall
 from .graphed_runner import GraphedRunner, keep_runner
 from .processing import BatchDraws, stock_sampling, stop_rules
-from .prompts import has_more_than_ids, prompt_inputs
+from .prompts import inputs_of_rows
 from .session import Session
 
 
 def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     """Run the loop of a call. Returns what transformers' loop would return, and statistics of the speculation."""
-    budget = call.config.prefill_chunk_size
-    inputs = prompt_inputs(call.model, call.input_ids, call.mask, call.inputs) if has_more_than_ids(call) else None
+    budget, inputs = call.config.prefill_chunk_size, inputs_of_rows(call)
     with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
-        sequences = _sequences(call, inputs or [None] * len(call.input_ids))
+        sequences = _sequences(call, inputs)
         try:
             _loop(call, session, sequences)
             result: Any = _result(call, sequences)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...models import vocabulary_size
 from ...recognition.generation_code import only_passes_on
 from ...tensors import model_device
 from ...undo.state import find_state, state_of
-from ..prompt_inputs import PromptInputs, contents_of, contents_of_wholes
+from ..prompt_inputs import PromptInputs, contents_of, contents_of_wholes, moved
 from .decoder_call import UpToDecoder
 from .generation_state import LoopCall
 from .model_runner import TEXT_INPUTS, other_input, prepare_step
@@ -38,6 +38,19 @@ def has_more_than_ids(call: LoopCall) -> bool:
     if call.has_encoder:
         return False
     return other_input(call.inputs) is not None or state_of(call.model).generation.prepares
+
+
+def inputs_of_rows(call: LoopCall) -> Sequence[PromptInputs | None]:
+    """Return the inputs of each row of a call; None for a row of token ids alone that stand at their indices."""
+    rows: list[PromptInputs | None] = [None] * len(call.input_ids)
+    if has_more_than_ids(call):
+        return prompt_inputs(call.model, call.input_ids, call.mask, call.inputs)
+    if call.mask is None or not state_of(call.model).generation.counts_padding:
+        return rows
+    for row, ids in enumerate(call.input_ids.tolist()):
+        if padding := int((call.mask[row] == 0).sum()):
+            rows[row] = moved(ids[padding:], padding)
+    return rows
 
 
 def prompt_inputs(

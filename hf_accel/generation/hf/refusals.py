@@ -107,8 +107,10 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "it is given other token ids than embeddings"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
-    operators = state_of(call.model).generation.operators
+    state = state_of(call.model).generation
+    operators = state.operators
     has_none = keeps_states_alone(call.model.config) or (operators is not None and not operators.takes_positions)
+    has_none = has_none or state.counts_padding
     if not (more or has_none) and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
     return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
