@@ -41,14 +41,14 @@ Rows = Sequence[PassRows]
 class PromptInputs:
     """The inputs of the T tokens of one prompt, as the model's own code has made them.
 
-    embeddings: [T, D], on the model's device. positions: [P, T] int64, on the host, with P coordinates for each token;
-    None if each stands at its index. shifts: what is added to the index of a token behind the prompt, for each
-    coordinate. contents: for each token, the number by which the prefix index knows it: its id, or a negative number
-    that is another one for other inputs.
+    embeddings: [T, D], on the model's device; None for those of the ids. positions: [P, T] int64, on the host, with P
+    coordinates for each token; None if each stands at its index. shifts: what is added to the index of a token behind
+    the prompt, for each coordinate. contents: for each token, the number by which the prefix index knows it: its id,
+    or a negative number that is another one for other inputs.
     seen: for each token, how many of the first tokens it sees; None if each sees those up to itself.
     """
 
-    embeddings: Tensor
+    embeddings: Tensor | None
     positions: Tensor | None
     shifts: tuple[int, ...]
     contents: list[int]
@@ -83,7 +83,7 @@ class PromptInputs:
         if given:
             stop = start + given
             positions = None if self.positions is None else self.positions[:, start:stop]
-            yield PassRows(first, given, self.embeddings[start:stop], positions)
+            yield PassRows(first, given, None if self.embeddings is None else self.embeddings[start:stop], positions)
         if self.positions is not None and given < count:
             later = torch.arange(start + given, start + count)
             yield PassRows(first + given, count - given, None, later + torch.tensor(self.shifts)[:, None])
@@ -148,6 +148,13 @@ def _number(*parts: bytes) -> int:
     for part in parts:
         digest.update(part)
     return -1 - (int.from_bytes(digest.digest(), "little") >> 1)
+
+
+def moved(ids: list[int], columns: int) -> PromptInputs:
+    """Return the inputs of a prompt whose tokens, with those behind it, stand so many columns later."""
+    contents = [_number(repr((token, columns + index)).encode()) for index, token in enumerate(ids)]
+    positions = torch.arange(columns, columns + len(ids))[None]
+    return PromptInputs(None, positions, (columns,), contents)
 
 
 def contents_of(ids: list[int], is_plain: list[bool], embeddings: Tensor, positions: Tensor | None) -> list[int]:

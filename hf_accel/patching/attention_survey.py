@@ -36,7 +36,7 @@ from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of, source_of
 from ..recognition.generation_code import counts_nothing
 from ..tensors import model_device
-from .encoder_decoder_survey import decoder_loop_refusal, decoder_refusal
+from .encoder_decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -170,8 +170,8 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
     counts = "position_ids" in parameters or (attends_nowhere(model) and counts_nothing(model))
-    if not counts and known_operators(model) is None:
-        return f"{name} takes no position_ids"
+    if not counts and known_operators(model) is None and (refusal := counting_refusal(model)) is not None:
+        return refusal
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if set(needed) - {"self", "input_ids"}:
         return f"{name} needs more than token ids"

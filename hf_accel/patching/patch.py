@@ -297,6 +297,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         make_attending=with_stock_attention,
         context=todo.context,
         hides_rows=todo.hides_rows,
+        counts_padding=todo.counts_padding,
         operators=todo.fused.operators,
     )
     journal.attribute(model, STATE, PatchState(todo.config, todo.to_dict(), journal, originals, generation))

@@ -11,7 +11,7 @@ from .kinds import (
     sharing_refusal,
     windows_of_pages,
 )
-from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass
+from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass, TokensBefore
 from .paged import PagedCache
 from .room import fixed_settings, share_settings
 
@@ -24,6 +24,7 @@ __all__ = [
     "RaggedCache",
     "RaggedEncoderDecoderCache",
     "RecurrentPass",
+    "TokensBefore",
     "fixed_settings",
     "keeps_states_alone",
     "kinds_of_layer",

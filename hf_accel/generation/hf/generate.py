@@ -26,18 +26,17 @@ from .encoder_source import sources
 from .generation_state import LoopCall
 from .graphed_runner import GraphedRunner, keep_runner
 from .processing import BatchDraws, stock_sampling, stop_rules
-from .prompts import prompt_inputs
+from .prompts import inputs_of_rows
 from .session import Session
 
 
 def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     """Run the loop of a call. Returns what transformers' loop would return, and statistics of the speculation."""
-    budget = call.config.prefill_chunk_size
+    budget, inputs = call.config.prefill_chunk_size, inputs_of_rows(call)
     if budget is not None and call.has_beams:
         budget = max(budget, len(call.input_ids))  # beams wait for each other, so a pass has room for all
-    inputs = prompt_inputs(call.model, call.input_ids, call.mask, call.inputs) if call.has_more_than_ids else None
     with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
-        sequences = _sequences(call, inputs or [None] * len(call.input_ids))
+        sequences = _sequences(call, inputs)
         search = begin_search(call, sequences) if call.has_beams else None
         try:
             _loop(call, session, sequences)

@@ -150,6 +150,7 @@ class GenerationState:
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     context: the ranks that share out the blocks of caches; None if each cache is whole.
     hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
+    counts_padding: whether the model counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """
 
@@ -176,6 +177,7 @@ class GenerationState:
     agreement: ProcessAgreement = ALONE
     context: SharedContext | None = None
     hides_rows: bool | None = None
+    counts_padding: bool = False
     operators: Any = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 

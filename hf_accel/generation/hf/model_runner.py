@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...attention.hf import ATTENTION_NAME
 from ...cache.group import PageGroup, PassInputs, Step
-from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, keeps_states_alone, model_kinds
+from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, keeps_states_alone, model_kinds
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...fused.hf.operator_models import OperatorModel
@@ -155,6 +155,13 @@ def operators_of(model: nn.Module) -> OperatorModel | None:
     return known
 
 
+def counts_positions(model: Any) -> bool:
+    """Return whether a model without an encoder takes no positions, and counts them by itself."""
+    if model.config.is_encoder_decoder or "position_ids" in _parameters(original_class(model)):
+        return False
+    return operators_of(model) is None and not keeps_states_alone(model.config)
+
+
 def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
     """Return the inputs of a pass on the host; zeros stand for ids that are on a device. See Runner."""
     own = torch.zeros(len(ids), dtype=torch.int64) if isinstance(ids, Tensor) else integers(ids)
@@ -188,7 +195,10 @@ class ModelRunner:
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
         self._cache_name = cache_name(model)
-        self._positions = "position_ids" in _parameters(original_class(model))
+        parameters = _parameters(original_class(model))
+        self._positions = "position_ids" in parameters
+        self._counts = counts_positions(model)
+        self._takes_mask = "attention_mask" in parameters
 
     @property
     def device(self) -> torch.device:
@@ -255,18 +265,19 @@ class ModelRunner:
         return logits if self.selects or everything else logits[inputs.keep]
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
-        """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass."""
+        """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass, which a model that counts
+        them by itself learns from its cache.
+        """
+        if self._counts:
+            ids = inputs.ids[None]
+            self.cache.before = TokensBefore(_placed(inputs.positions, rows))
+            return (
+                {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if self._takes_mask else {"input_ids": ids}
+            )
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
         planes = state_of(self.model).generation.planes
-        positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
-        placed = [each for each in rows if each.positions is not None]
-        positions = positions.clone() if placed else positions
-        for each in placed:
-            assert each.positions is not None
-            positions[..., each.first : each.first + each.count] = each.positions.to(positions.device).view(
-                *positions.shape[:-1], -1
-            )
+        positions = _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
         embedded = [each for each in rows if each.embeddings is not None]
         if not embedded:
             return {"input_ids": inputs.ids[None], "position_ids": positions}
@@ -277,6 +288,18 @@ class ModelRunner:
         for each in embedded:
             embeddings[each.first : each.first + each.count] = each.embeddings
         return {"inputs_embeds": embeddings[None], "position_ids": positions}
+
+
+def _placed(positions: Tensor, rows: Rows) -> Tensor:
+    """Return the positions [..., N] of a pass, with those that some of its tokens have been given."""
+    placed = [each for each in rows if each.positions is not None]
+    positions = positions.clone() if placed else positions
+    for each in placed:
+        assert each.positions is not None
+        positions[..., each.first : each.first + each.count] = each.positions.to(positions.device).view(
+            *positions.shape[:-1], -1
+        )
+    return positions
 
 
 def weights_changed(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,17 @@ from ...models import vocabulary_size
 from ...recognition.generation_code import only_passes_on
 from ...tensors import model_device
 from ...undo.state import find_state
-from ..prompt_inputs import TEXT_INPUTS, PromptInputs, RequestInputs, contents_of, contents_of_wholes
+from ..prompt_inputs import (
+    TEXT_INPUTS,
+    PromptInputs,
+    RequestInputs,
+    contents_of,
+    contents_of_wholes,
+    moved,
+)
 from .decoder_call import UpToDecoder
 from .encoder_source import encoder_output
+from .generation_state import LoopCall
 from .model_runner import prepare_step
 from .prompt_masks import tokens_seen
 
@@ -31,6 +39,19 @@ LONG_ROPE = "original_max_position_embeddings"
 PROBE = 1  # any token, for the second pass
 TEXT_LENGTHS = ((5,), (9, 6), (33,))  # of the texts of trials
 MOST_IDS = 32  # the tokens of trials are the first ones: those that stand for images have large ids
+
+
+def inputs_of_rows(call: LoopCall) -> Sequence[PromptInputs | None]:
+    """Return the inputs of each row of a call; None for a row of token ids alone that stand at their indices."""
+    rows: list[PromptInputs | None] = [None] * len(call.input_ids)
+    if call.has_more_than_ids:
+        return prompt_inputs(call.model, call.input_ids, call.mask, call.inputs)
+    if call.mask is None or not call.state.counts_padding:
+        return rows
+    for row, ids in enumerate(call.input_ids.tolist()):
+        if padding := int((call.mask[row] == 0).sum()):
+            rows[row] = moved(ids[padding:], padding)
+    return rows
 
 
 def prompt_inputs(
