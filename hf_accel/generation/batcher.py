@@ -216,9 +216,9 @@ class Batcher:
             assert sequence.cached is not None
             count = chunk.count + len(draft.tokens)
             seen = None
-            if sequence.inputs is not None:
-                rows += sequence.inputs.rows(len(ids), start, count)
-                seen = sequence.inputs.seen_by(start, count)
+            if (given := sequence.prompt_inputs) is not None:
+                rows += given.rows(len(ids), start, count)
+                seen = given.seen_by(start, count)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
             positions += range(start, start + count)

@@ -12,7 +12,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ...cache.once import OnceGroup
 from ...cache.states import StateGroup
-from ..beam_search import BeamSearch, BeamSettings, Hypothesis
+from ..beam_search import BeamSearch, BeamSettings
 from ..sequence import Sequence
 from .beam_scores import process_of
 from .generation_state import LoopCall
@@ -109,7 +109,9 @@ def _padded(rows: list[list[int]], fill: int) -> Tensor:
 def _is_plain(call: LoopCall, criterion: Any) -> bool:
     """Return whether the search needs no call of this criterion, because it knows the length and the stop tokens."""
     if isinstance(criterion, stopping_criteria.MaxLengthCriteria):
-        return type(criterion) is stopping_criteria.MaxLengthCriteria and criterion.max_length == call.config.max_length
+        return (
+            type(criterion) is stopping_criteria.MaxLengthCriteria and criterion.max_length == call.config.max_length
+        )
     return type(criterion) is stopping_criteria.EosTokenCriteria
 
 

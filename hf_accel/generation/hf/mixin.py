@@ -18,9 +18,10 @@ from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
 from ...linear.model_card import WritesModelCard
-from ...models import cache_name, positions_depend_on_length
+from ...models import positions_depend_on_length
 from ...tensors import made_on_host
 from ...undo.state import state_of
+from ..prompt_inputs import other_input
 from .batch import generate_batch, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
@@ -28,7 +29,7 @@ from .encoder_source import give_stock_cache, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
-from .model_runner import other_input, positions_count_tokens, weights_salt
+from .model_runner import positions_count_tokens, weights_salt
 from .refusals import (
     call_refusal,
     changed_refusal,
@@ -303,7 +304,7 @@ class AcceleratedGeneration(WritesModelCard):
         **kwargs: Any,
     ) -> None:
         state = self._generation_state
-        name = cache_name(self)
+        name = state.cache_name
         given = model_kwargs.get(name)
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
@@ -324,7 +325,7 @@ class AcceleratedGeneration(WritesModelCard):
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
                 kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-            model_kwargs[name] = with_encoder(kept, self)
+            model_kwargs[name] = with_encoder(kept) if self.config.is_encoder_decoder else kept  # type: ignore[attr-defined]
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
@@ -344,7 +345,7 @@ class AcceleratedGeneration(WritesModelCard):
         call = self._generation_state.call
         if call is not None:
             call.prompt_columns = input_ids.shape[1]
-        cache = model_kwargs.get(cache_name(self))
+        cache = model_kwargs.get(self._generation_state.cache_name)
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         text_only = other_input(model_kwargs) is None and not self._generation_state.prepares
