@@ -49,7 +49,7 @@ from .encoder_decoder_survey import counts_padding, rows_hidden_in
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .over_pages import with_pages
+from .over_pages import with_dtype_readers, with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import check_other_quantizer, input_embedding, sites_for, split_of
 from .twin import twin
@@ -95,6 +95,7 @@ def make_plan(
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
+    fused = with_dtype_readers(inner, linears, fused)
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
