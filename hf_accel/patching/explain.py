@@ -251,7 +251,7 @@ def _graphs_line(plan: Plan) -> Line:
         or plan.stock_loop
         or (graphs.SPLIT if plan.agreement.size > 1 else None)
     )
-    if refusal is None and plan.fused.operators is not None:
+    if refusal is None and plan.form.operators is not None:
         refusal = OPERATORS_ON_HOST
     if refusal is None and host:
         refusal = f"the attention backend {host[0]!r} reads the lengths of sequences on the host"

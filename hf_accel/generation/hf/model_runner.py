@@ -151,7 +151,7 @@ def attention_refusal(model: Any) -> str | None:
 def operators_of(model: nn.Module) -> OperatorModel | None:
     """Return what is known of a patched model that attends by torch's operators; None for any other."""
     state = find_state(model)
-    known: OperatorModel | None = None if state is None else state.generation.operators
+    known: OperatorModel | None = None if state is None else state.generation.form.operators
     return known
 
 
@@ -274,7 +274,7 @@ class ModelRunner:
             return ids | {"attention_mask": torch.ones_like(ids["input_ids"])} if self._takes_mask else ids
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
-        planes = state_of(self.model).generation.planes
+        planes = state_of(self.model).generation.form.planes
         positions = _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
         embedded = [each for each in rows if each.embeddings is not None]
         if not embedded:
