@@ -1,12 +1,16 @@
-"""Plans what a model that reads pages needs: how its decoder is called, and modules with a forward of ours."""
+"""Plans what a model that reads pages needs, or quantized weights: how its decoder is called, and modules with a
+forward of ours.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from ..config import PatchConfig
+from ..fused.hf.dtype_readers import dtype_readers
 from ..fused.hf.operator_models import operator_sites
 from ..fused.hf.part_activations import part_activations
 from ..fused.hf.recurrences import state_sites
@@ -14,7 +18,7 @@ from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.prompts import own_methods, text_form
 from .attention_survey import known_operators
 from .encoder_decoder_survey import counts_padding, rows_hidden_in
-from .plan import FusedPlan
+from .plan import FusedPlan, LinearPlan
 
 
 def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: str | None) -> DecoderForm:
@@ -42,3 +46,11 @@ def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, fo
     taken = {site.module for site in sites}  # a module has one mixin
     kept = (site for site in fused.sites if site.module not in taken)
     return replace(fused, sites=(*kept, *sites))
+
+
+def with_dtype_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan) -> FusedPlan:
+    """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it."""
+    quantized = {linear.site.module for linear in linears if linear.choice is not None}
+    taken = {site.module for site in fused.sites}  # a module has one mixin
+    readers = tuple(site for site in dtype_readers(model, quantized) if site.module not in taken)
+    return replace(fused, sites=(*fused.sites, *readers)) if readers else fused

@@ -48,7 +48,7 @@ from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .over_pages import decoder_form, with_pages
+from .over_pages import decoder_form, with_dtype_readers, with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import check_other_quantizer, input_embedding, sites_for, split_of
 from .twin import twin
@@ -91,6 +91,7 @@ def make_plan(
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
+    fused = with_dtype_readers(inner, linears, fused)
     form = decoder_form(inner, stock_cache, stock_loop)
     plan = Plan(
         model=inner,

@@ -269,11 +269,9 @@ class ModelRunner:
         them by itself learns from its cache.
         """
         if self._counts:
-            ids = inputs.ids[None]
+            ids = {"input_ids": inputs.ids[None]}
             self.cache.before = TokensBefore(_placed(inputs.positions, rows))
-            return (
-                {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if self._takes_mask else {"input_ids": ids}
-            )
+            return ids | {"attention_mask": torch.ones_like(ids["input_ids"])} if self._takes_mask else ids
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
         planes = state_of(self.model).generation.form.planes
