@@ -1,7 +1,8 @@
 """Functions that torch rounds by the place of a number, in modules that torch computes.
 
-On a CPU torch cuts a tensor into shares, one for each thread, and computes what fills vectors of a share in one way and
-the rest of it in another. So a token's bits depend on what else is in its tensor, unless rows fill vectors in each share.
+On a CPU torch cuts a tensor into shares, one for each thread. It computes what fills vectors of a share in one way,
+and the rest of it in another. So a token's bits depend on what else is in its tensor, unless rows fill vectors in each
+share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan says whether torch rounds a token's numbers by what else is in a pass, for functions of single numbers too."""
+"""A plan says which functions of single numbers torch rounds by what else is in a pass."""
 
 from __future__ import annotations
 
