@@ -36,7 +36,7 @@ from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer, stored_tables
 from ..linear.model_card import WritesModelCard
-from ..models import layers_config, model_of, unwrapped
+from ..models import cache_name, layers_config, model_of, unwrapped
 from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, mixed_class
 from ..undo.state import (
@@ -286,6 +286,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     prepares = todo.stock_loop is None and bool(own_methods(model))
     generation = GenerationState(
         None if todo.stock_cache else todo.config.cache,
+        cache_name=cache_name(model),
         speculative=todo.config.speculative,
         ragged_refusal=todo.stock_loop,
         prepares=prepares,
@@ -296,6 +297,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         make_attending=with_stock_attention,
         context=todo.context,
         hides_rows=todo.hides_rows,
+        counts_padding=todo.counts_padding,
         operators=todo.fused.operators,
     )
     journal.attribute(model, STATE, PatchState(todo.config, todo.to_dict(), journal, originals, generation))

@@ -120,6 +120,7 @@ class Plan(Printed):
     split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
         out the KV cache; None if this process has the whole cache.
     hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without pages of it.
+    counts_padding: whether the model counts positions by itself, and padding in front of a prompt with them.
     """
 
     model: PreTrainedModel
@@ -143,6 +144,7 @@ class Plan(Printed):
     split: TensorParallel | None = None
     context: ContextParallel | None = None
     hides_rows: bool | None = None
+    counts_padding: bool = False
 
     @property
     def agreement(self) -> ProcessAgreement:

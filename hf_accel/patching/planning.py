@@ -45,7 +45,7 @@ from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_calibration, check_in_memory, check_model
-from .encoder_decoder_survey import rows_hidden_in
+from .encoder_decoder_survey import counts_padding, rows_hidden_in
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
@@ -118,7 +118,9 @@ def make_plan(
     )
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it out")
-    return replace(plan, lines=tuple(explain(plan)), hides_rows=None if stock_cache else rows_hidden_in(inner))
+    hides_rows = None if stock_cache else rows_hidden_in(inner)
+    counts = stock_loop is None and counts_padding(inner)
+    return replace(plan, lines=tuple(explain(plan)), hides_rows=hides_rows, counts_padding=counts)
 
 
 def _kind(model: PreTrainedModel) -> str:

@@ -4,15 +4,14 @@ from .encoder_decoder import RaggedEncoderDecoderCache
 from .kinds import (
     NOT_PAGED,
     keeps_states_alone,
-    kinds_of,
     kinds_of_layer,
     layer_names,
-    layer_windows,
+    model_kinds,
     page_groups,
     sharing_refusal,
     windows_of_pages,
 )
-from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass
+from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass, TokensBefore
 from .paged import PagedCache
 from .room import fixed_settings, share_settings
 
@@ -25,12 +24,12 @@ __all__ = [
     "RaggedCache",
     "RaggedEncoderDecoderCache",
     "RecurrentPass",
+    "TokensBefore",
     "fixed_settings",
     "keeps_states_alone",
-    "kinds_of",
     "kinds_of_layer",
     "layer_names",
-    "layer_windows",
+    "model_kinds",
     "page_groups",
     "share_settings",
     "sharing_refusal",

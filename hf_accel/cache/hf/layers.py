@@ -292,6 +292,28 @@ def bypassed(layer_idx: int, what: str = "K") -> str:
 # -- one pass over the tokens of many sequences, end to end in one row ---------------------------------
 
 
+class TokensBefore:
+    """The number of tokens before a pass over many sequences, which is another one for each of its N tokens.
+
+    Decoders add it to counts within the pass. To a count along the columns, [N], each token adds the tokens before
+    it, and not those of the pass that belong to other sequences; a count of queries, [N, 1], is the same. In a count
+    [1, N] of the tokens that are no padding, each token counts itself alone. An integer, the columns of the pass,
+    becomes the largest number of tokens.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions  # [N] int64: the tokens of its own sequence before each token
+
+    def __radd__(self, count: Tensor | int) -> Any:
+        if not isinstance(count, Tensor):
+            return count + int(self.positions.max()) + 1 - len(self.positions)
+        if count.ndim == 1 or len(count) > 1:
+            return count - torch.arange(len(count), device=count.device).view_as(count) + self.positions.view_as(count)
+        return count.diff(dim=-1, prepend=count.new_zeros(len(count), 1)) + self.positions
+
+    __add__ = __radd__
+
+
 class RaggedLayer(LayerOverPages):
     """One layer of a RaggedCache.
 
@@ -323,10 +345,12 @@ class RaggedCache(CacheOverPages):
 
     step: says which slots the pass writes and reads. one_column: whether it tells the model of one key alone, for a
     model that makes masks which nobody reads. bias: what its attention adds to scores by positions.
+    before: for a model that counts positions by itself, the tokens before each token; None for one that is given them.
     """
 
     step: Step
     bias: PositionBias | None = None
+    before: TokensBefore | None = None
 
     def __init__(
         self, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], *, one_column: bool = False
@@ -338,6 +362,12 @@ class RaggedCache(CacheOverPages):
 
     def step_for(self, layer: RaggedLayer, keys: Tensor) -> Step:
         return self.step
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return 0 if self.before is None else self.before
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0  # for masks, of which a ragged pass needs none
 
     def slots_before(self, group_index: int) -> Tensor:
         """Return the slots in the window of each token, [N, window], which the layers of a group share."""
