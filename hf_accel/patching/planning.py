@@ -183,7 +183,7 @@ def _plan_sites(
     model: PreTrainedModel, config: WeightConfig, where: _Where, eight_bits: Collection[str]
 ) -> Iterable[LinearPlan]:
     """Plan each site. Raises UnsupportedError if embedding= was asked for and cannot be met."""
-    sites, embedding_stays = sites_for(model, config)
+    sites, embedding_stays = sites_for(model, config, device_type=where.device_type)
     planned = []
     for site in sites:
         kept = site.config_in(config, eight_bits)
