@@ -284,12 +284,14 @@ def _put_copy(model: nn.Module, site: FusedSite, journal: Journal) -> None:
 def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:
     model = todo.model
     prepares = todo.stock_loop is None and bool(own_methods(model))
+    texts = text_form(model) if prepares else None
     generation = GenerationState(
         None if todo.stock_cache else todo.config.cache,
         speculative=todo.config.speculative,
         ragged_refusal=todo.stock_loop,
         prepares=prepares,
-        planes=text_form(model) if prepares else None,
+        planes=None if texts is None else texts.planes,
+        reads_texts=texts is not None and not texts.is_ids,
         invariant_rows=todo.invariant_rows,
         agreement=todo.agreement,
         make_draft=make_draft,

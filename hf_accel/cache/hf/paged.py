@@ -341,7 +341,8 @@ class PagedCache(CacheOverPages):
 
     @property
     def is_initialized(self) -> bool:
-        return any(group.storages for group in self.pages.groups)
+        """Whether the cache holds tokens: some models take a cache that does not for the first pass over a prompt."""
+        return self.get_seq_length() > 0
 
     @property
     def batch_size(self) -> int:

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import ModelOutput
 
+from ...attention.hf.stock import EAGER, name_before_patch
 from ...errors import NotRaggedError
 from ...models import is_within, layers_config
 from ...recognition.trial import unwatched_twin
@@ -89,6 +90,15 @@ class UpToDecoder:
             ModelOutput(past_key_values=cache), given, is_encoder_decoder=False
         )
         return self(**self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given))
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the decoder's attention is causal where no mask says what it sees. Raises NotRaggedError if some is."""
+        modules = [module for module in self.decoder.modules() if name_before_patch(module) != EAGER]
+        found = {bool(module.is_causal) for module in modules if hasattr(module, "is_causal")}
+        if len(found) > 1:
+            raise NotRaggedError(f"some attention of {type(self.decoder).__name__} is causal, and some is not")
+        return found != {False}
 
     def is_read(self, name: str) -> bool:
         """Return whether the code of the decoder, or of a module inside of it, names an argument."""

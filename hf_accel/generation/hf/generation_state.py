@@ -119,7 +119,8 @@ class GenerationState:
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
     prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
-        coordinates for the position of each token; None for one. marked_form: in which form its decoder was given
+        coordinates for the position of each token; None for one. reads_texts: whether they give more for a text than
+        follows from its token ids. marked_form: in which form its decoder was given
         features of marked tokens; None before the first of them.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
@@ -141,6 +142,7 @@ class GenerationState:
     ragged_refusal: str | None = None
     prepares: bool = False
     planes: int | None = None
+    reads_texts: bool = False
     marked_form: Any = None
     invariant_rows: int | None = None
     make_draft: MakeDraft | None = None

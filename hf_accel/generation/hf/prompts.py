@@ -90,13 +90,25 @@ def own_methods(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def text_form(model: PreTrainedModel) -> int | None:
-    """Return P where the decoder is given P coordinates for the position of each token of a text; None for one.
+@dataclass(frozen=True)
+class TextForm:
+    """What the decoder is given for a text.
+
+    planes: P where it is given P coordinates for the position of each token; None for one. is_ids: whether it is given
+    no more than what follows from the token ids; if not, the model's own code reads each text before it runs.
+    """
+
+    planes: int | None
+    is_ids: bool
+
+
+def text_form(model: PreTrainedModel) -> TextForm:
+    """Return what the decoder is given for a text.
 
     This is found by calling the model's own code with random texts, one of them with padding. Raises NotRaggedError if
-    the decoder is given more than the tokens and their positions, in passes of a text or behind it.
+    the decoder is given what ragged passes do not hand on, in passes of a text or behind it.
     """
-    planes = None
+    planes, is_ids = None, True
     for lengths in TEXT_LENGTHS:
         ids, mask = _texts(model, lengths)
         calls = UpToDecoder(model, prepare_step)
@@ -107,9 +119,8 @@ def text_form(model: PreTrainedModel) -> int | None:
         for row, count in enumerate(lengths):
             padding = max(lengths) - count
             found = read.row(row)
-            if found is not None and not (padding and read.is_moved_text(row, padding)):
-                raise NotRaggedError("its decoder is given other tokens or positions than those of a text")
-    return planes
+            is_ids &= found is None or bool(padding and read.is_moved_text(row, padding))
+    return TextForm(planes, is_ids)
 
 
 def text_refusal(model: PreTrainedModel) -> str | None:
@@ -121,6 +132,17 @@ def text_refusal(model: PreTrainedModel) -> str | None:
     except Exception as error:
         return f"its own code fails on a text ({type(error).__name__}: {error})"
     return None
+
+
+def assisted_refusal(model: PreTrainedModel) -> str | None:
+    """Return why transformers' assisted decoding must run by itself, as one clause; None if it need not."""
+    if not state_of(model).generation.prepares:
+        return None
+    try:
+        causal = UpToDecoder(model, prepare_step).is_causal
+    except NotRaggedError as error:
+        return str(error)
+    return None if causal else "the tokens of its prompts see those of transformers' first draft"
 
 
 def _texts(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -157,7 +179,7 @@ class _Read:
         self.first = self._call(calls.first(ids, inputs))
         rows, self.columns = self.first.embeddings.shape[:2]
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
-        self.seen = tokens_seen(calls.config, self.first.mask, self.tokens)
+        self.seen = tokens_seen(calls.config, self.first.mask, self.tokens, causal=calls.is_causal)
         state = find_state(calls.model)
         if state is not None and state.generation.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")

@@ -108,7 +108,7 @@ class Session(Batcher):
             self._look()
         if self.agreement.size > 1:
             self._agree_on(sequence)
-        if sequence.given is not None:
+        if sequence.given is not None or (sequence.inputs is None and state_of(self.model).generation.reads_texts):
             self._read_inputs(sequence)
         if sequence.source_ids and sequence.source is None:
             source = encoder_output(self.model, sequence.source_ids)
@@ -119,9 +119,8 @@ class Session(Batcher):
 
     def _read_inputs(self, leader: Sequence) -> None:
         """Run the model's own code on what is given for a prompt besides its ids, once for it and its followers."""
-        assert leader.given is not None
         try:
-            inputs = request_inputs(self.model, leader.tokens, leader.given)
+            inputs = request_inputs(self.model, leader.tokens, leader.given or {})
         except NotRaggedError as error:
             raise UnsupportedError(f"this prompt cannot run ragged: {error}; use model.generate()") from error
         for sequence in (leader, *leader.followers):
