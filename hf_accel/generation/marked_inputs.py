@@ -87,7 +87,7 @@ def read_marked(given: Mapping[str, Any], shape: tuple[int, int]) -> MarkedInput
     marks = given[names[0]]
     tail = tuple(marks.shape[2:])
     marks = marks.flatten(2)[..., 0] if tail else marks
-    features: list[Tensor] = []
+    features: list[Any] = []
     forms: list[tuple[str, tuple[Any, ...] | int | None]] = []
     for name, value in given.items():
         if name == names[0]:
@@ -97,7 +97,8 @@ def read_marked(given: Mapping[str, Any], shape: tuple[int, int]) -> MarkedInput
         features += parts if several else [parts]
         forms.append((name, tuple(value) if isinstance(value, dict) else len(parts) if several else None))
     count = int(marks.sum())
-    if not features or not all(isinstance(each, Tensor) and each.ndim >= 2 and len(each) == count for each in features):
+    fit = [isinstance(each, Tensor) and each.ndim >= 2 and len(each) == count for each in features]
+    if not fit or not all(fit):
         return None
     return MarkedInputs(MarkedForm(names[0], tail, tuple(forms)), marks.flatten().cpu(), tuple(features))
 

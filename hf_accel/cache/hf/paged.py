@@ -341,7 +341,7 @@ class PagedCache(CacheOverPages):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the cache holds tokens: some models take a cache that does not for the first pass over a prompt."""
+        """True if the cache holds tokens: some models take a pass over an empty one for the first over a prompt."""
         return self.get_seq_length() > 0
 
     @property

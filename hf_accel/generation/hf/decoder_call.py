@@ -93,7 +93,10 @@ class UpToDecoder:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the decoder's attention is causal where no mask says what it sees. Raises NotRaggedError if some is."""
+        """True if the decoder's attention is causal where no mask says what it sees.
+
+        Raises NotRaggedError if only some of it is.
+        """
         modules = [module for module in self.decoder.modules() if name_before_patch(module) != EAGER]
         found = {bool(module.is_causal) for module in modules if hasattr(module, "is_causal")}
         if len(found) > 1:

@@ -16,7 +16,7 @@ from ..marked_inputs import MarkedInputs, marked_arguments
 
 # Which tokens of two sequences are marked. A third one has no features at all.
 MARKS = ((False, True, True, False, True, False), (True, False))
-PLAIN = 3
+UNMARKED = 3
 CUT = 2  # the first tokens of the first sequence are computed by an earlier pass
 FACTOR = 1.5
 # Arguments of layers that are known to be right in a ragged pass.
@@ -29,20 +29,20 @@ def refuse_mixed_tokens(decoder: nn.Module, given: MarkedInputs, planes: int | N
     The decoder's own code runs on random numbers, over layers that only say what they are given. given: features of
     the forms that are to be tried. planes: P if it takes positions [P, B, T]. like: an embedding.
     """
-    trial = _Trial(decoder, planes)
+    trial = _DecoderTrial(decoder, planes)
     numbers = RandomNumbers()
     marked, embedded = [], []
     for marks in MARKS:
         count = sum(marks)
         features = tuple(numbers(count, *f.shape[1:], dtype=f.dtype, device=f.device) for f in given.features)
         marked.append(MarkedInputs(given.form, torch.tensor(marks), features))
-    for count in (len(MARKS[0]), PLAIN, len(MARKS[1])):
+    for count in (len(MARKS[0]), UNMARKED, len(MARKS[1])):
         embedded.append(numbers(count, like.shape[-1], dtype=like.dtype, device=like.device))
     first, second = (marked_arguments([(0, each)], len(each.marks)) for each in marked)
     alone = [trial(embedded[0], first), trial(embedded[1], {}), trial(embedded[2], second)]
     later = marked[0].part(CUT, len(MARKS[0]))
     assert later is not None
-    parts = [(0, later), (len(MARKS[0]) - CUT + PLAIN, marked[1])]
+    parts = [(0, later), (len(MARKS[0]) - CUT + UNMARKED, marked[1])]
     row = torch.cat([embedded[0][CUT:], *embedded[1:]])
     together = trial(row, marked_arguments(parts, len(row)))
     expected = [torch.cat([a[CUT:], b, c]) for a, b, c in zip(*alone, strict=True)]
@@ -50,13 +50,14 @@ def refuse_mixed_tokens(decoder: nn.Module, given: MarkedInputs, planes: int | N
         raise NotRaggedError(f"{type(decoder).__name__} mixes tokens that are given {given.form.marks}")
 
 
-class _Trial:
+class _DecoderTrial:
     """A decoder whose layers do nothing but multiply."""
 
     def __init__(self, decoder: nn.Module, planes: int | None) -> None:
-        self.config = layers_config(decoder.config)  # type: ignore[arg-type]
-        self.planes, self.seen = planes, []
-        lists = {name: found for name, found in layer_lists(decoder, self.config.num_hidden_layers).items()}
+        self.config = layers_config(decoder.config)
+        self.planes = planes
+        self.seen: list[Tensor] = []
+        lists = layer_lists(decoder, self.config.num_hidden_layers)
         parts = {name: nn.ModuleList(map(self._stand_in, found)) for name, found in lists.items() if "." not in name}
         self.decoder = unwatched_twin(decoder, _modules=parts)
 

@@ -29,7 +29,6 @@ from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
 from .model_runner import other_input, positions_count_tokens, weights_salt
-from .prompts import assisted_refusal
 from .refusals import (
     call_refusal,
     changed_refusal,
@@ -162,7 +161,6 @@ class AcceleratedGeneration(WritesModelCard):
         config, refusal = None, ragged_refusal(self)  # type: ignore[arg-type]
         if refusal is None:
             config, refusal = assisted(self, generation_config, assistant_model, assistant_tokenizer)
-            refusal = refusal or assisted_refusal(self)  # type: ignore[arg-type]
         call = LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, config)  # type: ignore[arg-type]
         output, refusal = self._ragged(call, refusal)
         if refusal is None:

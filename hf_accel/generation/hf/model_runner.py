@@ -273,7 +273,7 @@ class ModelRunner:
         return logits if self.selects or everything else logits[inputs.keep]
 
     def _called(self, rows: Rows, count: int) -> Any:
-        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder features of tokens."""
+        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder features."""
         marked = [(each.first, each.marked) for each in rows if each.marked is not None]
         return giving_decoder(self.model, prepare_step, **marked_arguments(marked, count)) if marked else self.model
 

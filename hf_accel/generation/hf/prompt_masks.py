@@ -17,10 +17,10 @@ UNKNOWN = "its decoder is given a mask of another form"
 def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) -> list[list[int] | None]:
     """Return for each row how many of the row's first tokens each token sees; None where all see those up to them.
 
-    config: the decoder's. causal: whether its attention is, where stock's sdpa makes no mask. mask: what the decoder is given: None, the columns [B, T] that are no padding, a mask
-    [B, 1, T, T], or a dict with a mask for each kind of layer. tokens: [B, T] bool, the columns that hold tokens.
-    Raises NotRaggedError for a mask that says anything else, or that lets a token see past its window what it sees of
-    later ones.
+    config: the decoder's. causal: whether its attention is, where stock's sdpa makes no mask. mask: what the decoder
+    is given: None, the columns [B, T] that are no padding, a mask [B, 1, T, T], or a dict with a mask for each kind of
+    layer. tokens: [B, T] bool, the columns that hold tokens. Raises NotRaggedError for a mask that says anything else,
+    or that lets a token see past its window what it sees of later ones.
     """
     kinds = layer_kinds(config)
     names = zip(layer_names(config, len(kinds)), kinds, strict=False)

@@ -92,7 +92,7 @@ def own_methods(model: PreTrainedModel) -> list[str]:
 
 @dataclass(frozen=True)
 class TextForm:
-    """What the decoder is given for a text.
+    """The form in which the decoder is given a text.
 
     planes: P where it is given P coordinates for the position of each token; None for one. is_ids: whether it is given
     no more than what follows from the token ids; if not, the model's own code reads each text before it runs.
