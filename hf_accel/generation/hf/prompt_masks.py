@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...attention.hf.mask import as_known, numbers_of
-from ...cache.hf.kinds import layer_kinds, layer_names
+from ...cache.hf.kinds import layer_names, model_kinds
 from ...errors import NotRaggedError
 
 UNKNOWN = "its decoder is given a mask of another form"
@@ -22,8 +22,8 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) 
     layer. tokens: [B, T] bool, the columns that hold tokens. Raises NotRaggedError for a mask that says anything else,
     or that lets a token see past its window what it sees of later ones.
     """
-    kinds = layer_kinds(config)
-    names = zip(layer_names(config, len(kinds)), kinds, strict=False)
+    kinds = model_kinds(config)
+    names = zip(layer_names(config, len(kinds.layers)), kinds.layers, strict=False)
     windows = {name: own[0].window for name, own in names if own}
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         same = bool(tokens.all()) if mask is None else torch.equal(mask.bool().cpu(), tokens)
@@ -40,7 +40,7 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) 
         found.append(_seen_by(masks[name], tokens, window, causal=causal))
     if any(each != found[0] for each in found):
         raise NotRaggedError("the masks of its layers let tokens see different ones of the later tokens")
-    if any(found[0]) and any(kind.convolves or kind.recurs for own in kinds for kind in own):
+    if any(found[0]) and (kinds.convolves or kinds.recurs):
         raise NotRaggedError("tokens see later ones, and not all of its layers attend")
     return found[0]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +10,25 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from ...errors import NotRaggedError
+from ...errors import NotRaggedError, UnsupportedError
 from ...models import vocabulary_size
 from ...recognition.generation_code import only_passes_on
 from ...tensors import model_device
 from ...undo.state import find_state, state_of
 from ..marked_inputs import MarkedInputs, read_marked
-from ..prompt_inputs import PromptInputs, contents_of, contents_of_wholes
+from ..prompt_inputs import (
+    TEXT_INPUTS,
+    PromptInputs,
+    RequestInputs,
+    contents_of,
+    contents_of_wholes,
+    moved,
+)
 from .decoder_call import UpToDecoder
+from .encoder_source import encoder_output
 from .generation_state import LoopCall
 from .marked_trial import refuse_mixed_tokens
-from .model_runner import TEXT_INPUTS, other_input, prepare_step
+from .model_runner import prepare_step
 from .prompt_masks import tokens_seen
 
 # Methods that only prepare calls of the decoder, so that a trial shows what they do.
@@ -35,11 +43,17 @@ TEXT_LENGTHS = ((5,), (9, 6), (33,))  # of the texts of trials
 MOST_IDS = 32  # the tokens of trials are the first ones: those that stand for images have large ids
 
 
-def has_more_than_ids(call: LoopCall) -> bool:
-    """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
-    if call.has_encoder:
-        return False
-    return other_input(call.inputs) is not None or state_of(call.model).generation.prepares
+def inputs_of_rows(call: LoopCall) -> Sequence[PromptInputs | None]:
+    """Return the inputs of each row of a call; None for a row of token ids alone that stand at their indices."""
+    rows: list[PromptInputs | None] = [None] * len(call.input_ids)
+    if call.has_more_than_ids:
+        return prompt_inputs(call.model, call.input_ids, call.mask, call.inputs)
+    if call.mask is None or not call.state.form.counts_padding:
+        return rows
+    for row, ids in enumerate(call.input_ids.tolist()):
+        if padding := int((call.mask[row] == 0).sum()):
+            rows[row] = moved(ids[padding:], padding)
+    return rows
 
 
 def prompt_inputs(
@@ -56,6 +70,23 @@ def prompt_inputs(
     """
     read = _Read(UpToDecoder(model, prepare_step), ids, mask, inputs)
     return [read.row(row) for row in range(len(ids))]
+
+
+def read_inputs(model: PreTrainedModel, tokens: list[int], inputs: RequestInputs) -> None:
+    """Run the model's own code on what a request brings besides its tokens: its encoder, or its towers.
+
+    tokens: those of the prompt. inputs: gets a source, or a prompt. Raises UnsupportedError if that cannot be handed
+    on in ragged passes, and what the model's code raises.
+    """
+    assert inputs.unread is not None
+    if model.config.is_encoder_decoder:
+        inputs.source = encoder_output(model, inputs.unread)
+    else:
+        try:
+            inputs.prompt = request_inputs(model, tokens, inputs.unread)
+        except NotRaggedError as error:
+            raise UnsupportedError(f"this prompt cannot run ragged: {error}; use model.generate()") from error
+    inputs.unread = None
 
 
 def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str, Any]) -> PromptInputs | None:
@@ -136,7 +167,7 @@ def text_refusal(model: PreTrainedModel) -> str | None:
 
 def assisted_refusal(model: PreTrainedModel) -> str | None:
     """Return why transformers' assisted decoding must run by itself, as one clause; None if it need not."""
-    if not state_of(model).generation.prepares:
+    if not state_of(model).generation.form.prepares:
         return None
     try:
         causal = UpToDecoder(model, prepare_step).is_causal
@@ -181,7 +212,7 @@ class _Read:
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
         self.seen = tokens_seen(calls.config, self.first.mask, self.tokens, causal=calls.is_causal)
         state = find_state(calls.model)
-        if state is not None and state.generation.operators is not None:
+        if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
         if state is not None and state.generation.context is not None and (any(self.seen) or self.first.marked):
             raise NotRaggedError("tokens see later ones or bring features, and ranks share out its cache")
@@ -226,12 +257,12 @@ class _Read:
         if self.ids.shape[1]:
             ids = self.ids[row].cpu()[columns]
             plain = (self._embedded(ids) == embeddings).all(dim=-1).cpu()
-        moved = bool((positions != indices).any()) or bool(shifts.any())
+        is_moved = bool((positions != indices).any()) or bool(shifts.any())
         marked = self._marked(row)
-        if bool(plain.all()) and not moved and self.seen[row] is None and marked is None:
+        if bool(plain.all()) and not is_moved and self.seen[row] is None and marked is None:
             return None
         is_plain = (plain & (positions == indices).all(dim=0)).tolist()
-        places = positions if moved else None
+        places = positions if is_moved else None
         contents = contents_of(ids.tolist(), is_plain, embeddings, places, marked=marked)
         seen = self.seen[row]
         if seen is not None:
