@@ -39,7 +39,16 @@ OTHER_PACKAGES = {
     "distill": {"accelerate", "safetensors", "tqdm"},  # tqdm: transformers requires it
     "patching": {"accelerate", "numpy", "optimum"},  # numpy: transformers requires it
     "checkpoints": {"gguf"},
-    "serving": {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "tokenizers", "uvicorn"},
+    "serving": {
+        "PIL",
+        "fastapi",
+        "prometheus_client",
+        "pydantic",
+        "pydantic_core",
+        "starlette",
+        "tokenizers",
+        "uvicorn",
+    },
     "cli": {"optimum", "rich", "typer"},
 }
 COMPOSITION = [  # each may use those before it

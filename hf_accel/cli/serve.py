@@ -41,6 +41,9 @@ def serve(
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a choice.")] = None,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = Limits.max_body_bytes,
+    allow_image_host: Annotated[
+        list[str] | None, typer.Option(help="A host to fetch images of messages from; may be repeated; '*' is any.")
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0, help="Seconds for requests to end after SIGTERM.")] = 30.0,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Processes of torchrun that share the model.")] = 1,
     rank_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a process of these may be silent.")] = 600.0,
@@ -72,7 +75,10 @@ def serve(
     def load() -> Any:
         from hf_accel.serving.hf.served_model import load_service
 
-        limits = Limits(max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes)
+        limits = Limits(
+            max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes,
+            image_hosts=tuple(allow_image_host or ()),
+        )  # fmt: skip
         with explained(path):
             return load_service(
                 place, name=name or path, limits=limits, chat_template=template, dtype=wanted or "auto",

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .marked_inputs import MarkedInputs
+
 CONTENT_BYTES = 8
 # What generate() prepares for a text.
 TEXT_INPUTS = {
@@ -25,13 +27,14 @@ class PassRows:
 
     first: the index of the first of them among the tokens of the pass. count: n, their number. embeddings: [n, D], on
     the model's device; None for those of their ids. positions: [P, n] int64, on the host, or None for those that
-    the pass has.
+    the pass has. marked: the features of those that are marked; None if none of them is.
     """
 
     first: int
     count: int
     embeddings: Tensor | None
     positions: Tensor | None
+    marked: MarkedInputs | None = None
 
 
 Rows = Sequence[PassRows]
@@ -46,6 +49,7 @@ class PromptInputs:
     the prompt, for each coordinate. contents: for each token, the number by which the prefix index knows it: its id,
     or a negative number that is another one for other inputs.
     seen: for each token, how many of the first tokens it sees; None if each sees those up to itself.
+    marked: the features that the decoder is given for some of the tokens; None if it is given none.
     """
 
     embeddings: Tensor | None
@@ -53,6 +57,7 @@ class PromptInputs:
     shifts: tuple[int, ...]
     contents: list[int]
     seen: list[int] | None = None
+    marked: MarkedInputs | None = None
 
     def seen_by(self, start: int, count: int) -> list[int] | None:
         """Return how many tokens each of the tokens start..start+count-1 sees; None if it sees those up to itself."""
@@ -83,7 +88,9 @@ class PromptInputs:
         if given:
             stop = start + given
             positions = None if self.positions is None else self.positions[:, start:stop]
-            yield PassRows(first, given, None if self.embeddings is None else self.embeddings[start:stop], positions)
+            embeddings = None if self.embeddings is None else self.embeddings[start:stop]
+            marked = None if self.marked is None else self.marked.part(start, stop)
+            yield PassRows(first, given, embeddings, positions, marked)
         if self.positions is not None and given < count:
             later = torch.arange(start + given, start + count)
             yield PassRows(first + given, count - given, None, later + torch.tensor(self.shifts)[:, None])
@@ -157,17 +164,27 @@ def moved(ids: list[int], columns: int) -> PromptInputs:
     return PromptInputs(None, positions, (columns,), contents)
 
 
-def contents_of(ids: list[int], is_plain: list[bool], embeddings: Tensor, positions: Tensor | None) -> list[int]:
+def contents_of(
+    ids: list[int],
+    is_plain: list[bool],
+    embeddings: Tensor,
+    positions: Tensor | None,
+    *,
+    marked: MarkedInputs | None = None,
+) -> list[int]:
     """Return a number for each token, which is another one for other inputs; see PromptInputs.contents.
 
     is_plain: whether a token is embedded as its id is, and stands at its index. embeddings: [T, D]. positions: [P, T].
-    The numbers are BLAKE2 digests of 63 bits; a prefix is known by those of all its tokens.
+    marked: the features of tokens. The numbers are BLAKE2 digests of 63 bits; a prefix is known by those of all its
+    tokens.
     """
     rows = embeddings.detach().contiguous().cpu().view(torch.uint8).numpy()
     places = [] if positions is None else positions.T.tolist()
+    features = [b""] * len(ids) if marked is None else marked.contents()
     contents = []
     for index, token in enumerate(ids):
-        if not is_plain[index]:
-            token = _number(rows[index].tobytes(), repr(places[index] if places else index).encode())
+        if features[index] or not is_plain[index]:
+            place = repr(places[index] if places else index).encode()
+            token = _number(rows[index].tobytes(), place, features[index])
         contents.append(token)
     return contents

@@ -219,7 +219,10 @@ def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
     `is_causal`.
 
     One module that is causal is enough: others may attend to an encoder's output, which a decoder alone never gets.
+    Where the model's own methods prepare the calls of its decoder, they are asked what the tokens of a prompt see.
     """
+    if own_methods(model):
+        return None
     sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
     if sites and not any(getattr(site.module, "is_causal", True) for site in sites):
         return f"{sites[0].name!r} is not causal"

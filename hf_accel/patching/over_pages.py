@@ -29,9 +29,11 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
     if stock_cache is not None:
         return STOCK_FORM
     prepares = stock_loop is None and bool(own_methods(model))
+    texts = text_form(model) if prepares else None
     return DecoderForm(
         prepares=prepares,
-        planes=text_form(model) if prepares else None,
+        planes=None if texts is None else texts.planes,
+        reads_texts=texts is not None and not texts.is_ids,
         hides_rows=rows_hidden_in(model),
         counts_padding=stock_loop is None and counts_padding(model),
         operators=known_operators(model),

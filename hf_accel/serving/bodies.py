@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .api_errors import ApiError
+from .messages import MESSAGES, Message
 
 MOST_STOPS = 16  # stop strings of one request
 STOP_CHARACTERS = 256  # of one stop string
@@ -156,46 +156,6 @@ class Choices(Common):
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
 
-class TextPart(BaseModel):
-    """A part of a message. Only text is served."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-    name: str
-    arguments: str | dict[str, Any]
-
-
-class ToolCalled(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(BaseModel):
-    """A message of a chat. Unknown fields go to the chat template, which knows the model."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCalled] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("no_content", "a message needs content or tool_calls")
-        return self
-
-
-MESSAGES = TypeAdapter(list[Message])
-
-
 class FunctionNamed(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     name: Annotated[str, Field(min_length=1)]
@@ -337,6 +297,8 @@ def _refusal(error: ValidationError) -> ApiError:
     elif first["type"] == "literal_error":
         served = first["ctx"]["expected"].replace("True", "true").replace("False", "false")
         message = f"{where}: only {served} is served"
+    elif first["type"] == "union_tag_invalid":
+        message = f"{where}: only {first['ctx']['expected_tags']} is served"
     else:
         message = f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}"
     return ApiError(400, message, field=field and field[:200])

@@ -21,7 +21,9 @@ class Limits:
 
     max_running: the choices (n of each request) that are computed at the same time. max_queue: how many more may
     wait; the next request gets 429. max_prompt_tokens, max_new_tokens: of each choice; None leaves them to the model's
-    context. max_body_bytes: of a request's body. max_choices: the choices of one request.
+    context. max_body_bytes: of a request's body. max_choices: the choices of one request. max_images,
+    max_image_pixels: the images of one request, and the pixels of each. image_hosts: the names of hosts from which the
+    server fetches images that messages name; "*" is any.
     """
 
     max_running: int = 64
@@ -30,11 +32,14 @@ class Limits:
     max_new_tokens: int | None = None
     max_body_bytes: int = 2**20
     max_choices: int = 16
+    max_images: int = 16
+    max_image_pixels: int = 2**25
+    image_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         least = {"max_queue": 0}
         for name, value in vars(self).items():
-            if value is not None and value < least.get(name, 1):
+            if isinstance(value, int) and value < least.get(name, 1):
                 raise UnsupportedError(f"{name}={value} must be at least {least.get(name, 1)}")
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -40,6 +40,22 @@ class Event:
     text: str
     entries: list[ScoredToken]
     finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that is ready for the engine. ids: its tokens. inputs: what a processor has made besides them."""
+
+    ids: list[int]
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def for_engine(self) -> list[int] | dict[str, Any]:
+        """The prompt as Engine.submit takes it."""
+        return {**self.inputs, "input_ids": [self.ids]} if self.inputs else self.ids
 
 
 class Job:
@@ -93,13 +109,15 @@ class Job:
 
 
 class Service:
-    """One model that is served. name: what clients call it. tokenizer: a fast one.
+    """One model that is served. name: what clients call it. tokenizer: a fast one. processor: makes prompts of texts
+    with images; None for a model that takes none.
 
     All methods are for the event loop of the server.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, name: str, limits: Limits) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any, name: str, limits: Limits, *, processor: Any = None) -> None:
         self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
+        self.processor = processor
         self.admission = Admission(limits)
         self.metrics = Metrics(engine)
         self.templates = Templates(4 * limits.max_body_bytes)
@@ -138,8 +156,8 @@ class Service:
         """Run tokenization outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
-    def submit(self, asked: Common, prompts: Sequence[list[int]]) -> Job:
-        """Submit a choice, or several, for each prompt. prompts: token ids.
+    def submit(self, asked: Common, prompts: Sequence[Prompt]) -> Job:
+        """Submit a choice, or several, for each prompt.
 
         Raises ApiError: 400 for what cannot be served, 429 if there is no room, 503 if the engine has ended.
         """
@@ -169,10 +187,10 @@ class Service:
             keywords["logprobs"] = asked.num_logprobs
         return keywords
 
-    def _submit(self, prompt: list[int], limit: int, asked: Common, keywords: dict[str, Any]) -> Request:
+    def _submit(self, prompt: Prompt, limit: int, asked: Common, keywords: dict[str, Any]) -> Request:
         try:
             return self.engine.submit(
-                prompt, max_new_tokens=limit, stop=self.stops(asked), n=asked.num_choices, **keywords
+                prompt.for_engine, max_new_tokens=limit, stop=self.stops(asked), n=asked.num_choices, **keywords
             )
         except (UnsupportedError, OutOfBlocksError) as error:
             raise ApiError(400, str(error)) from error

@@ -22,6 +22,8 @@ IMAGES = 3  # two behind the same words, and one behind fewer
 WORDS = 6
 UNKNOWN = "no recipe for its images"
 
+ALL_SEE = ("paligemma",)  # whose token types say which tokens stand behind the prompt
+
 TOKENS = ("image_token_id", "image_token_index", "video_token_index")
 
 Recipe = Callable[[Any, torch.Generator], dict[str, Tensor]]
@@ -90,7 +92,8 @@ def _prompts(model: PreTrainedModel, pixels: dict[str, Tensor], count: int, para
     mask[2, :2] = 0
     given = {"input_ids": ids, "attention_mask": mask, **pixels}
     marks = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
-    given |= {name: (ids == token).long() for name in marks if name in parameters}
+    marked = torch.zeros_like(ids) if config.model_type in ALL_SEE else (ids == token).long()
+    given |= {name: marked for name in marks if name in parameters}
     if "cross_attention_mask" in parameters:
         tiles = pixels["pixel_values"].shape[2]
         given["cross_attention_mask"] = torch.ones(IMAGES, ids.shape[1], 1, tiles, dtype=torch.long)

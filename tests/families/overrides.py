@@ -24,6 +24,7 @@ SLIDING_LATENT = {
 }
 TILES = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 WINDOWS = {"window_size": 32}  # pixels
+STACKED = {"deepstack_visual_indexes": [0, 1]}
 NO_EXPERTS = {"num_experts": None, "num_experts_per_tok": None, "top_k_experts": None}
 
 # By the name of the config's class.
@@ -40,6 +41,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"sliding_attention": SECTIONS, "full_attention": SECTIONS},
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "CohereCompassVisionConfig": STACKED,
     "DbrxAttentionConfig": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
     "DbrxFFNConfig": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
@@ -91,7 +93,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Granite4VisionConfig": TILES
     | {
         "downsample_rate": "2/4",
-        "deepstack_layer_map": [(-1, 0)],
+        "deepstack_layer_map": [(-1, 0), (-2, 1)],
         "spatial_target_layers": [0, 0, 1, 1],
     },
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
@@ -146,6 +148,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 125, "vision_end_token_id": 126},
     "Qwen2Config": {"use_sliding_window": True},
     "Qwen3OmniMoeAudioEncoderConfig": {"downsample_hidden_size": 16},
+    "Qwen3OmniMoeVisionEncoderConfig": STACKED,
+    "Qwen3VLVisionConfig": STACKED,
+    "Qwen3VLMoeVisionConfig": STACKED,
     "Qwen3ASREncoderConfig": {"downsample_hidden_size": 16},
     "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 125, "vision_end_token_id": 126},
     "Qwen4ExpTextConfig": {

@@ -78,6 +78,8 @@ def attention_forward(
         bias = None if kwargs.get(POSITION_BIAS) is None else bias_over_pages(module, kwargs.pop(POSITION_BIAS), paged)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     ours = as_known(attention_mask)
+    if ours is not None and (query.shape[2] == 1 or (paged is not None and paged.layer.says_what_is_seen)):
+        causal = True  # a last token sees all others; and what a ragged pass sees, stock's masks have said before
     columns = None if paged is not None else (query.shape[2], key.shape[2])
     unknown = _unknown(module, attention_mask, columns, causal=causal, kwargs=kwargs)
     if unknown is not None:

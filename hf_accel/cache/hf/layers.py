@@ -85,6 +85,7 @@ class LayerOverPages(CacheLayerMixin):
 
     is_initialized = False
     attends_to_all = False  # whether each token attends to all keys of its sequence, and not to those before it alone
+    says_what_is_seen = False  # whether the Step says what each token attends to, and no mask nor `is_causal` does
 
     def __init__(self, cache: CacheOverPages, layer_idx: int, group: PageGroup, group_index: int) -> None:
         # super().__init__() is not called: it would set `keys` and `values`, which are in the pages.
@@ -300,7 +301,7 @@ class RaggedLayer(LayerOverPages):
     """
 
     is_sliding = False
-    is_initialized = True
+    is_initialized = says_what_is_seen = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, Hkv, N, D] of the pass's tokens, and return them; K carries a PagedKV."""

@@ -341,7 +341,8 @@ class PagedCache(CacheOverPages):
 
     @property
     def is_initialized(self) -> bool:
-        return any(group.storages for group in self.pages.groups)
+        """True if the cache holds tokens: some models take a pass over an empty one for the first over a prompt."""
+        return self.get_seq_length() > 0
 
     @property
     def batch_size(self) -> int:

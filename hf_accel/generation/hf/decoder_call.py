@@ -7,7 +7,7 @@ class makes them: a copy of the model, whose decoder only says with what it was 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import ModelOutput
 
+from ...attention.hf.stock import EAGER, name_before_patch
 from ...errors import NotRaggedError
 from ...models import is_within, layers_config
 from ...recognition.trial import unwatched_twin
@@ -43,29 +44,13 @@ class UpToDecoder:
 
     def __init__(self, model: PreTrainedModel, own_hook: object = None) -> None:
         self.name = decoder_name(model)
-        path = [model, *(model.get_submodule(part) for part in _parents(self.name))]
-        for module in path:
-            own = vars(module)
-            hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
-            if has_own_forward(module) or any(hook is not own_hook for hook in hooks):
-                raise NotRaggedError(f"a hook or another forward is on {type(module).__name__}, around its decoder")
         self.decoder = model.get_submodule(self.name)
         self._signature = inspect.signature(type(self.decoder).forward)
-        end: Any = unwatched_twin(self.decoder)
-        end.forward = self._reached
-        names = self.name.split(".")
-        for module, name in zip(reversed(path), reversed(names), strict=True):
-            end = unwatched_twin(module, _modules={name: end})
-        self.model: Any = end
+        self.model: Any = _around(model, self.name, self._reached, own_hook)
         self.config = layers_config(model.config)
 
     def _reached(self, *args: Any, **kwargs: Any) -> None:
-        bound = self._signature.bind(None, *args, **kwargs)
-        named = dict(bound.arguments)
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                named |= named.pop(name, {})
-        named.pop("self", None)
+        named = _named(self._signature, args, kwargs)
         raise _Reached({name: value for name, value in named.items() if value is not None})
 
     def __call__(self, **inputs: Any) -> dict[str, Any]:
@@ -106,9 +91,61 @@ class UpToDecoder:
         )
         return self(**self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given))
 
+    @property
+    def is_causal(self) -> bool:
+        """True if the decoder's attention is causal where no mask says what it sees.
+
+        Raises NotRaggedError if only some of it is.
+        """
+        modules = [module for module in self.decoder.modules() if name_before_patch(module) != EAGER]
+        found = {bool(module.is_causal) for module in modules if hasattr(module, "is_causal")}
+        if len(found) > 1:
+            raise NotRaggedError(f"some attention of {type(self.decoder).__name__} is causal, and some is not")
+        return found != {False}
+
     def is_read(self, name: str) -> bool:
         """Return whether the code of the decoder, or of a module inside of it, names an argument."""
         return any(name in _names_in(type(module)) for module in self.decoder.modules())  # type: ignore[arg-type]
+
+
+def giving_decoder(model: PreTrainedModel, own_hook: object, **more: Any) -> Any:
+    """Return a copy of a model which calls the model's decoder as the model does, and gives it `more`, by name, too.
+
+    own_hook: see UpToDecoder, which also says what is raised. The decoder is the model's own, with all that is on it.
+    """
+    name = decoder_name(model)
+    decoder = model.get_submodule(name)
+    signature = inspect.signature(type(decoder).forward)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return decoder(**(_named(signature, args, kwargs) | more))
+
+    return _around(model, name, called, own_hook)
+
+
+def _around(model: PreTrainedModel, name: str, called: Callable[..., Any], own_hook: object) -> Any:
+    """Return a copy of a model, without weights of its own, which calls `called` where the model calls its decoder."""
+    path = [model, *(model.get_submodule(part) for part in _parents(name))]
+    for module in path:
+        own = vars(module)
+        hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+        if has_own_forward(module) or any(hook is not own_hook for hook in hooks):
+            raise NotRaggedError(f"a hook or another forward is on {type(module).__name__}, around its decoder")
+    end: Any = unwatched_twin(model.get_submodule(name))
+    end.forward = called
+    for module, part in zip(reversed(path), reversed(name.split(".")), strict=True):
+        end = unwatched_twin(module, _modules={part: end})
+    return end
+
+
+def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a method, by name."""
+    named = dict(signature.bind(None, *args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    named.pop("self", None)
+    return named
 
 
 def decoder_name(model: PreTrainedModel) -> str:

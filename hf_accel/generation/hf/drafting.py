@@ -30,6 +30,7 @@ from ..speculation.verifiers.verifier import Verifier
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
 from .model_runner import ModelRunner
+from .prompts import assisted_refusal
 from .refusals import ragged_refusal
 from .vocabulary import vocabulary_refusal
 
@@ -200,6 +201,8 @@ def assisted(
     """Return the SpeculativeConfig of a call, and why transformers' own loop must serve it (None if it need not)."""
     if model.config.is_encoder_decoder:
         return SpeculativeConfig(), NO_DRAFTS
+    if (refusal := assisted_refusal(model)) is not None:
+        return SpeculativeConfig(), refusal
     if assistant_tokenizer is not None:
         return SpeculativeConfig(), "the draft model has another tokenizer"
     lookup = generation_config.prompt_lookup_num_tokens

@@ -131,7 +131,8 @@ class DecoderForm:
     """The form in which ragged passes call a model's decoder. It is planned once, and families differ in it.
 
     prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
-        coordinates for the position of each token; None for one.
+        coordinates for the position of each token; None for one. reads_texts: whether they give more for a text than
+        follows from its token ids.
     hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
     counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
@@ -139,6 +140,7 @@ class DecoderForm:
 
     prepares: bool = False
     planes: int | None = None
+    reads_texts: bool = False
     hides_rows: bool | None = None
     counts_padding: bool = False
     operators: Any = None
@@ -157,7 +159,8 @@ class GenerationState:
     passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
-    form: how ragged passes call the decoder.
+    form: how ragged passes call the decoder. marked_form: in which form it was given features of marked tokens; None
+        before the first of them.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
@@ -176,6 +179,7 @@ class GenerationState:
     speculative: SpeculativeConfig | None = None
     ragged_refusal: str | None = None
     form: DecoderForm = STOCK_FORM
+    marked_form: Any = None
     invariant_rows: int | None = None
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)

@@ -21,7 +21,9 @@ from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
+from ..marked_inputs import marked_arguments
 from ..prompt_inputs import Rows, other_input
+from .decoder_call import giving_decoder
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -251,7 +253,7 @@ class ModelRunner:
             given = self.operators.inputs(inputs.ids, inputs.positions)
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
-            output = self.model(
+            output = self._called(rows, len(inputs.ids))(
                 **given,
                 use_cache=True,
                 return_dict=True,
@@ -263,6 +265,11 @@ class ModelRunner:
         self.cache.check_read()
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
+
+    def _called(self, rows: Rows, count: int) -> Any:
+        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder features."""
+        marked = [(each.first, each.marked) for each in rows if each.marked is not None]
+        return giving_decoder(self.model, prepare_step, **marked_arguments(marked, count)) if marked else self.model
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass, which a model that counts

@@ -14,28 +14,30 @@ from ...errors import NotRaggedError
 UNKNOWN = "its decoder is given a mask of another form"
 
 
-def tokens_seen(config: Any, mask: Any, tokens: Tensor) -> list[list[int] | None]:
+def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) -> list[list[int] | None]:
     """Return for each row how many of the row's first tokens each token sees; None where all see those up to them.
 
-    config: the decoder's. mask: what the decoder is given: None, the columns [B, T] that are no padding, a mask
-    [B, 1, T, T], or a dict with a mask for each kind of layer. tokens: [B, T] bool, the columns that hold tokens.
-    Raises NotRaggedError for a mask that says anything else, or that lets a token see past its window what it sees of
-    later ones.
+    config: the decoder's. causal: whether its attention is, where stock's sdpa makes no mask. mask: what the decoder
+    is given: None, the columns [B, T] that are no padding, a mask [B, 1, T, T], or a dict with a mask for each kind of
+    layer. tokens: [B, T] bool, the columns that hold tokens. Raises NotRaggedError for a mask that says anything else,
+    or that lets a token see past its window what it sees of later ones.
     """
+    kinds = model_kinds(config)
+    names = zip(layer_names(config, len(kinds.layers)), kinds.layers, strict=False)
+    windows = {name: own[0].window for name, own in names if own}
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         same = bool(tokens.all()) if mask is None else torch.equal(mask.bool().cpu(), tokens)
         if not same:
             raise NotRaggedError(UNKNOWN)
-        return [None] * len(tokens)
-    kinds = model_kinds(config)
-    names = zip(layer_names(config, len(kinds.layers)), kinds.layers, strict=False)
-    windows = {name: own[0].window for name, own in names if own}
+        if causal or not bool(tokens.all()):  # the decoder makes a mask for padding
+            return [None] * len(tokens)
+        mask = dict.fromkeys(windows)
     masks = mask if isinstance(mask, dict) else dict.fromkeys(windows, mask)
     found: list[list[list[int] | None]] = []
     for name, window in windows.items():
         if name not in masks:
             raise NotRaggedError(UNKNOWN)
-        found.append(_seen_by(masks[name], tokens, window))
+        found.append(_seen_by(masks[name], tokens, window, causal=causal))
     if any(each != found[0] for each in found):
         raise NotRaggedError("the masks of its layers let tokens see different ones of the later tokens")
     if any(found[0]) and (kinds.convolves or kinds.recurs):
@@ -43,13 +45,14 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor) -> list[list[int] | None
     return found[0]
 
 
-def _seen_by(mask: Any, tokens: Tensor, window: int | None) -> list[list[int] | None]:
+def _seen_by(mask: Any, tokens: Tensor, window: int | None, *, causal: bool) -> list[list[int] | None]:
     known = as_known(mask)
     columns = tokens.shape[1]
-    if mask is None:  # stock's sdpa makes none where attention is causal and no window or padding hides a token
+    if mask is None or (known is not None and known.meaning.left_out and not causal):
+        # Stock's sdpa makes no mask where the attention says it all, and no window or padding hides a token.
         if not bool(tokens.all()) or (window is not None and window < columns):
             raise NotRaggedError(UNKNOWN)
-        return [None] * len(tokens)
+        return [None if causal or columns == 1 else [columns] * columns for _ in tokens]
     if known is not None and known.meaning.window == window and known.lengths == (columns, columns):
         seen = known.columns.cpu().expand(tokens.shape)
         if torch.equal(seen, tokens):

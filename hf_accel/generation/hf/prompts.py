@@ -14,7 +14,8 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...models import vocabulary_size
 from ...recognition.generation_code import only_passes_on
 from ...tensors import model_device
-from ...undo.state import find_state
+from ...undo.state import find_state, state_of
+from ..marked_inputs import MarkedInputs, read_marked
 from ..prompt_inputs import (
     TEXT_INPUTS,
     PromptInputs,
@@ -26,6 +27,7 @@ from ..prompt_inputs import (
 from .decoder_call import UpToDecoder
 from .encoder_source import encoder_output
 from .generation_state import LoopCall
+from .marked_trial import refuse_mixed_tokens
 from .model_runner import prepare_step
 from .prompt_masks import tokens_seen
 
@@ -119,13 +121,25 @@ def own_methods(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def text_form(model: PreTrainedModel) -> int | None:
-    """Return P where the decoder is given P coordinates for the position of each token of a text; None for one.
+@dataclass(frozen=True)
+class TextForm:
+    """The form in which the decoder is given a text.
+
+    planes: P where it is given P coordinates for the position of each token; None for one. is_ids: whether it is given
+    no more than what follows from the token ids; if not, the model's own code reads each text before it runs.
+    """
+
+    planes: int | None
+    is_ids: bool
+
+
+def text_form(model: PreTrainedModel) -> TextForm:
+    """Return what the decoder is given for a text.
 
     This is found by calling the model's own code with random texts, one of them with padding. Raises NotRaggedError if
-    the decoder is given more than the tokens and their positions, in passes of a text or behind it.
+    the decoder is given what ragged passes do not hand on, in passes of a text or behind it.
     """
-    planes = None
+    planes, is_ids = None, True
     for lengths in TEXT_LENGTHS:
         ids, mask = _texts(model, lengths)
         calls = UpToDecoder(model, prepare_step)
@@ -136,9 +150,8 @@ def text_form(model: PreTrainedModel) -> int | None:
         for row, count in enumerate(lengths):
             padding = max(lengths) - count
             found = read.row(row)
-            if found is not None and not (padding and read.is_moved_text(row, padding)):
-                raise NotRaggedError("its decoder is given other tokens or positions than those of a text")
-    return planes
+            is_ids &= found is None or bool(padding and read.is_moved_text(row, padding))
+    return TextForm(planes, is_ids)
 
 
 def text_refusal(model: PreTrainedModel) -> str | None:
@@ -150,6 +163,17 @@ def text_refusal(model: PreTrainedModel) -> str | None:
     except Exception as error:
         return f"its own code fails on a text ({type(error).__name__}: {error})"
     return None
+
+
+def assisted_refusal(model: PreTrainedModel) -> str | None:
+    """Return why transformers' assisted decoding must run by itself, as one clause; None if it need not."""
+    if not state_of(model).generation.form.prepares:
+        return None
+    try:
+        causal = UpToDecoder(model, prepare_step).is_causal
+    except NotRaggedError as error:
+        return str(error)
+    return None if causal else "the tokens of its prompts see those of transformers' first draft"
 
 
 def _texts(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -166,13 +190,15 @@ def _texts(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Tensor, Te
 class _Call:
     """The arguments of a decoder: embeddings [B, T, D], positions [P, B, T] on the host, and a mask.
 
-    planes: P where it was given positions [P, B, T]; None if they were [B, T].
+    planes: P where it was given positions [P, B, T]; None if they were [B, T]. marked: the features that it was given
+    for some of the B * T tokens; None for none.
     """
 
     embeddings: Tensor
     positions: Tensor
     planes: int | None
     mask: Any
+    marked: MarkedInputs | None
 
 
 class _Read:
@@ -184,21 +210,23 @@ class _Read:
         self.first = self._call(calls.first(ids, inputs))
         rows, self.columns = self.first.embeddings.shape[:2]
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
-        self.seen = tokens_seen(calls.config, self.first.mask, self.tokens)
+        self.seen = tokens_seen(calls.config, self.first.mask, self.tokens, causal=calls.is_causal)
         state = find_state(calls.model)
         if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
-        if any(self.seen) and state is not None and state.generation.context is not None:
-            raise NotRaggedError("tokens see later ones, and ranks share out its cache")
+        if state is not None and state.generation.context is not None and (any(self.seen) or self.first.marked):
+            raise NotRaggedError("tokens see later ones or bring features, and ranks share out its cache")
         if bool((ids >= vocabulary_size(calls.model)).any()):  # a drafter may propose such a token
             raise NotRaggedError("the prompt holds token ids that have no embedding")
         probes = ids.new_full((rows, 1), PROBE)
         self.second = self._call(calls.second(torch.cat([ids, probes], dim=1), inputs, self.columns))
         if self.first.embeddings.dtype is not self.second.embeddings.dtype:
             raise NotRaggedError(f"it is given embeddings of {self.first.embeddings.dtype}")
-        if not torch.equal(self.second.embeddings, self._embedded(probes)):
+        if not torch.equal(self.second.embeddings, self._embedded(probes)) or self.second.marked is not None:
             raise NotRaggedError(f"{type(calls.model).__name__} embeds the tokens behind a prompt in a way of its own")
         self._check_pass()
+        if self.first.marked is not None:
+            self._check_marked(self.first.marked)
 
     def _check_pass(self) -> None:
         """Raise NotRaggedError unless the model hands on the embeddings and positions of a ragged pass unchanged."""
@@ -211,6 +239,14 @@ class _Read:
         if not torch.equal(call.embeddings, embeddings) or not torch.equal(given["position_ids"], positions):
             raise NotRaggedError("its own code changes embeddings or positions that it is given")
 
+    def _check_marked(self, marked: MarkedInputs) -> None:
+        """Raise NotRaggedError unless the decoder takes features of tokens by token, in the form of earlier ones."""
+        state = state_of(self.calls.model).generation
+        if state.marked_form not in (None, marked.form):
+            raise NotRaggedError(f"its decoder was given {marked.form.marks} in another form before")
+        refuse_mixed_tokens(self.calls.decoder, marked, self.first.planes, self.first.embeddings)
+        state.marked_form = marked.form
+
     def row(self, row: int) -> PromptInputs | None:
         """Return the inputs of one prompt; None if it is text alone."""
         columns = self.tokens[row].nonzero().flatten()
@@ -221,16 +257,17 @@ class _Read:
         if self.ids.shape[1]:
             ids = self.ids[row].cpu()[columns]
             plain = (self._embedded(ids) == embeddings).all(dim=-1).cpu()
-        moved = bool((positions != indices).any()) or bool(shifts.any())
-        if bool(plain.all()) and not moved and self.seen[row] is None:
+        is_moved = bool((positions != indices).any()) or bool(shifts.any())
+        marked = self._marked(row)
+        if bool(plain.all()) and not is_moved and self.seen[row] is None and marked is None:
             return None
         is_plain = (plain & (positions == indices).all(dim=0)).tolist()
-        places = positions if moved else None
-        contents = contents_of(ids.tolist(), is_plain, embeddings, places)
+        places = positions if is_moved else None
+        contents = contents_of(ids.tolist(), is_plain, embeddings, places, marked=marked)
         seen = self.seen[row]
         if seen is not None:
             contents = contents_of_wholes(contents, seen)
-        return PromptInputs(embeddings, places, tuple(shifts.tolist()), contents, seen)
+        return PromptInputs(embeddings, places, tuple(shifts.tolist()), contents, seen, marked)
 
     def is_moved_text(self, row: int, columns: int) -> bool:
         """Return whether a row is a text whose tokens stand, with those behind it, so many columns later."""
@@ -241,10 +278,11 @@ class _Read:
 
     def _call(self, given: dict[str, Any]) -> _Call:
         """Read a call. Raises NotRaggedError if the decoder reads an argument that ragged passes do not hand on."""
-        for name, value in given.items():
-            known = name in TEXT_INPUTS or name == "inputs_embeds" or value is False
-            if not known and self.calls.is_read(name):
-                raise NotRaggedError(f"its decoder is given {name}")
+        others = {
+            name: value
+            for name, value in given.items()
+            if name not in TEXT_INPUTS and name != "inputs_embeds" and value is not False and self.calls.is_read(name)
+        }
         positions, embeddings = given.get("position_ids"), given.get("inputs_embeds")
         if positions is None:
             raise NotRaggedError("its decoder is given no positions, and counts tokens in a way of its own")
@@ -252,11 +290,23 @@ class _Read:
         positions = (positions[None] if planes is None else positions).cpu()
         if embeddings is None:
             embeddings = self._embedded(given["input_ids"])
-        return _Call(embeddings, positions, planes, given.get("attention_mask"))
+        rows, columns = embeddings.shape[:2]
+        marked = read_marked(others, (rows, columns))
+        if others and marked is None:
+            raise NotRaggedError(f"its decoder is given {next(iter(others))}")
+        return _Call(embeddings, positions, planes, given.get("attention_mask"), marked)
 
     def _embeddings(self, row: int) -> Tensor:
         embeddings = self.first.embeddings
         return embeddings[row, self.tokens[row].to(embeddings.device)]
+
+    def _marked(self, row: int) -> MarkedInputs | None:
+        """Return the features of the tokens of a row; None for none. Padding has none."""
+        marked = self.first.marked
+        if marked is None:
+            return None
+        own = marked.part(row * self.columns, (row + 1) * self.columns)
+        return None if own is None else own.chosen(self.tokens[row])
 
     def _positions(self, row: int) -> Tensor:
         """Return the positions [P, n] of the tokens of a row."""

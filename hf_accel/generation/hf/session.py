@@ -20,6 +20,7 @@ from ...tensors import model_device
 from ...undo.state import BACKEND_ATTRIBUTE, state_of
 from .. import graphs
 from ..batcher import Batcher, Progress
+from ..prompt_inputs import RequestInputs
 from ..sequence import Sequence
 from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
@@ -106,6 +107,10 @@ class Session(Batcher):
             self._look()
         if self.agreement.size > 1:
             self._agree_on(sequence)
+        if sequence.inputs is None and state_of(self.model).generation.form.reads_texts:
+            given = RequestInputs({})
+            for each in (sequence, *sequence.followers):
+                each.inputs = given
         if sequence.inputs is not None and sequence.inputs.unread is not None:
             read_inputs(self.model, sequence.tokens, sequence.inputs)
         if sequence.source is not None:

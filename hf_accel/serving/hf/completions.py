@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..api_errors import ApiError
 from ..bodies import ChatBody, Choices, CompletionBody
-from ..service import Event, Job, Service, known_keywords
+from ..service import Event, Job, Prompt, Service, known_keywords
 from ..token_text import ScoredToken
 from .handlers import OfEngine, event_stream
 
@@ -33,12 +33,12 @@ class Completions(OfEngine, CompletionHandler):
 
     body_type = CompletionBody
 
-    async def _prompts(self, asked: CompletionBody, body: dict[str, Any]) -> list[list[int]]:
+    async def _prompts(self, asked: CompletionBody, body: dict[str, Any]) -> list[Prompt]:
         if len(asked.prompts) > self.service.limits.most_choices or not asked.prompts:
             message = f"prompt holds {len(asked.prompts)} prompts; send 1 to {self.service.limits.most_choices}"
             raise ApiError(400, message, field="prompt")
         return await self.service.in_thread(
-            lambda: [self._ids(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+            lambda: [Prompt(self._ids(prompt) if isinstance(prompt, str) else prompt) for prompt in asked.prompts]
         )
 
     def _ids(self, text: str) -> list[int]:
@@ -49,7 +49,7 @@ class Completions(OfEngine, CompletionHandler):
         return ids
 
     async def _answer(
-        self, asked: CompletionBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
+        self, asked: CompletionBody, body: dict[str, Any], prompts: list[Prompt], request_id: str
     ) -> Response:
         job = self.service.submit(asked, prompts)
         head = {
@@ -97,14 +97,12 @@ class Chat(OfEngine, ChatCompletionHandler):
 
     body_type = ChatBody
 
-    async def _prompts(self, asked: ChatBody, body: dict[str, Any]) -> list[list[int]]:
+    async def _prompts(self, asked: ChatBody, body: dict[str, Any]) -> list[Prompt]:
         return [await self._render(asked, body["messages"], _tools(asked, body))]
 
-    async def _answer(
-        self, asked: ChatBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
-    ) -> Response:
+    async def _answer(self, asked: ChatBody, body: dict[str, Any], prompts: list[Prompt], request_id: str) -> Response:
         parsers = [
-            MessageParser.of(self.service, prompts[0], _tools(asked, body), request_id=request_id, index=index)
+            MessageParser.of(self.service, prompts[0].ids, _tools(asked, body), request_id=request_id, index=index)
             for index in range(asked.num_choices)
         ]
         job = self.service.submit(asked, prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable
@@ -15,10 +16,12 @@ from transformers.utils import logging
 
 from ..api_errors import ApiError
 from ..bodies import ChatBody, Common, ResponseBody, read_body
-from ..service import Service
+from ..images import read_images
+from ..service import Prompt, Service
 from .templates import CAN_RENDER
 
 logger = logging.get_logger(__name__)
+Messages = list[dict[str, Any]]
 # What a client may not give to the chat template: these change apply_chat_template, not what a template says.
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
@@ -43,17 +46,17 @@ class OfEngine(BaseHandler):
         prompts = await self._prompts(asked, body)
         return await self._answer(asked, body, prompts, request_id)
 
-    async def _prompts(self, asked: Any, body: dict[str, Any]) -> list[list[int]]:
-        """Return the token ids of each prompt."""
+    async def _prompts(self, asked: Any, body: dict[str, Any]) -> list[Prompt]:
+        """Return the prompts that the body holds."""
         raise NotImplementedError
 
-    async def _answer(self, asked: Any, body: dict[str, Any], prompts: list[list[int]], request_id: str) -> Response:
+    async def _answer(self, asked: Any, body: dict[str, Any], prompts: list[Prompt], request_id: str) -> Response:
         raise NotImplementedError
 
     async def _render(
         self, asked: ChatBody | ResponseBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-    ) -> list[int]:
-        """Return the token ids of a chat. Raises ApiError (400) for messages that the chat template refuses."""
+    ) -> Prompt:
+        """Return the prompt of a chat. Raises ApiError (400) for messages that the chat template refuses."""
         tokenizer = self.service.tokenizer
         if tokenizer.chat_template is None:
             raise ApiError(400, "the model has no chat template; use /v1/completions, or start with --chat-template")
@@ -61,9 +64,16 @@ class OfEngine(BaseHandler):
         if RESERVED & given.keys():
             name = min(RESERVED & given.keys())
             raise ApiError(400, f"chat_template_kwargs: {name} is not served", field="chat_template_kwargs")
+        processor, urls = self.service.processor, image_urls(messages)
+        if urls and processor is None:
+            raise ApiError(400, "the model, or its checkpoint, takes no images", field="messages")
+        images = await asyncio.to_thread(read_images, urls, self.service.limits) if urls else []
         try:
-            inputs = self.get_processor_inputs_from_messages(messages, Modality.LLM)
-            return await self._tokens(inputs, tools, {**self.chat_template_kwargs, **given})
+            inputs = self.get_processor_inputs_from_messages(messages, Modality.VLM if processor else Modality.LLM)
+            more = {**self.chat_template_kwargs, **given}
+            if images:
+                return await self._with_images(inputs, tools, more, images)
+            return Prompt(await self._tokens(inputs, tools, more))
         except ApiError:
             raise
         except Exception as error:  # whatever a template raises is about what the client sent
@@ -78,12 +88,36 @@ class OfEngine(BaseHandler):
         if not CAN_RENDER or type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             encode = partial(tokenizer.apply_chat_template, messages, tools=tools, add_generation_prompt=True, **more)
             return await service.in_thread(lambda: encode(return_dict=True)["input_ids"])
-        text = await service.templates.render(
+        text = await self._text(messages, tools, more)
+        return await service.in_thread(lambda: tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    async def _text(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]
+    ) -> str:
+        """Return the text of a chat, by the template in a process of its own where there can be one."""
+        tokenizer, service = self.service.tokenizer, self.service
+        if not CAN_RENDER:
+            render = partial(tokenizer.apply_chat_template, messages, tools=tools, add_generation_prompt=True, **more)
+            return await service.in_thread(lambda: render(tokenize=False))
+        return await service.templates.render(
             conversations=[[{name: value for name, value in one.items() if value is not None} for one in messages]],
             tools=tools, chat_template=tokenizer.get_chat_template(None, tools), add_generation_prompt=True,
             **{**tokenizer.special_tokens_map, **more},
         )  # fmt: skip
-        return await service.in_thread(lambda: tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    async def _with_images(
+        self, messages: Messages, tools: Messages | None, more: dict[str, Any], images: list[Any]
+    ) -> Prompt:
+        """Return the prompt that the model's processor makes of a chat with images.
+
+        As in transformers' apply_chat_template, the processor adds special tokens unless the text begins with one.
+        """
+        text = await self._text(without_urls(messages), tools, more)
+        begin = self.service.tokenizer.bos_token
+        special = {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
+        process = partial(self.service.processor, text=[text], images=[images], return_tensors="pt", **special)
+        made = dict(await self.service.in_thread(process))
+        return Prompt(made.pop("input_ids")[0].tolist(), made)
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
@@ -91,6 +125,24 @@ class OfEngine(BaseHandler):
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         inputs: list[dict[str, Any]] = BaseHandler.get_processor_inputs_from_messages(given, modality)
         return [{**message, **converted} for message, converted in zip(given, inputs, strict=True)]
+
+
+def image_urls(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the URLs of the images in messages that were checked, in their order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    found = [part["image_url"] for part in parts if part.get("type") in ("image_url", "input_image")]
+    return [one["url"] if isinstance(one, dict) else one for one in found]
+
+
+def without_urls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose images are places in them alone, which is all that a template writes."""
+    return [
+        {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
 
 
 def event_stream(

@@ -11,7 +11,7 @@ from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBu
 
 from ..api_errors import ApiError
 from ..bodies import ResponseBody, check_messages
-from ..service import Job
+from ..service import Job, Prompt
 from .completions import MessageParser, deltas_of
 from .handlers import OfEngine, event_stream
 
@@ -21,7 +21,7 @@ class Responses(OfEngine, ResponseHandler):
 
     body_type = ResponseBody
 
-    async def _prompts(self, asked: ResponseBody, body: dict[str, Any]) -> list[list[int]]:
+    async def _prompts(self, asked: ResponseBody, body: dict[str, Any]) -> list[Prompt]:
         return [await self._render(asked, self._messages(body), self._tools(asked, body))]
 
     def _messages(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -38,9 +38,9 @@ class Responses(OfEngine, ResponseHandler):
         return None if asked.tool_choice == "none" else tools or None
 
     async def _answer(
-        self, asked: ResponseBody, body: dict[str, Any], prompts: list[list[int]], request_id: str
+        self, asked: ResponseBody, body: dict[str, Any], prompts: list[Prompt], request_id: str
     ) -> Response:
-        parser = MessageParser.of(self.service, prompts[0], self._tools(asked, body), request_id=request_id)
+        parser = MessageParser.of(self.service, prompts[0].ids, self._tools(asked, body), request_id=request_id)
         job = self.service.submit(asked, prompts)
         head = {
             "id": f"resp_{request_id}", "created_at": time.time(), "model": self.service.name, "object": "response",

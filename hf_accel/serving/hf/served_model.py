@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoProcessor, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 
 from ...checkpoints.load import load, load_tokenizer
@@ -29,17 +29,29 @@ from ..limits import Limits
 from ..service import Service
 
 
-def load_fast_tokenizer(path: str, *, chat_template: str | None = None) -> Any:
-    """Load a checkpoint's tokenizer. chat_template: the text of a template to use instead of its own.
-
-    Raises UnsupportedError for a tokenizer that cannot decode token by token.
-    """
+def load_fast_tokenizer(path: str) -> Any:
+    """Load a checkpoint's tokenizer. Raises UnsupportedError for one that cannot decode token by token."""
     tokenizer = load_tokenizer(path)
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
         raise UnsupportedError(f"{path}: {type(tokenizer).__name__} is no fast tokenizer, which streams need")
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def load_processor(path: str, tokenizer: Any) -> Any:
+    """Load what makes prompts of texts with images for a checkpoint; None if it has nothing such.
+
+    Its chat template, which knows where images stand, becomes the tokenizer's.
+    """
+    if path.endswith(".gguf"):
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(path)
+    except Exception:  # transformers raises of many kinds where a checkpoint has none, or a package is missing
+        return None
+    if getattr(processor, "image_processor", None) is None:
+        return None
+    tokenizer.chat_template = getattr(processor, "chat_template", None) or tokenizer.chat_template
+    return processor
 
 
 def load_service(
@@ -53,12 +65,15 @@ def load_service(
 ) -> Service:
     """Load and patch a checkpoint by hf_accel.load(path, **keywords), and start an Engine on it.
 
-    name: what clients call the model; left out, its path. engine: keywords of Engine, and relay=, the way to the other
+    name: what clients call the model; left out, its path. chat_template: the text of a template to use instead of the
+    checkpoint's own. engine: keywords of Engine, and relay=, the way to the other
     ranks if the model is to be split over them: all load the same, and those behind the first one `follow` its Engine.
     Raises UnsupportedError for a model that an Engine cannot serve.
     """
     limits = limits or Limits()
-    tokenizer = load_fast_tokenizer(path, chat_template=chat_template)
+    tokenizer = load_fast_tokenizer(path)
+    processor = load_processor(path, tokenizer)
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
     settings = {"tokenizer": tokenizer, "max_running": limits.max_running, **(engine or {})}
     relay: Relay | None = settings.pop("relay", None)
     if relay is not None:
@@ -67,7 +82,7 @@ def load_service(
     model.eval()
     leading = relay if relay is not None and relay.leads else None
     served = Engine(model, **settings) if leading is None else LeadingEngine(model, relay=leading, **settings)
-    return Service(served, tokenizer, name or path, limits)
+    return Service(served, tokenizer, name or path, limits, processor=processor)
 
 
 # -- ranks --------------------------------------------------------------------------------------------

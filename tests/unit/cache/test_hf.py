@@ -523,6 +523,8 @@ def test_protocol() -> None:
     assert cache.get_max_length() == -1
     assert cache.layers[0].keys.shape == (2, HEADS, 5, DIM)
     assert torch.equal(cache.layers[1].values, cache.layers[1].columns()[1])
+    cache.reset()
+    assert not cache.is_initialized  # Gemma 3 and PaliGemma look whether the pass is the first over a prompt
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,17 @@ def test_tokens_that_see_later_ones() -> None:
     assert tokens_seen(gemma(4), image, ALL) == [[3, 3, 3, 4, 5, 6, 7, 8]]
 
 
+def test_without_a_mask_attention_that_is_not_causal_sees_all() -> None:
+    """So does stock's sdpa; where there is padding, it is given a mask, which is causal."""
+    padded = torch.arange(LENGTH)[None] >= 2
+    for mask in (None, ALL.long()):
+        assert tokens_seen(LLAMA, mask, ALL, causal=False) == [[LENGTH] * LENGTH]
+    assert tokens_seen(LLAMA, causal(), ALL, causal=False) == [None]
+    assert tokens_seen(LLAMA, padded.long(), padded, causal=False) == [None]
+    with pytest.raises(NotRaggedError):
+        tokens_seen(gemma(4), None, ALL, causal=False)
+
+
 def test_padding_is_left_out() -> None:
     tokens = torch.arange(LENGTH)[None] >= 2
     mask = with_image(causal(), 3, 6) & tokens[:, None, None]
