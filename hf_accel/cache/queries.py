@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def chunks_of(start: int, count: int, chunk: int) -> list[tuple[int, int, int]]:
+    """Return the tokens start..start+count-1 by the chunks that they stand in: (tokens, the chunk's first token, the
+    end of the tokens)."""
+    firsts = range(start // chunk * chunk, start + count, chunk)
+    parts = [(first, min(first + chunk, start + count)) for first in firsts]
+    return [(stop - max(first, start), first, stop) for first, stop in parts]
+
+
 def runs_of(start: int, count: int, seen: Sequence[int] | None) -> list[tuple[int, int]]:
     """Return the runs of tokens that attend causally to the first tokens of their sequence: (tokens, attended to).
 

@@ -101,8 +101,6 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     names = layer_names(config, len(cache.layers))
     for layer, shape, name in zip(cache.layers, config.per_layer_config, names, strict=False):
         kinds = kinds_of_layer(layer, name, config)
-        if kinds is None and type(layer).__name__ == "DummyLayer":  # it reuses the keys and values of another
-            continue
         if kinds is None:
             raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
         for kind in kinds:

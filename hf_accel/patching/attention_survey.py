@@ -20,8 +20,8 @@ from ..attention.hf.stock import (
     stock_implementation,
     stock_parts,
 )
-from ..cache.hf import NOT_PAGED, keeps_states_alone, kinds_of, layer_windows
-from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind
+from ..cache.hf import NOT_PAGED, keeps_states_alone, kinds_of
+from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind, chunks_refusal, layer_kinds, mask_windows
 from ..cache.hf.state_sizes import steps_of_prompts_differ
 from ..cache.quantized import INT4, QUANTIZED, dim_refusal
 from ..config import CacheConfig
@@ -114,8 +114,11 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     refusal = _compression_refusal(model, compressed=any(kind.rank is not None for kind in kinds))
+    refusal = refusal or _reuse_refusal(model)
     if refusal is not None:
         return refusal
+    if any(kind.chunked for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
+        return f"{name} attends within chunks, whose pages are read on a CPU alone"
     if any(kind.convolves for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
         return f"{name} has convolutions, whose pages are read on a CPU alone"
     if any(kind.recurs for kind in kinds) and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
@@ -163,6 +166,16 @@ def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | N
     return None
 
 
+def _reuse_refusal(model: PreTrainedModel) -> str | None:
+    """Return a clause if a layer that keeps no keys and values attends to others than another layer has given it."""
+    kinds = layer_kinds(model.config)
+    for site in attention_sites(model, quantized_kv=False):
+        index: Any = site.module.layer_idx
+        if (index >= len(kinds) or not kinds[index]) and not code_of(site.module).reuses:
+            return f"{type(site.module).__name__} keeps no keys and values, and attends to some in a way of its own"
+    return None
+
+
 def loop_refusal(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
     if model.config.is_encoder_decoder:
@@ -189,6 +202,8 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
 
 def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
     """Return why pages of the requested dtype cannot hold the model's heads, as one clause; None if they can."""
+    if cache is not None and (refusal := chunks_refusal(model.config, cache)) is not None:
+        return refusal
     quantized = None if cache is None else QUANTIZED.get(cache.dtype)
     if quantized is None:
         return None
@@ -239,7 +254,7 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
     """List the decoder's self-attention modules, with what each needs of a backend."""
     config = layers_config(model.config)
     try:
-        windows = layer_windows(config)
+        windows = mask_windows(config)
     except UnsupportedError:
         windows = []
     if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own

@@ -23,10 +23,12 @@ from .cache_code import (
     POSITION_BIAS,
     assignments,
     cache_refusals,
+    counts_tokens,
     expansion_of,
     keyword,
     names_in,
     parameters,
+    takes_given_keys,
     updates_of,
 )
 
@@ -183,8 +185,9 @@ class AttentionCode:
     attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
     ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
     function can be ours. caches: whether it updates a cache. expands: whether it makes K and V by its own `expand_kv`
-    of what the cache returns. eager: the name, in the class's file, of the attention function that it uses if no other
-    is chosen.
+    of what the cache returns. reuses: whether it can take K and V that another layer gave it. counts: whether it
+    counts the tokens of its cache to know their positions. eager: the name, in the class's file, of the attention
+    function that it uses if no other is chosen.
     """
 
     attends: bool = False
@@ -193,6 +196,8 @@ class AttentionCode:
     unpaged: str | None = None
     caches: bool = False
     expands: bool = False
+    reuses: bool = False
+    counts: bool = False
 
 
 def code_of(module: Any) -> AttentionCode:
@@ -230,6 +235,8 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
         unpaged=next(iter(unpaged), None),
         caches=any(updates_of(function) for function in functions),
         expands=any(expansion_of(each, call) is not None for each in functions for call in calls[id(each)]),
+        counts=any(counts_tokens(function) is True and calls[id(function)] for function in functions),
+        reuses=any(takes_given_keys(each, call) for each in functions for call in calls[id(each)]),
     )
 
 

@@ -20,7 +20,7 @@ from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
 from .bias import bias_over_pages
 from .latents import expanded
-from .mask import as_known, mask_forward, numbers_of
+from .mask import as_known, chunk_of, mask_forward, numbers_of
 from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.
@@ -103,11 +103,13 @@ def attention_forward(
         backend = _backend(module, query, value, options, paged=paged)
         return _over_source(backend, query, options, paged=paged).to(wanted), None
     if paged is not None:
-        plain = ours is not None or (attention_mask is None and causal)
-        if plain and paged.contiguous and paged.window == options.window and not dropout:
+        chunk = chunk_of(attention_mask)
+        plain = ours is not None or chunk is not None or (attention_mask is None and causal)
+        seen = (options.window, None) if chunk is None else (chunk, chunk)
+        if plain and paged.contiguous and (paged.window, paged.chunk) == seen and not dropout:
             return _paged(module, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
-        if ours is not None:
-            paged.check_window(ours.meaning.window)
+        if ours is not None or chunk is not None:
+            paged.check_window(options.window or chunk)
         key, value = _columns(module, paged, "it attends with a mask of its own, or drops weights")
     backend = _backend(module, query, value, options, paged=paged)
     if paged is None and kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
@@ -172,7 +174,7 @@ def _paged(module: nn.Module, query: Tensor, kv: KV, options: AttentionOptions, 
     context = paged.layer.group.context
     if context is not None:
         out = context.attend(backend, step.tokens(query), pages, step=paged.group_step, options=options)
-    elif not step.fresh or pages.k_scales is not None:
+    elif not step.fresh or pages.k_scales is not None or paged.chunk is not None:
         out = backend.paged(step.tokens(query), pages, ragged, options)
     elif step.token_columns is None:
         return backend.dense(query, kv, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig
@@ -17,8 +18,10 @@ from .state_sizes import state_sizes, steps_of_prompts_differ
 
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
+CHUNKED = "chunked_attention"  # what configs call layers whose tokens attend within chunks (Llama 4)
 CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many tokens its convolutions see
-WITHOUT_STATE = ("moe", "mlp")  # what configs call layers that keep nothing
+REUSES = "reuse"  # what configs call a layer that attends to the keys and values of another
+WITHOUT_STATE = ("moe", "mlp", REUSES)  # what configs call layers that keep nothing
 COMPRESSED_NUMBERS = "kv_lora_rank"  # the setting that says how many numbers stand for a token's keys and values
 FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
 
@@ -26,7 +29,8 @@ FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a 
 class LayerKind(NamedTuple):
     """A kind of pages that a decoder layer has for its tokens: of keys and values, or one of the three below.
 
-    window: the number of last tokens that it keeps; None for all. convolves: whether it keeps the inputs of a short
+    window: the number of last tokens that it keeps; None for all. chunked: whether they are chunks of so many tokens,
+    and a token attends to those of its own alone. convolves: whether it keeps the inputs of a short
     convolution. recurs: whether it keeps a state of fixed size after a token. rank: the numbers that it keeps in place
     of a token's keys and values, and makes both from; None if it keeps these themselves.
     """
@@ -35,6 +39,7 @@ class LayerKind(NamedTuple):
     convolves: bool = False
     recurs: bool = False
     rank: int | None = None
+    chunked: bool = False
 
 
 RECURRENT_STATE = LayerKind(WINDOW, recurs=True)
@@ -48,6 +53,11 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     Raises what `layer_kinds` raises.
     """
     return [kinds[0].window if kinds else None for kinds in layer_kinds(config)]
+
+
+def mask_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Return the window of the mask of each decoder layer, which is None too where tokens attend within chunks."""
+    return [None if not kinds or kinds[0].chunked else kinds[0].window for kinds in layer_kinds(config)]
 
 
 def windows_of_pages(groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> list[int | None]:
@@ -78,8 +88,6 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKinds]:
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"config is a {type(config).__name__}; a PagedCache is made from model.config")
     decoder = config.get_text_config(decoder=True)
-    if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
-        raise UnsupportedError(f"a paged cache cannot hold chunked attention layers; {NOT_PAGED}")
     found: list[LayerKinds] = []
     try:
         layers = DynamicCache(config=decoder).layers
@@ -98,8 +106,13 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKinds]:
 
 
 def layer_names(decoder: Any, count: int) -> list[str | None]:
-    """Return what a decoder's config calls each of `count` layers; None where it has one kind alone."""
-    return list(getattr(decoder, "layer_types", None) or [None] * count)
+    """Return what a decoder's config calls each of `count` layers; None where it has one kind alone.
+
+    A layer that attends to the keys and values of another is called "reuse", whatever its mask is.
+    """
+    names = list(getattr(decoder, "layer_types", None) or [None] * count)
+    modes = getattr(decoder, "kv_sharing_modes", None) or [None] * len(names)
+    return [REUSES if mode == REUSES else name for name, mode in zip(names, modes, strict=False)]
 
 
 def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | None:
@@ -109,7 +122,7 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     """
     if name in WITHOUT_STATE:
         return ()
-    attends = _attending(layer, decoder)
+    attends = _attending(layer, name, decoder)
     if attends is not None and name not in ("hybrid", "hybrid_sliding"):
         return (attends,) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else None
     window = getattr(decoder, CONVOLVED_TOKENS, None)
@@ -124,11 +137,12 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     return None if attends is None else (attends, RECURRENT_STATE)
 
 
-def _attending(layer: Any, decoder: Any) -> LayerKind | None:
+def _attending(layer: Any, name: str | None, decoder: Any) -> LayerKind | None:
     """Return the kind of the keys and values that a layer keeps, next to a state or alone; None if it keeps none."""
     rank = getattr(decoder, COMPRESSED_NUMBERS, None)
     if isinstance(layer, DynamicSlidingWindowLayer):
-        return LayerKind(layer.sliding_window, rank=rank)
+        chunked = name == CHUNKED or (name is None and not getattr(decoder, "sliding_window", None))
+        return LayerKind(layer.sliding_window, rank=rank, chunked=chunked)
     return LayerKind(None, rank=rank) if isinstance(layer, DynamicLayer) else None
 
 
@@ -168,7 +182,9 @@ def page_groups(
         for kind in distinct_kinds
     ]
     for group, kind in zip(groups, distinct_kinds, strict=True):
-        group.rank = kind.rank
+        group.rank, group.chunk = kind.rank, kind.window if kind.chunked else None
+        if (group.chunk or 0) % group.pool.block_size:
+            raise UnsupportedError(chunks_refusal(config, settings))
     if config.is_encoder_decoder:
         groups.append(
             OnceGroup(
@@ -185,6 +201,18 @@ def page_groups(
     return groups, [tuple(map(distinct_kinds.index, kinds)) for kinds in layer_kinds(config)]
 
 
+def chunks_refusal(config: PreTrainedConfig, settings: CacheConfig) -> str | None:
+    """Return why blocks cannot hold the chunks of a model's attention, as one clause; None if they can."""
+    chunks = [kind.window for kind in kinds_of(config) if kind.chunked and (kind.window or 0) % settings.block_size]
+    if not chunks:
+        return None
+    size = gcd(settings.block_size, *(chunk or 0 for chunk in chunks))
+    return (
+        f"chunks of {chunks[0]} tokens do not begin with blocks of {settings.block_size}; "
+        f"take CacheConfig(block_size={size})"
+    )
+
+
 def most_states(num_blocks: int) -> int:
     """Return the states for which a pool of fixed size has room, next to `num_blocks` blocks of keys and values.
 
@@ -198,6 +226,8 @@ def sharing_refusal(config: PreTrainedConfig) -> str | None:
     kinds = kinds_of(config)
     if any(kind.convolves or kind.recurs for kind in kinds):
         return "layers that are no attention need all that they keep on each rank"
+    if any(kind.chunked for kind in kinds):
+        return "no rank knows how to attend within chunks"
     if any(kind.rank is not None for kind in kinds):
         return "no rank knows how to attend over a part of the compressed keys"
     return None

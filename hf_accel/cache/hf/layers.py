@@ -219,6 +219,11 @@ class PagedKV:
         return self.layer.group.window
 
     @property
+    def chunk(self) -> int | None:
+        """The tokens of a chunk, to whose own tokens alone a token attends; None without chunks."""
+        return self.layer.group.chunk
+
+    @property
     def rank(self) -> int | None:
         """The numbers of compressed keys; None for keys and values that are not compressed."""
         return self.layer.group.rank
@@ -322,10 +327,12 @@ class RaggedCache(CacheOverPages):
     """The past_key_values of a ragged pass.
 
     step: says which slots the pass writes and reads. one_column: whether it tells the model of one key alone, for a
-    model that makes masks which nobody reads. bias: what its attention adds to scores by positions.
+    model that makes masks which nobody reads. bias: what its attention adds to scores by positions. positions: of
+    the N tokens of the pass, int64.
     """
 
     step: Step
+    positions: Tensor
     bias: PositionBias | None = None
 
     def __init__(

@@ -66,5 +66,8 @@ def steps_of_prompts_differ(config: Any) -> bool:
 
 def _settings(config: Any, names: tuple[str, ...]) -> list[int] | None:
     """Return the values of a config's settings; None if one is not there, or is no number."""
-    values = [getattr(config, name, None) for name in names]
+    try:
+        values = [getattr(config, name, None) for name in names]
+    except RuntimeError:  # its layers differ in one of them
+        return None
     return [each for each in values if isinstance(each, int)] if all(isinstance(v, int) for v in values) else None

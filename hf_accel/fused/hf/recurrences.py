@@ -12,6 +12,7 @@ from ...cache.hf import kinds_of
 from ...kernels import cpu
 from .compressed import compressed_sites
 from .convolutions import convolution_sites
+from .counted_positions import counted_sites
 from .delta_rules import known_delta_rule
 from .selective_scans import known_selective_scan
 from .sites import FusedSite
@@ -32,6 +33,7 @@ def recurrent_pages_refusal(device: torch.device) -> str | None:
 def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
     kinds = kinds_of(model.config)
+    yield from counted_sites(model)
     if any(kind.convolves or kind.recurs for kind in kinds):
         yield from convolution_sites(model)
         yield from _recurrence_sites(model)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.hf.mask import as_known, numbers_of
-from ...cache.hf.kinds import layer_kinds, layer_names
+from ...attention.hf.mask import as_understood, numbers_of
+from ...cache.hf.kinds import LayerKind, layer_kinds, layer_names
 from ...errors import NotRaggedError
 
 UNKNOWN = "its decoder is given a mask of another form"
@@ -29,28 +29,28 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor) -> list[list[int] | None
         return [None] * len(tokens)
     kinds = layer_kinds(config)
     names = zip(layer_names(config, len(kinds)), kinds, strict=False)
-    windows = {name: own[0].window for name, own in names if own}
-    masks = mask if isinstance(mask, dict) else dict.fromkeys(windows, mask)
+    named = {name: own[0] for name, own in names if own}
+    masks = mask if isinstance(mask, dict) else dict.fromkeys(named, mask)
     found: list[list[list[int] | None]] = []
-    for name, window in windows.items():
+    for name, kind in named.items():
         if name not in masks:
             raise NotRaggedError(UNKNOWN)
-        found.append(_seen_by(masks[name], tokens, window))
+        found.append(_seen_by(masks[name], tokens, kind))
     if any(each != found[0] for each in found):
         raise NotRaggedError("the masks of its layers let tokens see different ones of the later tokens")
-    if any(found[0]) and any(kind.convolves or kind.recurs for own in kinds for kind in own):
-        raise NotRaggedError("tokens see later ones, and not all of its layers attend")
+    if any(found[0]) and any(kind.convolves or kind.recurs or kind.chunked for own in kinds for kind in own):
+        raise NotRaggedError("tokens see later ones, and not all of its layers attend, or some within chunks")
     return found[0]
 
 
-def _seen_by(mask: Any, tokens: Tensor, window: int | None) -> list[list[int] | None]:
-    known = as_known(mask)
-    columns = tokens.shape[1]
+def _seen_by(mask: Any, tokens: Tensor, kind: LayerKind) -> list[list[int] | None]:
+    known, columns, window = as_understood(mask), tokens.shape[1], kind.window
     if mask is None:  # stock's sdpa makes none where attention is causal and no window or padding hides a token
         if not bool(tokens.all()) or (window is not None and window < columns):
             raise NotRaggedError(UNKNOWN)
         return [None] * len(tokens)
-    if known is not None and known.meaning.window == window and known.lengths == (columns, columns):
+    meant = None if known is None else (known.meaning.window or known.meaning.chunk, known.meaning.chunk is not None)
+    if known is not None and meant == (window, kind.chunked) and known.lengths == (columns, columns):
         seen = known.columns.cpu().expand(tokens.shape)
         if torch.equal(seen, tokens):
             return [None] * len(tokens)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache, keeps_states_alone, kinds_of
 from ...errors import HfAccelWarning, UnsupportedError
+from ...fused.hf.counted_positions import counts_padding
 from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..sampling.purity import stateful_refusal
@@ -107,6 +108,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "it is given other token ids than embeddings"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
+    columns = call.prompt_columns + call.config.max_length - call.num_columns
+    if mask is not None and not bool(mask.all()) and counts_padding(call.model, columns):
+        return "its attention counts padding in the positions of tokens"
     operators = state_of(call.model).generation.operators
     has_none = keeps_states_alone(call.model.config) or (operators is not None and not operators.takes_positions)
     if not (more or has_none) and not positions_count_tokens(positions, None if mask is None else mask.bool()):
