@@ -27,6 +27,7 @@ from ..cache.quantized import INT4, QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import is_known_convolution
+from ..fused.hf.indexers import is_known_indexer
 from ..fused.hf.operator_models import OperatorModel, operator_model
 from ..fused.hf.recurrences import known_recurrence, recurrent_pages_refusal
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
@@ -102,7 +103,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
         unpaged = code_of(module).unpaged
-        if unpaged is None or is_known_convolution(module):
+        if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
             continue
         known = known_recurrence(module)
         if known is None:
@@ -117,6 +118,8 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     refusal = refusal or _reuse_refusal(model)
     if refusal is not None:
         return refusal
+    if any(kind.indexes for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
+        return f"{name} selects tokens by keys whose pages are read on a CPU alone"
     if any(kind.chunked for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
         return f"{name} attends within chunks, whose pages are read on a CPU alone"
     if any(kind.convolves for kind in kinds) and model_device(model).type not in ("cpu", "meta"):

@@ -9,6 +9,7 @@ from ..fused.hf.compressed import COMPRESSED
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.counted_positions import COUNTED
 from ..fused.hf.encoder_sites import LAYER, STACK
+from ..fused.hf.indexers import INDEXER
 from ..fused.hf.operator_models import OPERATORS
 from ..fused.hf.part_activations import PART_ACTIVATION
 from ..fused.hf.recurrences import RECURRENCE
@@ -135,6 +136,7 @@ FUSED_KINDS = {
     RECURRENCE: ("recurrent layers", "states in pages"),
     OPERATORS: ("attention modules by operators", "over pages"),
     COMPRESSED: ("attention modules", "compressed keys in pages"),
+    INDEXER: ("indexers", "keys in pages"),
     COUNTED: ("attention modules", "positions of each sequence"),
 }
 

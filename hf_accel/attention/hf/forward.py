@@ -21,6 +21,7 @@ from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
 from .bias import bias_over_pages
 from .latents import expanded
 from .mask import as_known, chunk_of, mask_forward, numbers_of
+from .selected import SELECTED, RaggedSelection, attend_selected, masked
 from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.
@@ -62,17 +63,23 @@ def attention_forward(
 
     A call that it does not understand goes to the model's original function, which may return weights.
     """
+    paged: PagedKV | None
     if not isinstance(query, Tensor):  # a stand-in, with which the code of a layer is traced
         traced: Any = query.attended(
             module, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return traced
+    selection = kwargs.pop(SELECTED, None)
+    if isinstance(selection, Tensor):
+        paged = getattr(key, PAGED_HANDLE, None)
+        columns = key.shape[2] if paged is None or attention_mask is None else attention_mask.shape[-1]
+        attention_mask, selection = masked(attention_mask, selection, columns), None
     if is_recorded():
         mask = numbers_of(attention_mask)  # one of ours was made outside of what is compiled
         return recorded_attention(
             module, query, KV(key, value), mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
+    paged = getattr(key, PAGED_HANDLE, None)
     if paged is not None:
         paged.check_values(value)
         bias = None if kwargs.get(POSITION_BIAS) is None else bias_over_pages(module, kwargs.pop(POSITION_BIAS), paged)
@@ -102,6 +109,8 @@ def attention_forward(
     if paged is not None and paged.layer.attends_to_all:
         backend = _backend(module, query, value, options, paged=paged)
         return _over_source(backend, query, options, paged=paged).to(wanted), None
+    if paged is not None and selection is not None and not selection.is_all:
+        return _selected(module, query, options, paged=paged, selection=selection, mask=attention_mask), None
     if paged is not None:
         chunk = chunk_of(attention_mask)
         plain = ours is not None or chunk is not None or (attention_mask is None and causal)
@@ -197,6 +206,19 @@ def _compressed(module: Any, query: Tensor, options: AttentionOptions, *, paged:
         backend = _backend(module, absorbed.transpose(0, 1)[None], pages.v, options, paged=paged)
         out = parts.results(backend.paged(absorbed, pages, ragged, options))
     return step.columns(out, query.shape[0])
+
+
+def _selected(
+    module: nn.Module, query: Tensor, options: AttentionOptions, *, paged: PagedKV, selection: RaggedSelection,
+    mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute attention of a ragged pass over the tokens of a selection."""
+
+    def backend(values: Tensor) -> AttentionBackend:
+        return _backend(module, query, values, options, paged=None)
+
+    out = attend_selected(backend, module, query, paged=paged, options=options, selection=selection, mask=mask)
+    return out.to(query.dtype).contiguous()
 
 
 def _over_source(backend: AttentionBackend, query: Tensor, options: AttentionOptions, *, paged: PagedKV) -> Tensor:

@@ -105,8 +105,11 @@ class CausalMask(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _NEED_NO_NUMBERS:
                 return func(*args, **kwargs)
-            if func is Tensor.__getitem__ and isinstance(args[0], CausalMask) and _takes_all(args[1]):
-                return args[0]
+            if func is Tensor.__getitem__ and isinstance(args[0], CausalMask) and isinstance(args[1], tuple):
+                if _takes_all(args[1]):
+                    return args[0]
+                if args[0].is_known and all(isinstance(each, (int, slice)) for each in args[1]):
+                    return args[0].whole()[args[1]].clone()  # an indexer reads it, and the mask stays as it is
             return func(*_with_numbers(args), **_with_numbers(kwargs))
 
     @classmethod
@@ -145,7 +148,7 @@ _NEED_NO_NUMBERS = {
 
 def _takes_all(index: Any) -> bool:
     """Return whether an index takes all of a tensor, as Gemma 4 does where the logits of all tokens are wanted."""
-    return isinstance(index, tuple) and all(each in (slice(None), slice(0, None)) for each in index)
+    return all(each in (slice(None), slice(0, None)) for each in index)
 
 
 def _with_numbers(values: Any) -> Any:
@@ -169,7 +172,7 @@ def mask_forward(
 
     It is never None where stock would make a mask: a module whose is_causal is False would lose it.
     """
-    known, window, chunk = not is_recorded() and allow_is_causal_skip, local_size, None
+    known, window, chunk = not is_recorded(), local_size, None
     if known and not _is_causal(mask_function, local_size):
         known = kv_offset == 0 and _is_chunked(mask_function, local_size, attention_mask)
         window, chunk = None, local_size
@@ -189,7 +192,9 @@ def mask_forward(
             **kwargs,
         )
     columns = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length)
-    left_out = _ignore_causal_mask_sdpa(columns, q_length, kv_length, int(q_offset), 0, local_size)
+    left_out = allow_is_causal_skip and _ignore_causal_mask_sdpa(
+        columns, q_length, kv_length, int(q_offset), 0, local_size
+    )
     padded = columns is not None and not bool(columns[:, :seen].all())
     if columns is not None and padded:
         columns = columns[:, :seen].clone()  # later changes of the mask by the user must not change this pass

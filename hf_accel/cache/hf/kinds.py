@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ REMADE = "make it with hf_accel.PagedCache(model.config)"
 CHUNKED = "chunked_attention"  # what configs call layers whose tokens attend within chunks (Llama 4)
 CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many tokens its convolutions see
 REUSES = "reuse"  # what configs call a layer that attends to the keys and values of another
+SELECTS_AS_BEFORE = "shared"  # what configs call a layer that attends to the tokens that one before it has selected
 WITHOUT_STATE = ("moe", "mlp", REUSES)  # what configs call layers that keep nothing
 COMPRESSED_NUMBERS = "kv_lora_rank"  # the setting that says how many numbers stand for a token's keys and values
 FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
@@ -29,10 +31,10 @@ FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a 
 class LayerKind(NamedTuple):
     """A kind of pages that a decoder layer has for its tokens: of keys and values, or one of the three below.
 
-    window: the number of last tokens that it keeps; None for all. chunked: whether they are chunks of so many tokens,
-    and a token attends to those of its own alone. convolves: whether it keeps the inputs of a short
+    window: the number of last tokens that it keeps; None for all. convolves: whether it keeps the inputs of a short
     convolution. recurs: whether it keeps a state of fixed size after a token. rank: the numbers that it keeps in place
-    of a token's keys and values, and makes both from; None if it keeps these themselves.
+    of a token's keys and values, and makes both from; None if it keeps these themselves. chunked: whether the window
+    is a chunk, and a token attends to those of its own alone. indexes: whether it keeps the keys of an indexer.
     """
 
     window: int | None
@@ -40,9 +42,11 @@ class LayerKind(NamedTuple):
     recurs: bool = False
     rank: int | None = None
     chunked: bool = False
+    indexes: bool = False
 
 
 RECURRENT_STATE = LayerKind(WINDOW, recurs=True)
+INDEX_KEYS = LayerKind(None, indexes=True)
 # What a layer keeps: one kind; keys and values, and then a state; or nothing.
 LayerKinds = tuple[LayerKind, ...]
 
@@ -111,6 +115,9 @@ def layer_names(decoder: Any, count: int) -> list[str | None]:
     A layer that attends to the keys and values of another is called "reuse", whatever its mask is.
     """
     names = list(getattr(decoder, "layer_types", None) or [None] * count)
+    shared = getattr(decoder, "indexer_types", None) or []
+    pairs = list(zip_longest(names, shared))[: len(names)]
+    names = [SELECTS_AS_BEFORE if kind == SELECTS_AS_BEFORE else name for name, kind in pairs]
     modes = getattr(decoder, "kv_sharing_modes", None) or [None] * len(names)
     return [REUSES if mode == REUSES else name for name, mode in zip(names, modes, strict=False)]
 
@@ -124,6 +131,8 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
         return ()
     attends = _attending(layer, name, decoder)
     if attends is not None and name not in ("hybrid", "hybrid_sliding"):
+        if type(layer).__name__ == "DynamicIndexedLayer":  # which older transformers do not have
+            return (attends,) if name == SELECTS_AS_BEFORE else (attends, INDEX_KEYS)
         return (attends,) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else None
     window = getattr(decoder, CONVOLVED_TOKENS, None)
     if not isinstance(layer, LinearAttentionLayer):
@@ -177,7 +186,7 @@ def page_groups(
             block_size=settings.block_size,
             growable=growable,
             prefix_sharing=settings.prefix_sharing,
-            quantized=None if kind.convolves else QUANTIZED.get(settings.dtype),
+            quantized=None if kind.convolves or kind.indexes else QUANTIZED.get(settings.dtype),
         )
         for kind in distinct_kinds
     ]
@@ -226,6 +235,8 @@ def sharing_refusal(config: PreTrainedConfig) -> str | None:
     kinds = kinds_of(config)
     if any(kind.convolves or kind.recurs for kind in kinds):
         return "layers that are no attention need all that they keep on each rank"
+    if any(kind.indexes for kind in kinds):
+        return "no rank knows how to select tokens among a part of them"
     if any(kind.chunked for kind in kinds):
         return "no rank knows how to attend within chunks"
     if any(kind.rank is not None for kind in kinds):

@@ -13,7 +13,9 @@ from ...kernels import cpu
 from .compressed import compressed_sites
 from .convolutions import convolution_sites
 from .counted_positions import counted_sites
+from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
+from .indexers import indexer_sites
 from .selective_scans import known_selective_scan
 from .sites import FusedSite
 from .state_pass import PagedRecurrence, Recurrence
@@ -34,6 +36,8 @@ def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
     kinds = kinds_of(model.config)
     yield from counted_sites(model)
+    if any(kind.indexes for kind in kinds):
+        yield from indexer_sites(model)
     if any(kind.convolves or kind.recurs for kind in kinds):
         yield from convolution_sites(model)
         yield from _recurrence_sites(model)
@@ -51,4 +55,5 @@ def _recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
-    return known_delta_rule(module) or known_state_space(module) or known_selective_scan(module)
+    known = known_delta_rule(module) or known_delta_attention(module)
+    return known or known_state_space(module) or known_selective_scan(module)
