@@ -111,7 +111,7 @@ def _trial_gate(gate: nn.Module, heads: DeltaHeads, width: int, numbers: RandomN
     for part in parts.values():
         part.weight.copy_(numbers(*part.weight.shape))
     rate: Any = gate._parameters.get("A_log")
-    shape = [] if rate is None else [heads.values if size > 1 else 1 for size in rate.shape]
+    shape = (1, 1, heads.values, 1) if rate is not None and rate.ndim == 4 else (heads.values,)
     parameters = {"A_log": nn.Parameter(numbers(*shape)), "dt_bias": nn.Parameter(numbers(value_width))}
     twin: Any = unwatched_twin(gate, _modules=parts, _parameters=parameters)
     vars(twin).update(head_dim=heads.value_dim, num_heads=heads.values, qkv_dim=value_width)
