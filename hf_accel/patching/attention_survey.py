@@ -172,6 +172,9 @@ def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | N
 def _reuse_refusal(model: PreTrainedModel) -> str | None:
     """Return a clause if a layer that keeps no keys and values attends to others than another layer has given it."""
     kinds = layer_kinds(model.config)
+    indexers = sum(kind.indexes for own in kinds for kind in own)
+    if indexers and indexers != sum(map(is_known_indexer, model.modules())):
+        return f"{type(model).__name__} selects tokens by other indexers than those that are known"
     for site in attention_sites(model, quantized_kv=False):
         index: Any = site.module.layer_idx
         if (index >= len(kinds) or not kinds[index]) and not code_of(site.module).reuses:

@@ -82,7 +82,7 @@ class Recurrence(ABC):
             if reads.hold() and list(map(type, modules)) == types and not hooks.any_others():
                 return None
         self._asked = None
-        refusal = self.asked(module) or self._norm_refusal(module)
+        refusal = self.asked(module)
         if refusal is None:
             modules = [module, *(child for child in module._modules.values() if child is not None)]
             reads = Reads(read for each in modules for read in _settings(each))
@@ -93,12 +93,11 @@ class Recurrence(ABC):
         """Return whether the module computes tokens of a prompt otherwise than generated ones."""
         return False
 
-    def _norm_refusal(self, module: Any) -> str | None:
-        own = vars(module._modules[self.norm_name]) if self.norm.groups else {}
-        if own.get("variance_epsilon", self.norm.eps) != self.norm.eps:
-            return "the eps of its norm was changed"
-        activation = own.get("activation", self.norm.activation)
-        return None if ACTIVATIONS.get(activation) == self.norm.activation else f"its norm has {activation!r}"
+    def _norm_is(self, norm: Any) -> bool:
+        """Return whether a norm still has the eps and the activation that were tried."""
+        own = vars(norm)
+        same = own.get("variance_epsilon", self.norm.eps) == self.norm.eps
+        return same and ACTIVATIONS.get(own.get("activation", self.norm.activation)) == self.norm.activation
 
     @abstractmethod
     def asked(self, module: Any) -> str | None:
@@ -119,7 +118,7 @@ class Recurrence(ABC):
         """
         if not self.norm.groups and is_native(x):
             return self.norm(x, gate, None)
-        if is_native(x) and is_unobserved(norm):
+        if is_native(x) and self.norm.groups and is_unobserved(norm) and self._norm_is(norm):
             return self.norm(x, gate, norm._parameters["weight"])
         if not self.norm.groups:
             return x * nn.functional.silu(gate.float())
