@@ -20,8 +20,8 @@ from ..attention.hf.stock import (
     stock_implementation,
     stock_parts,
 )
-from ..cache.hf import NOT_PAGED, keeps_states_alone, kinds_of
-from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind, chunks_refusal, layer_kinds, mask_windows
+from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
+from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind, chunks_refusal
 from ..cache.hf.state_sizes import steps_of_prompts_differ
 from ..cache.quantized import INT4, QUANTIZED, dim_refusal
 from ..config import CacheConfig
@@ -37,7 +37,7 @@ from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of, source_of
 from ..recognition.generation_code import counts_nothing
 from ..tensors import model_device
-from .encoder_decoder_survey import decoder_loop_refusal, decoder_refusal
+from .encoder_decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -111,20 +111,19 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         if known.has_limits(module) and not steps_of_prompts_differ(layers_config(model.config)):
             return f"the steps of {type(module).__name__} have limits that its config does not name"
     try:
-        kinds = kinds_of(model.config)
+        kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    refusal = _compression_refusal(model, compressed=any(kind.rank is not None for kind in kinds))
-    refusal = refusal or _reuse_refusal(model)
+    refusal = _compression_refusal(model, compressed=kinds.compresses) or _reuse_refusal(model)
     if refusal is not None:
         return refusal
-    if any(kind.indexes for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
+    if kinds.indexes and model_device(model).type not in ("cpu", "meta"):
         return f"{name} selects tokens by keys whose pages are read on a CPU alone"
-    if any(kind.chunked for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
+    if kinds.chunks and model_device(model).type not in ("cpu", "meta"):
         return f"{name} attends within chunks, whose pages are read on a CPU alone"
-    if any(kind.convolves for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
+    if kinds.convolves and model_device(model).type not in ("cpu", "meta"):
         return f"{name} has convolutions, whose pages are read on a CPU alone"
-    if any(kind.recurs for kind in kinds) and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
+    if kinds.recurs and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
         return f"{name} has recurrent layers, {refusal}"
     return _bidirectional_refusal(model)
 
@@ -145,10 +144,10 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
         known = answer_once(operator_model, model)
         return f"{refusal}, and {known}" if isinstance(known, str) else refusal
     try:
-        kinds = kinds_of(model.config)
+        kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    return refusal if any(kind != LayerKind(None) for kind in kinds) else None
+    return None if kinds.distinct == (LayerKind(None),) else refusal
 
 
 def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | None:
@@ -171,7 +170,7 @@ def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | N
 
 def _reuse_refusal(model: PreTrainedModel) -> str | None:
     """Return a clause if a layer that keeps no keys and values attends to others than another layer has given it."""
-    kinds = layer_kinds(model.config)
+    kinds = model_kinds(model.config).layers
     indexers = sum(kind.indexes for own in kinds for kind in own)
     if indexers and indexers != sum(map(is_known_indexer, model.modules())):
         return f"{type(model).__name__} selects tokens by other indexers than those that are known"
@@ -189,8 +188,8 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
     counts = "position_ids" in parameters or (attends_nowhere(model) and counts_nothing(model))
-    if not counts and known_operators(model) is None:
-        return f"{name} takes no position_ids"
+    if not counts and known_operators(model) is None and (refusal := counting_refusal(model)) is not None:
+        return refusal
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if set(needed) - {"self", "input_ids"}:
         return f"{name} needs more than token ids"
@@ -260,7 +259,7 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
     """List the decoder's self-attention modules, with what each needs of a backend."""
     config = layers_config(model.config)
     try:
-        windows = mask_windows(config)
+        windows = model_kinds(config).mask_windows
     except UnsupportedError:
         windows = []
     if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own
