@@ -24,6 +24,7 @@ class PageGroup:
     if sequences share no prefixes. context: the ranks that share out the blocks, set before
     there are pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
     rank: the numbers of compressed keys, set before there are pages (latent_pages.py); None for keys and values.
+    chunk: the tokens of a chunk, if a token attends to those of its chunk alone: the window, and whole blocks.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class PageGroup:
     ) -> None:
         self.window = window
         self.rank: int | None = None
+        self.chunk: int | None = None
         self.context: SharedContext | None = None
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
@@ -145,13 +147,13 @@ class PageGroup:
                 self.context.copy(storage.pages, pairs)
 
     @staticmethod
-    def table_tensor(tables: Sequence[BlockTable], device: torch.device) -> Tensor:
-        """Return block tables as a tensor [B, max_blocks] int32, padded with zeros."""
-        width = max((len(t.blocks) for t in tables), default=0)
+    def table_tensor(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+        """Return the blocks of tables as a tensor [B, max_blocks] int32, padded with zeros."""
+        width = max(map(len, tables), default=0)
         padded: list[int] = []
-        for table in tables:
-            padded += table.blocks
-            padded += [0] * (width - len(table.blocks))
+        for blocks in tables:
+            padded += blocks
+            padded += [0] * (width - len(blocks))
         return integers(padded, dtype=torch.int32).view(len(tables), width).to(device)
 
     @property

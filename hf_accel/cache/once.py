@@ -109,14 +109,14 @@ class OnceGroup(PageGroup):
         """
         slots: list[int] = []
         sources: list[Tensor] = []
-        rows: list[BlockTable] = []
+        rows: list[list[int]] = []
         lengths: list[int] = []
         for table, span in zip(tables, spans, strict=True):
             assert isinstance(table, OnceTable)
             if span.start == 0 and table.source is not None:
                 slots += table.slots(0, table.length)
                 sources.append(table.source)
-            rows += [table] * len(span)
+            rows += [table.blocks] * len(span)
             lengths += [table.length] * len(span)
         ragged = Ragged(
             integers(range(len(rows) + 1), dtype=torch.int32),

@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..kernels.layouts import Ragged
 from ..tensors import integers
 from .cached_sequence import CachedSequence
+from .chunks import chunks_of
 from .group import GroupStep, PageGroup, Step, offsets
 from .once import OnceGroup
 from .pool import BlockTable
@@ -321,11 +322,19 @@ def _group_step(
         return group.step(tables, spans)
     slots: list[int] = []
     held: list[int] = []
-    attending: list[BlockTable] = []
+    attending: list[list[int]] = []
+    counts: list[int] = []
+    size = group.pool.block_size
     for each, table, queries in zip(ranges, tables, runs, strict=True):
         slots += table.slots(each.write_from or each.start, each.start + each.count)
-        held += [stop - table.num_dropped_blocks * group.pool.block_size for _, stop in queries]
-        attending += [table] * len(queries)
+        dropped = table.num_dropped_blocks * size
+        parts = [(count, dropped, stop) for count, stop in queries]
+        if group.chunk is not None:  # to attention each chunk is a sequence of its own, which begins with a block
+            parts = chunks_of(each.start, each.count, group.chunk)
+        for count, first, stop in parts:
+            counts.append(count)
+            held.append(stop - first)
+            attending.append(table.blocks[(first - dropped) // size :])
     written = None
     if len(slots) < sum(each.count for each in ranges):
         ends = accumulate(each.count for each in ranges)
@@ -334,9 +343,9 @@ def _group_step(
         ]
         written = integers(places).to(device)
     ragged = Ragged(
-        cu_q,
+        cu_q if group.chunk is None else offsets(counts, device),
         kv_len=integers(held, dtype=torch.int32).to(device),
-        max_q=max((count for each in runs for count, _ in each), default=0),
+        max_q=max(counts, default=0),
         max_kv=max(held, default=0),
         block_table=group.table_tensor(attending, device),
     )

@@ -101,14 +101,13 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     names = layer_names(config, len(cache.layers))
     for layer, shape, name in zip(cache.layers, config.per_layer_config, names, strict=False):
         kinds = kinds_of_layer(layer, name, config)
-        if kinds is None and type(layer).__name__ == "DummyLayer":  # it reuses the keys and values of another
-            continue
         if kinds is None:
             raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
         for kind in kinds:
             tokens = context if kind.window is None else min(context, kind.window)
             make = _layer if kind.rank is None else _compressed
             make = _recurrent if kind.recurs else _convolution if kind.convolves else make
+            make = _indexer if kind.indexes else make
             layers.append(make(shape, tokens=tokens))
     return layers
 
@@ -124,6 +123,11 @@ def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
 def _convolution(config: Any, *, tokens: int) -> AttentionLayer:
     """Return the layer whose one head has half of the inputs of a short convolution as keys, and half as values."""
     return ConvolutionLayer(heads=1, kv_heads=1, head_dim=config.hidden_size // 2, tokens=tokens)
+
+
+def _indexer(config: Any, *, tokens: int) -> AttentionLayer:
+    """Return the layer whose one head has half of an indexer's key as a key, and half as a value."""
+    return ConvolutionLayer(heads=1, kv_heads=1, head_dim=config.index_head_dim // 2, tokens=tokens)
 
 
 def _compressed(config: Any, *, tokens: int) -> AttentionLayer:

@@ -17,18 +17,21 @@ from ..kernels.cpu.row_kernels import activate, rms_norm
 from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ..undo.journal import original_class
 
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # of gates, by the names in modules
+
 
 @dataclass(frozen=True)
 class GatedNorm:
     """x / sqrt(mean(x^2) + eps) * weight in groups of a row, times silu(gate).
 
     groups: parts of a row that are normalized each by itself; 0 if there is no norm, and the gate alone. gate_first:
-    whether x is multiplied by silu(gate) ahead of the norm.
+    whether x is multiplied by silu(gate) ahead of the norm. activation: of the gate, "silu" or "sigmoid".
     """
 
     eps: float
     groups: int
     gate_first: bool
+    activation: str = "silu"
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor | None) -> Tensor:
         """Compute rows [M, D] float32 by our kernels. They round each row as a single one, which torch's may not.
@@ -37,7 +40,7 @@ class GatedNorm:
         """
         gate = gate.float()
         if weight is None or self.gate_first:
-            x = activate(gate, "silu", y=x)
+            x = self._gated(x, gate)
         if weight is None:
             return x
         if self.groups == 1:
@@ -45,7 +48,10 @@ class GatedNorm:
         else:
             parts = x.view(-1, x.shape[1] // self.groups)
             x = rms_norm(parts, weight.new_ones(parts.shape[1]).float(), self.eps).view(x.shape) * weight.float()
-        return x if self.gate_first else activate(gate, "silu", y=x)
+        return x if self.gate_first else self._gated(x, gate)
+
+    def _gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        return activate(gate, "silu", y=x) if self.activation == "silu" else x * gate.sigmoid()
 
 
 def gated_norm(norm: nn.Module) -> GatedNorm | None:
@@ -61,8 +67,11 @@ def gated_norm(norm: nn.Module) -> GatedNorm | None:
     if weight is None or weight.ndim != 1 or weight.dtype not in FLOATS:
         return None
     own = vars(norm)
+    activation = ACTIVATIONS.get(own.get("activation", "silu"))
+    if activation is None:
+        return None
     counts = {1, own.get("n_groups") or 1, len(weight) // (own.get("group_size") or len(weight))}
-    forms = [GatedNorm(eps, groups, first) for groups, first in product(sorted(counts), (True, False))]
+    forms = [GatedNorm(eps, groups, first, activation) for groups, first in product(sorted(counts), (True, False))]
     return next((form for form in forms if _agrees(norm, form, len(weight))), None)
 
 

@@ -21,12 +21,13 @@ from ..attention.hf.stock import (
     stock_parts,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
-from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind
+from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind, chunks_refusal
 from ..cache.hf.state_sizes import steps_of_prompts_differ
 from ..cache.quantized import INT4, QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.convolutions import is_known_convolution
+from ..fused.hf.indexers import is_known_indexer
 from ..fused.hf.operator_models import OperatorModel, operator_model
 from ..fused.hf.recurrences import known_recurrence, recurrent_pages_refusal
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
@@ -102,7 +103,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} is configured for bidirectional attention"
     for module in model.modules():
         unpaged = code_of(module).unpaged
-        if unpaged is None or is_known_convolution(module):
+        if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
             continue
         known = known_recurrence(module)
         if known is None:
@@ -113,9 +114,13 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    refusal = _compression_refusal(model, compressed=kinds.compresses)
+    refusal = _compression_refusal(model, compressed=kinds.compresses) or _reuse_refusal(model)
     if refusal is not None:
         return refusal
+    if kinds.indexes and model_device(model).type not in ("cpu", "meta"):
+        return f"{name} selects tokens by keys whose pages are read on a CPU alone"
+    if kinds.chunks and model_device(model).type not in ("cpu", "meta"):
+        return f"{name} attends within chunks, whose pages are read on a CPU alone"
     if kinds.convolves and model_device(model).type not in ("cpu", "meta"):
         return f"{name} has convolutions, whose pages are read on a CPU alone"
     if kinds.recurs and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
@@ -163,6 +168,19 @@ def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | N
     return None
 
 
+def _reuse_refusal(model: PreTrainedModel) -> str | None:
+    """Return a clause if a layer that keeps no keys and values attends to others than another layer has given it."""
+    kinds = model_kinds(model.config).layers
+    indexers = sum(kind.indexes for own in kinds for kind in own)
+    if indexers and indexers != sum(map(is_known_indexer, model.modules())):
+        return f"{type(model).__name__} selects tokens by other indexers than those that are known"
+    for site in attention_sites(model, quantized_kv=False):
+        index: Any = site.module.layer_idx
+        if (index >= len(kinds) or not kinds[index]) and not code_of(site.module).reuses:
+            return f"{type(site.module).__name__} keeps no keys and values, and attends to some in a way of its own"
+    return None
+
+
 def loop_refusal(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
     if model.config.is_encoder_decoder:
@@ -189,6 +207,8 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
 
 def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
     """Return why pages of the requested dtype cannot hold the model's heads, as one clause; None if they can."""
+    if cache is not None and (refusal := chunks_refusal(model.config, cache)) is not None:
+        return refusal
     quantized = None if cache is None else QUANTIZED.get(cache.dtype)
     if quantized is None:
         return None
@@ -242,7 +262,7 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
     """List the decoder's self-attention modules, with what each needs of a backend."""
     config = layers_config(model.config)
     try:
-        windows = model_kinds(config).windows
+        windows = model_kinds(config).mask_windows
     except UnsupportedError:
         windows = []
     if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from ..fused.hf.compressed import COMPRESSED
 from ..fused.hf.convolutions import CONVOLUTION
+from ..fused.hf.counted_positions import COUNTED
 from ..fused.hf.dtype_readers import DTYPE_READER
 from ..fused.hf.encoder_sites import LAYER, STACK
+from ..fused.hf.indexers import INDEXER
 from ..fused.hf.operator_models import OPERATORS
 from ..fused.hf.part_activations import PART_ACTIVATION
 from ..fused.hf.recurrences import RECURRENCE
@@ -136,6 +138,8 @@ FUSED_KINDS = {
     RECURRENCE: ("recurrent layers", "states in pages"),
     OPERATORS: ("attention modules by operators", "over pages"),
     COMPRESSED: ("attention modules", "compressed keys in pages"),
+    INDEXER: ("indexers", "keys in pages"),
+    COUNTED: ("attention modules", "positions of each sequence"),
 }
 
 KNOWN_BY = {

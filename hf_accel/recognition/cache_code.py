@@ -8,7 +8,8 @@ from collections.abc import Iterator
 EXPANDS = "expand_kv"  # the method that makes keys and values of compressed ones
 POSITION_BIAS = "position_bias"  # the keyword of a bias that is added to scores
 CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
-CACHE_METHODS = frozenset({"update", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_initialized"})
+COUNT = "get_seq_length"
+CACHE_METHODS = frozenset({"update", COUNT, "get_query_offset", "get_mask_sizes", "is_initialized"})
 
 
 def assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
@@ -44,10 +45,43 @@ def cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterator
             yield f"reads {ast.unparse(node)}"
     if not updates:
         return
+    biased = any(keyword(call, POSITION_BIAS) is not None for call in calls)  # by what it counts, see bias.py
+    if calls and not biased and counts_tokens(function) is False:
+        yield "counts the tokens of its cache in a way of its own"
     if len(updates) > 1 or len(calls) != 1:
         yield "updates the cache, or attends, more than once"
     elif not _hands_on(function, updates[0], calls[0]):
         yield "changes K or V between the cache and its attention function"
+
+
+def counts_tokens(function: ast.FunctionDef) -> bool | None:
+    """Return whether a function adds `cache.get_seq_length()` to the numbers of its tokens, 0, 1, .., and uses it for
+    nothing else; None if it does not ask for it."""
+    caches = _caches(function)
+    asked = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches and node.attr == COUNT
+    ]
+    if not asked:
+        return None
+    made = [
+        (value, target) for value, target in assignments(function) if value is not None and asked[0] in ast.walk(value)
+    ]
+    match made:
+        case [
+            (
+                ast.Call(func=call) | ast.IfExp(body=ast.Call(func=call), orelse=ast.Constant(value=0)),
+                ast.Name(id=name),
+            )
+        ]:
+            numbered = f"torch.arange(hidden_states.shape[1], device=hidden_states.device) + {name}"
+            sums = [
+                node for node in ast.walk(function) if isinstance(node, ast.BinOp) and ast.unparse(node) == numbered
+            ]
+            uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+            return call is asked[0] and len(asked) == len(sums) == 1 and len(uses) == 2
+    return False
 
 
 def updates_of(function: ast.FunctionDef) -> list[ast.Attribute]:
@@ -101,6 +135,21 @@ def _keys_and_values(call: ast.Call) -> tuple[ast.expr | None, ast.expr | None]:
     """Return the arguments that a call gives as keys and values."""
     keys, values = (call.args[i] if len(call.args) > i else keyword(call, n) for i, n in ((2, "key"), (3, "value")))
     return keys, values
+
+
+def takes_given_keys(function: ast.FunctionDef, call: ast.Call) -> bool:
+    """Return whether a function can take the K and V of its attention call from a parameter, `k, v = given[...]`.
+
+    There another layer has left them.
+    """
+    wanted = [getattr(each, "id", None) for each in _keys_and_values(call)]
+    return any(
+        isinstance(value, ast.Subscript)
+        and getattr(value.value, "id", None) in parameters(function)
+        and isinstance(target, ast.Tuple)
+        and [getattr(each, "id", None) for each in target.elts] == wanted
+        for value, target in assignments(function)
+    )
 
 
 def expansion_of(function: ast.FunctionDef, call: ast.Call) -> ast.Call | None:

@@ -23,10 +23,12 @@ from .cache_code import (
     POSITION_BIAS,
     assignments,
     cache_refusals,
+    counts_tokens,
     expansion_of,
     keyword,
     names_in,
     parameters,
+    takes_given_keys,
     updates_of,
 )
 
@@ -162,6 +164,13 @@ def with_functions(forward: Any, functions: dict[str, Callable[..., Any]]) -> Fu
     return copy
 
 
+@lru_cache(maxsize=1024)
+def normalized(function: Any) -> tuple[str, ...]:
+    """Return the lines of a function's code as ast.unparse writes them, without blanks around them."""
+    tree = tree_of(function)
+    return () if tree is None else tuple(line.strip() for line in ast.unparse(tree).splitlines())
+
+
 # -- attention: is it known to be right for ours? ------------------------------------------------------
 
 # The keywords that our attention function applies, and those that stock's sdpa ignores as well.
@@ -183,8 +192,9 @@ class AttentionCode:
     attends: whether it calls an attention function of transformers' interface. refusal: why that function cannot be
     ours. unpaged: why K and V cannot stay in pages on the way to it, or the cache cannot be paged, even if the
     function can be ours. caches: whether it updates a cache. expands: whether it makes K and V by its own `expand_kv`
-    of what the cache returns. eager: the name, in the class's file, of the attention function that it uses if no other
-    is chosen.
+    of what the cache returns. reuses: whether it can take K and V that another layer gave it. counts: whether it
+    counts the tokens of its cache to know their positions. eager: the name, in the class's file, of the attention
+    function that it uses if no other is chosen.
     """
 
     attends: bool = False
@@ -193,6 +203,8 @@ class AttentionCode:
     unpaged: str | None = None
     caches: bool = False
     expands: bool = False
+    reuses: bool = False
+    counts: bool = False
 
 
 def code_of(module: Any) -> AttentionCode:
@@ -218,8 +230,10 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     attends = any(calls.values())
     refusals: list[str] = []
     unpaged: list[str] = []
+    known = CALL_KEYWORDS | ({SELECTED} if _selects(kind) else set())
     for function in functions:
-        refusals += [f"{name} {clause}" for call in calls[id(function)] for clause in _call_refusals(function, call)]
+        found = (clause for call in calls[id(function)] for clause in _call_refusals(function, call, known))
+        refusals += [f"{name} {clause}" for clause in found]
         unpaged += [f"{name} {clause}" for clause in cache_refusals(function, calls[id(function)])]
     if not attends and _computes_attention(name, functions):
         refusals.append(f"{name} {BY_ITSELF}")
@@ -230,6 +244,8 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
         unpaged=next(iter(unpaged), None),
         caches=any(updates_of(function) for function in functions),
         expands=any(expansion_of(each, call) is not None for each in functions for call in calls[id(each)]),
+        counts=any(counts_tokens(function) is True and calls[id(function)] for function in functions),
+        reuses=any(takes_given_keys(each, call) for each in functions for call in calls[id(each)]),
     )
 
 
@@ -296,6 +312,10 @@ class _DeadBranches(ast.NodeTransformer):
             case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in self.absent:
                 return False
             case ast.Compare(
+                left=ast.Attribute(attr="_attn_implementation"), ops=[ast.In()], comparators=[ast.Tuple()]
+            ):
+                return False  # of names of transformers' own functions
+            case ast.Compare(
                 left=ast.Attribute(value=ast.Name(id="self"), attr=name),
                 ops=[ast.Is() | ast.IsNot() as how],
                 comparators=[ast.Constant(value=None)],
@@ -343,9 +363,22 @@ def _assigned_to(function: ast.FunctionDef, name: str) -> list[ast.expr | None]:
     return [value for value, target in assignments(function) if name in names_in(target)]
 
 
-def _call_refusals(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
+SELECTED = "indices"  # the keyword of the tokens that are attended to
+SELECTS = re.compile(  # what transformers' code does with them where no function takes them
+    r"index_mask = topk_indices\.new_ones\(\(batch_size, seq_length, key_states\.shape\[-?2\]\), dtype=torch\.bool\)"
+    r"\.scatter\(-1, topk_indices\.long\(\), False\)\.unsqueeze\(1\)"
+)
+
+
+def _selects(kind: type) -> bool:
+    """Return whether a module's attention function may be given the tokens that it attends to, and how is known."""
+    lines = normalized(kind.forward)  # type: ignore[attr-defined]
+    return any(map(SELECTS.fullmatch, lines)) and "attention_mask = attention_mask & ~index_mask" in lines
+
+
+def _call_refusals(function: ast.FunctionDef, call: ast.Call, known: frozenset[str]) -> Iterator[str]:
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
-    unknown = sorted(n for n, value in named.items() if n not in CALL_KEYWORDS and not _is_none(function, value))
+    unknown = sorted(n for n, value in named.items() if n not in known and not _is_none(function, value))
     if unknown:
         yield f"passes {min(unknown, key=lambda name: name == POSITION_BIAS)}= to its attention function"
     if len(call.args) > 5 or any(isinstance(argument, ast.Starred) for argument in call.args):

@@ -61,7 +61,7 @@ SIZES: dict[str, int] = {
     "query_pre_attn_scalar": HEAD_DIM, "rotary_dim": HEAD_DIM // 2, "v_head_dim": HEAD_DIM, "swa_v_head_dim": HEAD_DIM,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": HEAD_DIM, "q_lora_rank": 32, "kv_lora_rank": 32, "o_lora_rank": 32,
     "o_groups": 2, "qk_head_dim": HEAD_DIM + 8,
-    "index_head_dim": HEAD_DIM, "index_n_heads": 2, "index_topk": 8, "d_rel": 8, "rel_extent": 32,
+    "index_head_dim": HEAD_DIM, "index_n_heads": 24, "index_topk": 8, "d_rel": 8, "rel_extent": 32,
     # layers
     "num_hidden_layers": LAYERS, "n_layer": LAYERS, "num_layers": LAYERS, "n_layers": LAYERS, "depth": LAYERS,
     "layers": LAYERS, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "num_encoder_layers": LAYERS,

@@ -20,7 +20,8 @@ from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
 from .bias import bias_over_pages
 from .latents import expanded
-from .mask import as_known, mask_forward, numbers_of
+from .mask import as_known, chunk_of, mask_forward, numbers_of
+from .selected import SELECTED, RaggedSelection, attend_selected, masked
 from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.
@@ -62,17 +63,23 @@ def attention_forward(
 
     A call that it does not understand goes to the model's original function, which may return weights.
     """
+    paged: PagedKV | None
     if not isinstance(query, Tensor):  # a stand-in, with which the code of a layer is traced
         traced: Any = query.attended(
             module, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return traced
+    selection = kwargs.pop(SELECTED, None)
+    if isinstance(selection, Tensor):
+        paged = getattr(key, PAGED_HANDLE, None)
+        columns = key.shape[2] if paged is None or attention_mask is None else attention_mask.shape[-1]
+        attention_mask, selection = masked(attention_mask, selection, columns), None
     if is_recorded():
         mask = numbers_of(attention_mask)  # one of ours was made outside of what is compiled
         return recorded_attention(
             module, query, KV(key, value), mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    paged: PagedKV | None = getattr(key, PAGED_HANDLE, None)
+    paged = getattr(key, PAGED_HANDLE, None)
     if paged is not None:
         paged.check_values(value)
         bias = None if kwargs.get(POSITION_BIAS) is None else bias_over_pages(module, kwargs.pop(POSITION_BIAS), paged)
@@ -104,12 +111,16 @@ def attention_forward(
     if paged is not None and paged.layer.attends_to_all:
         backend = _backend(module, query, value, options, paged=paged)
         return _over_source(backend, query, options, paged=paged).to(wanted), None
+    if paged is not None and selection is not None and not selection.is_all:
+        return _selected(module, query, options, paged=paged, selection=selection, mask=attention_mask), None
     if paged is not None:
-        plain = ours is not None or (attention_mask is None and causal)
-        if plain and paged.contiguous and paged.window == options.window and not dropout:
+        chunk = chunk_of(attention_mask)
+        plain = ours is not None or chunk is not None or (attention_mask is None and causal)
+        seen = (options.window, None) if chunk is None else (chunk, chunk)
+        if plain and paged.contiguous and (paged.window, paged.chunk) == seen and not dropout:
             return _paged(module, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
-        if ours is not None:
-            paged.check_window(ours.meaning.window)
+        if ours is not None or chunk is not None:
+            paged.check_window(options.window or chunk)
         key, value = _columns(module, paged, "it attends with a mask of its own, or drops weights")
     backend = _backend(module, query, value, options, paged=paged)
     if paged is None and kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
@@ -174,7 +185,7 @@ def _paged(module: nn.Module, query: Tensor, kv: KV, options: AttentionOptions, 
     context = paged.layer.group.context
     if context is not None:
         out = context.attend(backend, step.tokens(query), pages, step=paged.group_step, options=options)
-    elif not step.fresh or pages.k_scales is not None:
+    elif not step.fresh or pages.k_scales is not None or paged.chunk is not None:
         out = backend.paged(step.tokens(query), pages, ragged, options)
     elif step.token_columns is None:
         return backend.dense(query, kv, options)
@@ -197,6 +208,19 @@ def _compressed(module: Any, query: Tensor, options: AttentionOptions, *, paged:
         backend = _backend(module, absorbed.transpose(0, 1)[None], pages.v, options, paged=paged)
         out = parts.results(backend.paged(absorbed, pages, ragged, options))
     return step.columns(out, query.shape[0])
+
+
+def _selected(
+    module: nn.Module, query: Tensor, options: AttentionOptions, *, paged: PagedKV, selection: RaggedSelection,
+    mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute attention of a ragged pass over the tokens of a selection."""
+
+    def backend(values: Tensor) -> AttentionBackend:
+        return _backend(module, query, values, options, paged=None)
+
+    out = attend_selected(backend, module, query, paged=paged, options=options, selection=selection, mask=mask)
+    return out.to(query.dtype).contiguous()
 
 
 def _over_source(backend: AttentionBackend, query: Tensor, options: AttentionOptions, *, paged: PagedKV) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from transformers.masking_utils import (
     _ignore_causal_mask_sdpa,
     causal_mask_function,
+    chunked_causal_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
@@ -26,12 +27,14 @@ aten: Any = torch.ops.aten
 class Meaning(NamedTuple):
     """The meaning of a CausalMask: attention to the last `window` tokens, or to all, that are not padding.
 
-    left_out: whether stock's sdpa makes no mask here, and follows is_causal instead.
+    left_out: whether stock's sdpa makes no mask here, and follows is_causal instead. chunk: if given, a token attends
+    to those of its chunk alone, of so many tokens; the first begins behind the padding on the left.
     """
 
     window: int | None
     padded: bool
     left_out: bool
+    chunk: int | None = None
 
 
 @dataclass
@@ -85,6 +88,10 @@ class CausalMask(Tensor):
             visible = places <= queries
             if self.meaning.window is not None:
                 visible = visible & (places > queries - self.meaning.window)
+            if self.meaning.chunk is not None:
+                first = left_padding(self.columns)[:, None, None, None] + 1
+                number = torch.div(places - first, self.meaning.chunk, rounding_mode="floor")
+                visible = visible & (number == number[..., self.seen - self.lengths[0] :].transpose(-1, -2))
             self._numbers.tensor = pad(visible & self.columns[:, None, None, :], (0, self.lengths[1] - self.seen))
         return self._numbers.tensor
 
@@ -98,6 +105,11 @@ class CausalMask(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _NEED_NO_NUMBERS:
                 return func(*args, **kwargs)
+            if func is Tensor.__getitem__ and isinstance(args[0], CausalMask) and isinstance(args[1], tuple):
+                if _takes_all(args[1]):
+                    return args[0]
+                if args[0].is_known and all(isinstance(each, (int, slice)) for each in args[1]):
+                    return args[0].whole()[args[1]].clone()  # an indexer reads it, and the mask stays as it is
             return func(*_with_numbers(args), **_with_numbers(kwargs))
 
     @classmethod
@@ -134,6 +146,11 @@ _NEED_NO_NUMBERS = {
 }  # fmt: skip
 
 
+def _takes_all(index: Any) -> bool:
+    """Return whether an index takes all of a tensor, as Gemma 4 does where the logits of all tokens are wanted."""
+    return all(each in (slice(None), slice(0, None)) for each in index)
+
+
 def _with_numbers(values: Any) -> Any:
     return tree_map(lambda value: value._for_others() if isinstance(value, CausalMask) else value, values)
 
@@ -151,11 +168,14 @@ def mask_forward(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return a CausalMask for causal attention, within a window or not; stock's 4-D mask for all else.
+    """Return a CausalMask for causal attention, within a window, a chunk or neither; stock's 4-D mask for all else.
 
     It is never None where stock would make a mask: a module whose is_causal is False would lose it.
     """
-    known = not is_recorded() and allow_is_causal_skip and _is_causal(mask_function, local_size)
+    known, window, chunk = not is_recorded(), local_size, None
+    if known and not _is_causal(mask_function, local_size):
+        known = kv_offset == 0 and _is_chunked(mask_function, local_size, attention_mask)
+        window, chunk = None, local_size
     seen = int(q_offset) + q_length - kv_offset if known else 0  # stock's static caches give q_offset as a tensor
     if not q_length <= seen <= kv_length:
         return sdpa_mask(
@@ -172,13 +192,15 @@ def mask_forward(
             **kwargs,
         )
     columns = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length)
-    left_out = _ignore_causal_mask_sdpa(columns, q_length, kv_length, int(q_offset), 0, local_size)
+    left_out = allow_is_causal_skip and _ignore_causal_mask_sdpa(
+        columns, q_length, kv_length, int(q_offset), 0, local_size
+    )
     padded = columns is not None and not bool(columns[:, :seen].all())
     if columns is not None and padded:
         columns = columns[:, :seen].clone()  # later changes of the mask by the user must not change this pass
     else:
         columns = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, seen)
-    return CausalMask(columns, (q_length, kv_length), Meaning(local_size, padded, left_out))
+    return CausalMask(columns, (q_length, kv_length), Meaning(window, padded, left_out, chunk))
 
 
 def _columns(attention_mask: Tensor, start: int, length: int) -> Tensor:
@@ -188,8 +210,24 @@ def _columns(attention_mask: Tensor, start: int, length: int) -> Tensor:
 
 
 def as_known(mask: Tensor | None) -> CausalMask | None:
-    """Return the mask if it is a CausalMask that has its meaning; None for any other."""
+    """Return the mask if it is a CausalMask that has its meaning, without chunks; None for any other."""
+    return None if chunk_of(mask) is not None else as_understood(mask)
+
+
+def as_understood(mask: Tensor | None) -> CausalMask | None:
+    """Return the mask if it is a CausalMask that has its meaning, with chunks or without; None for any other."""
     return mask if isinstance(mask, CausalMask) and mask.is_known else None
+
+
+def chunk_of(mask: Tensor | None) -> int | None:
+    """Return the tokens of a chunk if a mask says no more than causal attention within chunks; None for any other."""
+    known = as_understood(mask)
+    return None if known is None else known.meaning.chunk
+
+
+def left_padding(columns: Tensor) -> Tensor:
+    """Return the number of columns before the first one that is no padding, of each row of columns [B, T]: [B]."""
+    return (columns.cumsum(1) == 0).sum(1)
 
 
 def numbers_of(mask: Tensor | None) -> Tensor | None:
@@ -215,3 +253,21 @@ def _is_causal(mask_function: Any, local_size: int | None) -> bool:
     (window, causal), (own_window, _) = (f.__closure__[0].cell_contents for f in (mask_function, _WINDOWED))
     same = window.__code__ is own_window.__code__ and causal is causal_mask_function
     return bool(same and window.__closure__[0].cell_contents == local_size)
+
+
+_CHUNKED: Any = chunked_causal_mask_function(1, torch.zeros(1, dtype=torch.int64, device="cpu"))
+
+
+def _is_chunked(mask_function: Any, size: int | None, columns: Tensor | None) -> bool:
+    """Return whether it is transformers' own mask function of causal attention within chunks of `size` tokens.
+
+    The first chunk begins behind the padding. columns: bool [B, T], False for padding, or None.
+    """
+    if size is None or getattr(mask_function, "__code__", None) is not _CHUNKED.__code__:
+        return False
+    (chunk, causal), (own, _) = (f.__closure__[0].cell_contents for f in (mask_function, _CHUNKED))
+    if chunk.__code__ is not own.__code__ or causal is not causal_mask_function:
+        return False
+    given, begins = (cell.cell_contents for cell in chunk.__closure__)
+    expected = torch.zeros_like(begins) if columns is None else left_padding(columns)
+    return bool(given == size and torch.equal(begins, expected.to(begins.dtype)))

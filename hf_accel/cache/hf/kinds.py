@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
+from math import gcd
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig
@@ -20,8 +22,11 @@ from .state_sizes import state_sizes, steps_of_prompts_differ
 
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
+CHUNKED = "chunked_attention"  # what configs call layers whose tokens attend within chunks (Llama 4)
 CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many tokens its convolutions see
-WITHOUT_STATE = ("moe", "mlp")  # what configs call layers that keep nothing
+REUSES = "reuse"  # what configs call a layer that attends to the keys and values of another
+SELECTS_AS_BEFORE = "shared"  # what configs call a layer that attends to the tokens that one before it has selected
+WITHOUT_STATE = ("moe", "mlp", REUSES)  # what configs call layers that keep nothing
 COMPRESSED_NUMBERS = "kv_lora_rank"  # the setting that says how many numbers stand for a token's keys and values
 FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
 
@@ -31,16 +36,20 @@ class LayerKind(NamedTuple):
 
     window: the number of last tokens that it keeps; None for all. convolves: whether it keeps the inputs of a short
     convolution. recurs: whether it keeps a state of fixed size after a token. rank: the numbers that it keeps in place
-    of a token's keys and values, and makes both from; None if it keeps these themselves.
+    of a token's keys and values, and makes both from; None if it keeps these themselves. chunked: whether the window
+    is a chunk, and a token attends to those of its own alone. indexes: whether it keeps the keys of an indexer.
     """
 
     window: int | None
     convolves: bool = False
     recurs: bool = False
     rank: int | None = None
+    chunked: bool = False
+    indexes: bool = False
 
 
 RECURRENT_STATE = LayerKind(WINDOW, recurs=True)
+INDEX_KEYS = LayerKind(None, indexes=True)
 # What a layer keeps: one kind; keys and values, and then a state; or nothing.
 LayerKinds = tuple[LayerKind, ...]
 
@@ -71,6 +80,20 @@ class ModelKinds:
     @cached_property
     def recurs(self) -> bool:
         return any(kind.recurs for kind in self.distinct)
+
+    @cached_property
+    def chunks(self) -> list[int]:
+        """Return the tokens of the chunks within which tokens attend, of each kind of layer that has some."""
+        return [kind.window or 0 for kind in self.distinct if kind.chunked]
+
+    @cached_property
+    def indexes(self) -> bool:
+        return any(kind.indexes for kind in self.distinct)
+
+    @cached_property
+    def mask_windows(self) -> list[int | None]:
+        """Return the window of the mask of each decoder layer, which is None too where tokens attend within chunks."""
+        return [None if not own or own[0].chunked else own[0].window for own in self.layers]
 
     @cached_property
     def compresses(self) -> bool:
@@ -129,8 +152,6 @@ def windows_of_pages(groups: list[PageGroup], groups_of_layer: list[tuple[int, .
 
 def _layer_kinds(config: PreTrainedConfig, decoder: Any) -> list[LayerKinds]:
     """Return what each layer of a decoder keeps. Raises what `model_kinds` raises."""
-    if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
-        raise UnsupportedError(f"a paged cache cannot hold chunked attention layers; {NOT_PAGED}")
     found: list[LayerKinds] = []
     try:
         layers = DynamicCache(config=decoder).layers
@@ -149,8 +170,16 @@ def _layer_kinds(config: PreTrainedConfig, decoder: Any) -> list[LayerKinds]:
 
 
 def layer_names(decoder: Any, count: int) -> list[str | None]:
-    """Return what a decoder's config calls each of `count` layers; None where it has one kind alone."""
-    return list(getattr(decoder, "layer_types", None) or [None] * count)
+    """Return what a decoder's config calls each of `count` layers; None where it has one kind alone.
+
+    A layer that attends to the keys and values of another is called "reuse", whatever its mask is.
+    """
+    names = list(getattr(decoder, "layer_types", None) or [None] * count)
+    shared = getattr(decoder, "indexer_types", None) or []
+    pairs = list(zip_longest(names, shared))[: len(names)]
+    names = [SELECTS_AS_BEFORE if kind == SELECTS_AS_BEFORE else name for name, kind in pairs]
+    modes = getattr(decoder, "kv_sharing_modes", None) or [None] * len(names)
+    return [REUSES if mode == REUSES else name for name, mode in zip(names, modes, strict=False)]
 
 
 def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | None:
@@ -160,8 +189,10 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     """
     if name in WITHOUT_STATE:
         return ()
-    attends = _attending(layer, decoder)
+    attends = _attending(layer, name, decoder)
     if attends is not None and name not in ("hybrid", "hybrid_sliding"):
+        if type(layer).__name__ == "DynamicIndexedLayer":  # which older transformers do not have
+            return (attends,) if name == SELECTS_AS_BEFORE else (attends, INDEX_KEYS)
         return (attends,) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else None
     window = getattr(decoder, CONVOLVED_TOKENS, None)
     if not isinstance(layer, LinearAttentionLayer):
@@ -175,11 +206,12 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     return None if attends is None else (attends, RECURRENT_STATE)
 
 
-def _attending(layer: Any, decoder: Any) -> LayerKind | None:
+def _attending(layer: Any, name: str | None, decoder: Any) -> LayerKind | None:
     """Return the kind of the keys and values that a layer keeps, next to a state or alone; None if it keeps none."""
     rank = getattr(decoder, COMPRESSED_NUMBERS, None)
     if isinstance(layer, DynamicSlidingWindowLayer):
-        return LayerKind(layer.sliding_window, rank=rank)
+        chunked = name == CHUNKED or (name is None and not getattr(decoder, "sliding_window", None))
+        return LayerKind(layer.sliding_window, rank=rank, chunked=chunked)
     return LayerKind(None, rank=rank) if isinstance(layer, DynamicLayer) else None
 
 
@@ -213,12 +245,14 @@ def page_groups(
             block_size=settings.block_size,
             growable=growable,
             prefix_sharing=settings.prefix_sharing,
-            quantized=None if kind.convolves else QUANTIZED.get(settings.dtype),
+            quantized=None if kind.convolves or kind.indexes else QUANTIZED.get(settings.dtype),
         )
         for kind in kinds.distinct
     ]
     for group, kind in zip(groups, kinds.distinct, strict=True):
-        group.rank = kind.rank
+        group.rank, group.chunk = kind.rank, kind.window if kind.chunked else None
+        if (group.chunk or 0) % group.pool.block_size:
+            raise UnsupportedError(chunks_refusal(config, settings))
     if kinds.has_encoder:
         groups.append(
             OnceGroup(
@@ -235,6 +269,18 @@ def page_groups(
     return groups, [tuple(map(kinds.distinct.index, own)) for own in kinds.layers]
 
 
+def chunks_refusal(config: PreTrainedConfig, settings: CacheConfig) -> str | None:
+    """Return why blocks cannot hold the chunks of a model's attention, as one clause; None if they can."""
+    chunks = [chunk for chunk in model_kinds(config).chunks if chunk % settings.block_size]
+    if not chunks:
+        return None
+    size = gcd(settings.block_size, *chunks)
+    return (
+        f"chunks of {chunks[0]} tokens do not begin with blocks of {settings.block_size}; "
+        f"take CacheConfig(block_size={size})"
+    )
+
+
 def most_states(num_blocks: int) -> int:
     """Return the states for which a pool of fixed size has room, next to `num_blocks` blocks of keys and values.
 
@@ -248,6 +294,10 @@ def sharing_refusal(config: PreTrainedConfig) -> str | None:
     kinds = model_kinds(config)
     if kinds.convolves or kinds.recurs:
         return "layers that are no attention need all that they keep on each rank"
+    if kinds.indexes:
+        return "no rank knows how to select tokens among a part of them"
+    if kinds.chunks:
+        return "no rank knows how to attend within chunks"
     if kinds.compresses:
         return "no rank knows how to attend over a part of the compressed keys"
     return None

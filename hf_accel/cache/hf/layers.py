@@ -60,7 +60,7 @@ class CacheOverPages(Cache):
         return [own[0] if own else LayerWithoutPages(self.paged_layers[0]) for own in parts]
 
     def state_layer(self, layer_idx: int) -> Any:
-        """Return the LayerOverPages that keeps the state of a recurrent layer."""
+        """Return the LayerOverPages that keeps the state of a recurrent layer, or the keys of an indexer."""
         return self._state_layers[layer_idx]
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +69,15 @@ class CacheOverPages(Cache):
             f"layer {layer_idx}, which is no attention, reads no pages; call hf_accel.patch(model) first, which makes "
             f"it read them, or {NOT_PAGED}"
         )
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """Store the keys [B, Q, D] of an indexer; return those of all columns, [B, T, D]."""
+        layer: LayerOverPages = self.state_layer(layer_idx)
+        layer.keep_index_keys(keys)
+        halves = layer.columns()
+        if halves is None:
+            raise NotRaggedError(f"the indexer of layer {layer_idx} reads no pages of several sequences")
+        return torch.cat(halves, dim=-1)[:, 0]
 
     update_conv_state = has_previous_state = get_conv_state  # type: ignore[assignment]
     get_recurrent_state = update_recurrent_state = get_conv_state  # type: ignore[assignment]
@@ -123,6 +132,19 @@ class LayerOverPages(CacheLayerMixin):
         slots = self.slots_seen(step)
         self.pass_done(step)
         return torch.cat(read_with_zeros(storage, slots), dim=-1).squeeze(-2).transpose(-1, -2)
+
+    def keep_index_keys(self, x: Tensor) -> None:
+        """Store the keys [B, Q, D] of an indexer, one half in the place of keys and the other in that of values."""
+        unread, self.cache.unread = self.cache.unread, None  # attention reads its pages after the indexer did
+        step: Step = self.cache.step_for(self, x[:, None])
+        self.store(step, *x[:, None].chunk(2, dim=-1))
+        self.pass_done(step)
+        self.cache.unread = unread
+
+    def index_keys(self) -> Tensor:
+        """Return the keys [M, D] of an indexer, of all tokens that the sequences of a pass have, end to end."""
+        slots = self.cache.step.groups[self.group_index].ragged.slots(self.group.pool.block_size)
+        return torch.cat(self.group.storages[self.layer_idx].read(slots), dim=-1).squeeze(1)
 
     def states(self, x: Tensor, *, state: int, inputs: int) -> RecurrentPass:
         """Return what a recurrent layer reads and writes in the pass over x [B, Q, C].
@@ -219,6 +241,11 @@ class PagedKV:
     def window(self) -> int | None:
         """The number of last tokens that the cache keeps; None if it keeps all."""
         return self.layer.group.window
+
+    @property
+    def chunk(self) -> int | None:
+        """The tokens of a chunk, to whose own tokens alone a token attends; None without chunks."""
+        return self.layer.group.chunk
 
     @property
     def rank(self) -> int | None:
@@ -324,11 +351,13 @@ class RaggedCache(CacheOverPages):
     """The past_key_values of a ragged pass.
 
     step: says which slots the pass writes and reads. one_column: whether it tells the model of one key alone, for a
-    model that makes masks which nobody reads. bias: what its attention adds to scores by positions.
+    model that makes masks which nobody reads. bias: what its attention adds to scores by positions. positions: of the
+    N tokens of the pass, int64.
     before: for a model that counts positions by itself, the tokens before each token; None for one that is given them.
     """
 
     step: Step
+    positions: Tensor
     bias: PositionBias | None = None
     before: TokensBefore | None = None
 

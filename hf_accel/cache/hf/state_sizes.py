@@ -10,6 +10,8 @@ DELTA_RULE = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
+# Those of the rule where keys and values have the same heads: heads, their dimension, tokens of the convolution.
+DELTA_ATTENTION = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
 # Those of Mamba 2, by the names that families give them: heads, their dimension, the state's size, groups, tokens of
 # the convolution.
 STATE_SPACES = (
@@ -40,6 +42,10 @@ def state_sizes(config: Any) -> StateSizes | None:
         key_heads, value_heads, key_dim, value_dim, tokens = found
         values = value_heads * value_dim
         return StateSizes(key_dim * values, (tokens - 1) * (2 * key_heads * key_dim + values))
+    found = _settings(config, DELTA_ATTENTION)
+    if found is not None:
+        heads, dim, tokens = found
+        return StateSizes(heads * dim * dim, (tokens - 1) * 3 * heads * dim)
     for names in STATE_SPACES:
         found = _settings(config, names)
         if found is not None:
@@ -66,5 +72,8 @@ def steps_of_prompts_differ(config: Any) -> bool:
 
 def _settings(config: Any, names: tuple[str, ...]) -> list[int] | None:
     """Return the values of a config's settings; None if one is not there, or is no number."""
-    values = [getattr(config, name, None) for name in names]
+    try:
+        values = [getattr(config, name, None) for name in names]
+    except RuntimeError:  # its layers differ in one of them
+        return None
     return [each for each in values if isinstance(each, int)] if all(isinstance(v, int) for v in values) else None

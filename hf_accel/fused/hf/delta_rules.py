@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +33,43 @@ NATIVE_RULE = (short_conv.short_conv, delta_rule.delta_rule)
 REFERENCE_RULE = (short_conv.reference, delta_rule.reference)
 
 
+class DeltaHeads(NamedTuple):
+    """The heads of keys and of values of a layer, and the numbers of one."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def widths(self) -> list[int]:
+        """The numbers of all queries of a token, of its keys, and of its values."""
+        return [self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim]
+
+
 class DeltaRule(Recurrence):
     """The gated delta rule behind a short convolution."""
+
+    def heads(self, module: Any) -> DeltaHeads:
+        """Return the heads of the module."""
+        return DeltaHeads(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
 
     def asked(self, module: Any) -> str | None:
         refusal = short_convolution_refusal(module)
         if refusal is not None:
             return refusal
         # In transformers padding is zeros in front of the projections, and a bias would make it something else.
-        if any(
-            getattr(part, "bias", None) is not None for name, part in module._modules.items() if name != "out_proj"
-        ):
+        if any(getattr(part, "bias", None) is not None for name, part in module._modules.items() if name != self.last):
             return "its projections or its convolution have a bias"
         return activation_refusal(module)
 
     def sizes(self, module: Any) -> StateSizes:
-        kept = module.conv1d.kernel_size[0] - 1
-        return StateSizes(module.num_v_heads * module.head_k_dim * module.head_v_dim, kept * module.conv1d.in_channels)
+        heads, kept = self.heads(module), module.conv1d.kernel_size[0] - 1
+        return StateSizes(heads.values * heads.key_dim * heads.value_dim, kept * module.conv1d.in_channels)
 
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
-        mixed, z, b, a = projected(module, x)
+        heads = self.heads(module)
+        mixed, gate, rule_inputs = self.projected(module, x)
         states, inputs = found.storage.pages[:2]
         places = found.states.places
         convolve, rule = NATIVE_RULE if is_native(mixed) else REFERENCE_RULE
@@ -60,27 +77,28 @@ class DeltaRule(Recurrence):
             short_conv.ConvInputs(mixed, module.conv1d.weight.squeeze(1)),
             kept=inputs.view(-1, module.conv1d.kernel_size[0] - 1, module.conv1d.in_channels), **places,
         )  # fmt: skip
-        query, key, value = convolved.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+        query, key, value = convolved.split(heads.widths, dim=-1)
         given = delta_rule.DeltaInputs(
-            query.unflatten(-1, (-1, module.head_k_dim)), key.unflatten(-1, (-1, module.head_k_dim)),
-            value.unflatten(-1, (-1, module.head_v_dim)), a, b,
-            log_rate=module.A_log.float(), bias=module.dt_bias.float(),
+            query.unflatten(-1, (-1, heads.key_dim)), key.unflatten(-1, (-1, heads.key_dim)),
+            value.unflatten(-1, (-1, heads.value_dim)), **rule_inputs,
         )  # fmt: skip
         core = rule(
-            given, states=states.view(-1, module.num_v_heads, module.head_k_dim, module.head_v_dim), **places,
+            given, states=states.view(-1, heads.values, heads.key_dim, heads.value_dim), **places,
         ).to(mixed.dtype)  # fmt: skip
-        normed = self.normed(module.norm, core.view(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
+        norm = module._modules[self.norm_name]
+        normed = self.normed(norm, core.view(-1, heads.value_dim), gate.reshape(-1, heads.value_dim))
         return normed.view(len(core), -1)
 
-
-def projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the inputs of the convolution [N, C], the gates z [N, Hv, Dv] or flat, b and a [N, Hv] of x [1, N, H]."""
-    if "in_proj_qkvz" in module._modules:
-        *parts, z, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(x), module.in_proj_ba(x))
-        mixed = torch.cat([part.flatten(2) for part in parts], dim=-1)
-    else:
-        mixed, z, b, a = module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)
-    return mixed[0], z[0], b[0], a[0]
+    def projected(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return the inputs of the convolution [N, C], the gates [N, Hv, Dv] or flat, and the other DeltaInputs of x
+        [1, N, H]."""
+        if "in_proj_qkvz" in module._modules:
+            *parts, gate, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(x), module.in_proj_ba(x))
+            mixed = torch.cat([part.flatten(2) for part in parts], dim=-1)
+        else:
+            mixed, gate, b, a = module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)
+        rates = {"log_rate": module.A_log.float(), "bias": module.dt_bias.float()}
+        return mixed[0], gate[0], {"a": a[0], "b": b[0], **rates}
 
 
 def known_delta_rule(module: nn.Module) -> DeltaRule | None:

@@ -12,7 +12,10 @@ from ...cache.hf import model_kinds
 from ...kernels import cpu
 from .compressed import compressed_sites
 from .convolutions import convolution_sites
+from .counted_positions import counted_sites
+from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
+from .indexers import indexer_sites
 from .selective_scans import known_selective_scan
 from .sites import FusedSite
 from .state_pass import PagedRecurrence, Recurrence
@@ -32,6 +35,9 @@ def recurrent_pages_refusal(device: torch.device) -> str | None:
 def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
     kinds = model_kinds(model.config)
+    yield from counted_sites(model)
+    if kinds.indexes:
+        yield from indexer_sites(model)
     if kinds.convolves or kinds.recurs:
         yield from convolution_sites(model)
         yield from _recurrence_sites(model)
@@ -49,4 +55,5 @@ def _recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
-    return known_delta_rule(module) or known_state_space(module) or known_selective_scan(module)
+    known = known_delta_rule(module) or known_delta_attention(module)
+    return known or known_state_space(module) or known_selective_scan(module)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
-from ..gated_norms import GatedNorm
+from ..gated_norms import ACTIVATIONS, GatedNorm
 from .convolutions import causal_refusal, require_pages
 
 
@@ -51,15 +51,19 @@ class PagedRecurrence(Mixin):
         row = found.step.tokens(hidden_states[:, None]).transpose(0, 1)
         core = known.compute(own, row, found)
         layer.pass_done(found.step)
-        out: Tensor = own.out_proj(core.to(hidden_states.dtype)[None])
+        out: Tensor = own._modules[known.last](core.to(hidden_states.dtype)[None])
         return found.step.columns(out.transpose(0, 1), len(hidden_states)).squeeze(2)
 
 
 class Recurrence(ABC):
     """A kind of recurrent layer: it computes modules over pages, and says why it cannot compute one.
 
-    norm: how the norm of the module computes. A copy or a pickle has asked nothing yet, since it holds other modules.
+    norm: how the norm of the module computes. norm_name, last: the names of the norm, and of the linear layer behind
+    it. A copy or a pickle has asked nothing yet, since it holds other modules.
     """
+
+    norm_name: ClassVar[str] = "norm"
+    last: ClassVar[str] = "out_proj"
 
     def __init__(self, norm: GatedNorm) -> None:
         self.norm = norm
@@ -78,7 +82,7 @@ class Recurrence(ABC):
             if reads.hold() and list(map(type, modules)) == types and not hooks.any_others():
                 return None
         self._asked = None
-        refusal = self.asked(module) or self._norm_refusal(module)
+        refusal = self.asked(module)
         if refusal is None:
             modules = [module, *(child for child in module._modules.values() if child is not None)]
             reads = Reads(read for each in modules for read in _settings(each))
@@ -89,9 +93,11 @@ class Recurrence(ABC):
         """Return whether the module computes tokens of a prompt otherwise than generated ones."""
         return False
 
-    def _norm_refusal(self, module: Any) -> str | None:
-        eps = vars(module.norm).get("variance_epsilon", self.norm.eps) if self.norm.groups else self.norm.eps
-        return None if eps == self.norm.eps else "the eps of its norm was changed"
+    def _norm_is(self, norm: Any) -> bool:
+        """Return whether a norm still has the eps and the activation that were tried."""
+        own = vars(norm)
+        same = own.get("variance_epsilon", self.norm.eps) == self.norm.eps
+        return same and ACTIVATIONS.get(own.get("activation", self.norm.activation)) == self.norm.activation
 
     @abstractmethod
     def asked(self, module: Any) -> str | None:
@@ -103,7 +109,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
-        """Compute what the module gives to its out_proj for the tokens [1, N, H] of a pass: [N, D]."""
+        """Compute what the module gives to its last layer for the tokens [1, N, H] of a pass: [N, D]."""
 
     def normed(self, norm: Any, x: Tensor, gate: Tensor) -> Tensor:
         """Compute norm(x, gate) for rows [M, D] of float32, with torch's operators where torch has to see them.
@@ -112,7 +118,7 @@ class Recurrence(ABC):
         """
         if not self.norm.groups and is_native(x):
             return self.norm(x, gate, None)
-        if is_native(x) and is_unobserved(norm):
+        if is_native(x) and self.norm.groups and is_unobserved(norm) and self._norm_is(norm):
             return self.norm(x, gate, norm._parameters["weight"])
         if not self.norm.groups:
             return x * nn.functional.silu(gate.float())
@@ -144,10 +150,8 @@ def short_convolution_refusal(module: Any) -> str | None:
 
 def activation_refusal(module: Any) -> str | None:
     """Return why the activations of a recurrence cannot be ours, as one clause; None if they can."""
-    for name, part in (("it", module), ("its norm", module._modules.get("norm"))):
-        if getattr(part, "activation", "silu") not in ("silu", "swish"):
-            return f"{name} has the activation {part.activation!r}"
-    return None
+    named = getattr(module, "activation", "silu")
+    return None if named in ("silu", "swish") else f"it has the activation {named!r}"
 
 
 def scan_refusal(module: Any) -> str | None:

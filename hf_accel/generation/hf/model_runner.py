@@ -244,7 +244,8 @@ class ModelRunner:
         return refusal
 
     def _compute(self, inputs: PassInputs, *, everything: bool, rows: Rows) -> Tensor:
-        self.cache.step, self.cache.unread = inputs.step, None  # a pass that failed may have left a layer unread
+        self.cache.step, self.cache.positions = inputs.step, inputs.positions
+        self.cache.unread = None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         self.cache.known_pass = _known_pass(self.model)
         if self.operators is None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.hf.mask import as_known, numbers_of
-from ...cache.hf.kinds import layer_names, model_kinds
+from ...attention.hf.mask import as_understood, numbers_of
+from ...cache.hf.kinds import LayerKind, layer_names, model_kinds
 from ...errors import NotRaggedError
 
 UNKNOWN = "its decoder is given a mask of another form"
@@ -24,36 +24,36 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) 
     """
     kinds = model_kinds(config)
     names = zip(layer_names(config, len(kinds.layers)), kinds.layers, strict=False)
-    windows = {name: own[0].window for name, own in names if own}
+    named = {name: own[0] for name, own in names if own}
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         same = bool(tokens.all()) if mask is None else torch.equal(mask.bool().cpu(), tokens)
         if not same:
             raise NotRaggedError(UNKNOWN)
         if causal or not bool(tokens.all()):  # the decoder makes a mask for padding
             return [None] * len(tokens)
-        mask = dict.fromkeys(windows)
-    masks = mask if isinstance(mask, dict) else dict.fromkeys(windows, mask)
+        mask = dict.fromkeys(named)
+    masks = mask if isinstance(mask, dict) else dict.fromkeys(named, mask)
     found: list[list[list[int] | None]] = []
-    for name, window in windows.items():
+    for name, kind in named.items():
         if name not in masks:
             raise NotRaggedError(UNKNOWN)
-        found.append(_seen_by(masks[name], tokens, window, causal=causal))
+        found.append(_seen_by(masks[name], tokens, kind, causal=causal))
     if any(each != found[0] for each in found):
         raise NotRaggedError("the masks of its layers let tokens see different ones of the later tokens")
-    if any(found[0]) and (kinds.convolves or kinds.recurs):
-        raise NotRaggedError("tokens see later ones, and not all of its layers attend")
+    if any(found[0]) and (kinds.convolves or kinds.recurs or kinds.chunks):
+        raise NotRaggedError("tokens see later ones, and not all of its layers attend, or some within chunks")
     return found[0]
 
 
-def _seen_by(mask: Any, tokens: Tensor, window: int | None, *, causal: bool) -> list[list[int] | None]:
-    known = as_known(mask)
-    columns = tokens.shape[1]
+def _seen_by(mask: Any, tokens: Tensor, kind: LayerKind, *, causal: bool) -> list[list[int] | None]:
+    known, columns, window = as_understood(mask), tokens.shape[1], kind.window
     if mask is None or (known is not None and known.meaning.left_out and not causal):
         # Stock's sdpa makes no mask where the attention says it all, and no window or padding hides a token.
         if not bool(tokens.all()) or (window is not None and window < columns):
             raise NotRaggedError(UNKNOWN)
         return [None if causal or columns == 1 else [columns] * columns for _ in tokens]
-    if known is not None and known.meaning.window == window and known.lengths == (columns, columns):
+    meant = None if known is None else (known.meaning.window or known.meaning.chunk, known.meaning.chunk is not None)
+    if known is not None and meant == (window, kind.chunked) and known.lengths == (columns, columns):
         seen = known.columns.cpu().expand(tokens.shape)
         if torch.equal(seen, tokens):
             return [None] * len(tokens)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache, model_kinds
 from ...errors import HfAccelWarning, UnsupportedError
+from ...fused.hf.counted_positions import counts_padding
 from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..prompt_inputs import other_input
@@ -109,6 +110,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "it is given other token ids than embeddings"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
+    columns = call.prompt_columns + call.config.max_length - call.num_columns
+    if mask is not None and not bool(mask.all()) and counts_padding(call.model, columns):
+        return "its attention counts padding in the positions of tokens"
     operators = call.state.form.operators
     counts = operators.takes_positions if operators is not None else not model_kinds(call.model.config).is_states_alone
     counts = counts and not call.state.form.counts_padding

@@ -1,4 +1,7 @@
-"""The gated delta rule over states in pages (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464)."""
+"""The gated delta rule over states in pages (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
+
+Decays of each number of a key are those of Kimi Delta Attention (Kimi Team 2025, "Kimi Linear", arXiv 2510.26692).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ EPSILON = 1e-6  # is added to the square of a length
 
 class DeltaCall(Structure):
     _fields_ = fields(
-        pointers="q k v a b log_rate bias out states starts before slots",
+        pointers="q k v a b log_rate bias decays out states starts before slots",
         sizes="q_stride k_stride v_stride sequences key_heads value_heads key_dim value_dim",
+        floats="beta_factor",
         ints="dtype threads",
     )
 
@@ -29,45 +33,56 @@ class DeltaInputs(NamedTuple):
     """The numbers that the rule reads of the N tokens of all sequences, which stand end to end.
 
     q, k: [N, Hk, Dk] float32, which are divided by their lengths, and q by the root of Dk. v: [N, Hv, Dv] float32.
-    a, b: [N, Hv] of a dtype of FLOATS. log_rate, bias: of the heads, [Hv] float32.
+    b: [N, Hv] of a dtype of FLOATS. a: likewise; log_rate, bias: of the heads, [Hv] float32: these three make one
+    decay of each head. decays: [N, Hv, Dk] float32 in their place, and they are then None. beta_factor: of beta.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    a: Tensor
+    a: Tensor | None
     b: Tensor
-    log_rate: Tensor
-    bias: Tensor
+    log_rate: Tensor | None = None
+    bias: Tensor | None = None
+    decays: Tensor | None = None
+    beta_factor: float = 1.0
 
 
 def delta_rule(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute S = decay S; S = S + k (beta (v - k S)); out = q S for the tokens of B sequences.
 
-    decay is exp(-exp(log_rate) softplus(a + bias)), and beta is sigmoid(b). states: [slots, Hv, Dk, Dv] float32,
-    contiguous. starts: [B + 1] int64. before: [B] int64, the slot of S before a sequence's first token, -1 for zeros.
-    slots: [N] int64, where S is written after a token, -1 for nowhere. Each slot is written once, and none of `before`
-    is.
+    decay is exp(-exp(log_rate) softplus(a + bias)) or given, and beta is beta_factor sigmoid(b). states: [slots, Hv,
+    Dk, Dv] float32, contiguous. starts: [B + 1] int64. before: [B] int64, the slot of S before a sequence's first
+    token, -1 for zeros. slots: [N] int64, where S is written after a token, -1 for nowhere. Each slot is written once,
+    and none of `before` is.
     Returns [N, Hv, Dv] float32. Raises UnsupportedError if a gradient is needed.
     """
-    q, k, v, a, b, log_rate, bias = inputs
-    refuse_gradients("delta_rule", q, k, v, a, b)
+    q, k, v, a, b, log_rate, bias, decays, beta_factor = inputs
+    refuse_gradients("delta_rule", q, k, v, a, b, decays)
     q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
-    dtype, a, b = b.dtype, a.float().contiguous(), b.float().contiguous()
+    a, decays = (None if x is None else x.float().contiguous() for x in (a, decays))
+    dtype, b = b.dtype, b.float().contiguous()
     out = torch.empty(v.shape, dtype=torch.float32, device="cpu")
     _delta_rule(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), a.data_ptr(), b.data_ptr(), log_rate.data_ptr(),
-        bias.data_ptr(), out.data_ptr(), states.data_ptr(), starts.data_ptr(), before.data_ptr(), slots.data_ptr(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), _address(a), b.data_ptr(), _address(log_rate), _address(bias),
+        _address(decays), out.data_ptr(), states.data_ptr(), starts.data_ptr(), before.data_ptr(), slots.data_ptr(),
         q.stride(0), k.stride(0), v.stride(0), len(before), k.shape[1], v.shape[1], k.shape[2], v.shape[2],
-        DTYPES[dtype], threads(),
+        beta_factor, DTYPES[dtype], threads(),
     )  # fmt: skip
     return out
 
 
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
 def reference(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute what `delta_rule` computes, by torch's operators. The states are written in place."""
-    q, k, v, a, b, log_rate, bias = inputs
-    decay, beta = torch.exp(-log_rate.exp() * F.softplus(a.float() + bias)), b.sigmoid().float()
+    q, k, v, a, b, log_rate, bias, decays, beta_factor = inputs
+    beta = b.sigmoid().float() * beta_factor
+    if decays is None:
+        assert a is not None and log_rate is not None and bias is not None
+        decays = torch.exp(-log_rate.exp() * F.softplus(a.float() + bias))[..., None]
     repeats, size = v.shape[1] // k.shape[1], k.shape[2]
     k = _divided(k).repeat_interleave(repeats, 1)
     q = (_divided(q) / size**0.5).repeat_interleave(repeats, 1)
@@ -75,7 +90,7 @@ def reference(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Te
     for sequence, slot in enumerate(before.tolist()):
         state = states.new_zeros(states.shape[1:]) if slot < 0 else states[slot].clone()
         for t in range(int(starts[sequence]), int(starts[sequence + 1])):
-            state = state * decay[t, :, None, None]
+            state = state * decays[t, :, :, None]
             memory = (state * k[t, :, :, None]).sum(1)
             state = state + k[t, :, :, None] * ((v[t] - memory) * beta[t, :, None])[:, None]
             out.append((state * q[t, :, :, None]).sum(1))

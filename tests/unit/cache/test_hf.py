@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     Gemma2Config,
-    Llama4TextConfig,
     LlamaConfig,
     MiniMaxConfig,
     MistralConfig,
@@ -542,7 +541,6 @@ def test_layer_windows(config: PreTrainedConfig, windows: list[int | None]) -> N
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Llama4TextConfig(**SIZES), "chunked attention"),
         (MiniMaxConfig(**SIZES), "cannot hold a Linear"),
         (RecurrentGemmaConfig(**SIZES), "cannot hold"),
     ],

@@ -17,7 +17,7 @@ from hf_accel.kernels.cpu.delta_rule import DeltaInputs, delta_rule, reference
 # (key heads, value heads, key_dim, value_dim)
 SHAPES = [(1, 1, 1, 1), (1, 2, 4, 6), (2, 6, 8, 8), (2, 2, 3, 65), (1, 3, 16, 64), (2, 4, 32, 130), (1, 1, 128, 128)]
 NONE = -1
-EACH = "qkvab"  # what each token has
+EACH = {*"qkvab", "decays"}  # what each token has
 
 
 def inputs(shape: tuple[int, int, int, int], tokens: int) -> dict[str, Tensor]:
@@ -42,9 +42,16 @@ def pages(shape: tuple[int, int, int, int], slots: int) -> Tensor:
     return torch.randn(slots, shape[1], *shape[2:])
 
 
-def called(rule: Callable[..., Tensor], **given: Tensor) -> Tensor:
-    inputs = DeltaInputs(*(given.pop(name) for name in DeltaInputs._fields))
+def called(rule: Callable[..., Tensor], **given: Any) -> Tensor:
+    inputs = DeltaInputs(**{name: given.pop(name) for name in DeltaInputs._fields if name in given})
     return rule(inputs, **given)
+
+
+def with_decays(given: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with a decay of each number of a key in place of one of each head, and beta from 0 to 2."""
+    keys, values = given["k"], given["v"]
+    rates = torch.rand(*values.shape[:2], keys.shape[2])
+    return given | {"a": None, "log_rate": None, "bias": None, "decays": rates, "beta_factor": 2.0}
 
 
 def near(found: Tensor, expected: Tensor) -> None:
@@ -52,10 +59,13 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sequences_of_several_lengths(shape: tuple[int, int, int, int]) -> None:
+def test_sequences_of_several_lengths(shape: tuple[int, int, int, int], each: bool) -> None:
     """A new one, one that goes on, and one of whose tokens each state is kept; slots of others stay as they are."""
-    given = inputs(shape, 7) | places([3, 1, 3], [NONE, 4, 1], [NONE, NONE, 0, 2, 3, 5, 6])
+    given = (with_decays if each else dict)(inputs(shape, 7)) | places(
+        [3, 1, 3], [NONE, 4, 1], [NONE, NONE, 0, 2, 3, 5, 6]
+    )
     expected = pages(shape, 8)
     found = expected.clone()
     near(called(delta_rule, **given, states=found), called(reference, **given, states=expected))
@@ -64,20 +74,21 @@ def test_sequences_of_several_lengths(shape: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_do_not_depend_on_the_pass(shape: tuple[int, int, int, int]) -> None:
+def test_bits_do_not_depend_on_the_pass(shape: tuple[int, int, int, int], each: bool) -> None:
     """Alone, in chunks, with its states kept or not, and beside others: a token's numbers are the same."""
-    given, states = inputs(shape, 9), pages(shape, 12)
+    given, states = (with_decays if each else dict)(inputs(shape, 9)), pages(shape, 12)
     whole = called(delta_rule, **given, **places([9], [0], [NONE] * 8 + [1]), states=states)
     steps = []
     for token, slot in enumerate(range(2, 11)):
-        part = {name: value[token : token + 1] if name in EACH else value for name, value in given.items()}
+        part = {n: x[token : token + 1] if n in EACH and x is not None else x for n, x in given.items()}
         steps.append(called(delta_rule, **part, **places([1], [slot - 1 if token else 0], [slot]), states=states))
     assert torch.equal(torch.cat(steps), whole) and torch.equal(states[10], states[1])
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        pairs = {n: torch.cat([value.flip(0), value]) if n in EACH else value for n, value in given.items()}
+        pairs = {n: torch.cat([x.flip(0), x]) if n in EACH and x is not None else x for n, x in given.items()}
         both = called(delta_rule, **pairs, **places([9, 9], [NONE, 0], [NONE] * 18), states=states)
     finally:
         torch.set_num_threads(threads)
@@ -105,6 +116,21 @@ def test_it_is_transformers_rule(name: str) -> None:
     decay = -given["log_rate"].exp() * F.softplus(given["a"] + given["bias"])
     expected, last = getattr(theirs, name)(
         repeated["q"], repeated["k"], given["v"][None], g=decay[None], beta=given["b"].sigmoid()[None],
+        initial_state=first[None], output_final_state=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    near(called(delta_rule, **given, **places([70], [0], [NONE] * 69 + [1]), states=states), expected[0])
+    near(states[1], last[0])
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("name", ["chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"])
+def test_it_is_transformers_rule_with_decays_of_each_number(name: str) -> None:
+    kimi: Any = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    shape = (3, 3, 16, 16)
+    given, states = with_decays(inputs(shape, 70)), pages(shape, 2)
+    first, tokens = states[0].clone(), {n: given[n][None] for n in "qkv"}
+    expected, last = getattr(kimi, name)(
+        tokens["q"], tokens["k"], tokens["v"], g=given["decays"].log()[None], beta=2 * given["b"].sigmoid()[None],
         initial_state=first[None], output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     near(called(delta_rule, **given, **places([70], [0], [NONE] * 69 + [1]), states=states), expected[0])

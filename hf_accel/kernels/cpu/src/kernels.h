@@ -346,6 +346,7 @@ struct DeltaCall {
   const float* b;          // likewise
   const float* log_rate;   // [value_heads]
   const float* bias;       // likewise
+  const float* decays;     // [tokens, value_heads, key_dim], contiguous; null if a, log_rate and bias make one of a head
   float* out;              // [tokens, value_heads, value_dim], contiguous
   float* states;           // [slots, value_heads, key_dim, value_dim], contiguous
   const int64_t* starts;   // [sequences + 1]
@@ -353,6 +354,7 @@ struct DeltaCall {
   const int64_t* slots;    // [tokens]: the slot that a token's state is written to; -1 for none
   int64_t q_stride, k_stride, v_stride;  // of tokens
   int64_t sequences, key_heads, value_heads, key_dim, value_dim;
+  float beta_factor;
   int32_t dtype, threads;  // dtype: what beta is rounded to
 };
 

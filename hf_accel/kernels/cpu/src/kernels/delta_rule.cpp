@@ -1,7 +1,8 @@
 // The gated delta rule, token by token (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464). With k and q
 // divided by their lengths, and q by the root of key_dim:
-//   decay = exp(-exp(log_rate) softplus(a + bias)),  beta = sigmoid(b)
+//   decay = exp(-exp(log_rate) softplus(a + bias)),  beta = beta_factor sigmoid(b)
 //   S = decay S;  S = S + k (beta (v - k S));  out = q S
+// Where each number of a key has a decay of its own (Kimi Team 2025, "Kimi Linear", arXiv 2510.26692), they are given.
 // A token's numbers do not depend on which other tokens are computed with it, so that chunks of a prompt and drafts
 // change no bit.
 #include <cmath>
@@ -41,26 +42,27 @@ struct Part {
   int64_t stride;
 };
 
-template <int WIDTH>
+// decays: of the numbers of a key; null if all have the same decay.
+template <int WIDTH, bool EACH>
 inline HFA_INLINE void token(const DeltaCall& c, Part from, Part to, const float* k, const float* q, const float* v,
-                             float* out, float decay, float beta, int64_t left) {
+                             float* out, const float* decays, float decay, float beta, int64_t left) {
   F memory[WIDTH], delta[WIDTH], sum[WIDTH];
   const auto read = [&](const float* p, int j) { return WIDTH > 1 ? load(p + j * LANES) : load_upto(p, left); };
   const auto write = [&](float* p, int j, F x) { WIDTH > 1 ? store(p + j * LANES, x) : store_upto(p, x, left); };
   unrolled<WIDTH>([&](auto j) { memory[j] = sum[j] = zero(); });
   for (int64_t i = 0; i < c.key_dim; ++i) {
     const float* row = from.numbers + i * from.stride;
-    const F key = set1(k[i]);
+    const F key = set1(EACH ? k[i] * decays[i] : k[i]);
     unrolled<WIDTH>([&](auto j) { memory[j] = fmadd(read(row, j), key, memory[j]); });
   }
   const F kept = set1(decay), rate = set1(beta);
-  unrolled<WIDTH>([&](auto j) { delta[j] = mul(rate, sub(read(v, j), mul(kept, memory[j]))); });
+  unrolled<WIDTH>([&](auto j) { delta[j] = mul(rate, sub(read(v, j), EACH ? memory[j] : mul(kept, memory[j]))); });
   for (int64_t i = 0; i < c.key_dim; ++i) {
     const float* row = from.numbers + i * from.stride;
     float* result = to.numbers + i * to.stride;
-    const F key = set1(k[i]), query = set1(q[i]);
+    const F key = set1(k[i]), query = set1(q[i]), held = EACH ? set1(decays[i]) : kept;
     unrolled<WIDTH>([&](auto j) {
-      const F state = fmadd(key, delta[j], mul(kept, read(row, j)));
+      const F state = fmadd(key, delta[j], mul(held, read(row, j)));
       write(result, j, state);
       sum[j] = fmadd(query, state, sum[j]);
     });
@@ -76,7 +78,7 @@ void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column,
     return Part{c.states + (slot * c.value_heads + head) * size + column, c.value_dim};
   };
   const Part free{part, WIDTH * LANES};
-  const float rate = std::exp(c.log_rate[head]);
+  const float rate = c.decays ? 0.0f : std::exp(c.log_rate[head]);
   Part state = free;
   if (c.before[sequence] >= 0) state = page(c.before[sequence]);
   else
@@ -88,10 +90,15 @@ void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column,
     for (int64_t i = 0; i < c.key_dim; ++i) k[i] = key[i] * key_factor, q[i] = query[i] * query_factor;
     const Part next = c.slots[t] >= 0 ? page(c.slots[t]) : free;
     const int64_t at = t * c.value_heads + head;
-    const float decay = std::exp(-rate * softplus(c.a[at] + c.bias[head]));
-    const float beta = rounded(1.0f / (1.0f + std::exp(-c.b[at])), c.dtype);
-    token<WIDTH>(c, state, next, k, q, c.v + t * c.v_stride + head * c.value_dim + column,
-                 c.out + at * c.value_dim + column, decay, beta, c.value_dim - column);
+    const float beta = rounded(1.0f / (1.0f + std::exp(-c.b[at])), c.dtype) * c.beta_factor;
+    const float* value = c.v + t * c.v_stride + head * c.value_dim + column;
+    float* out = c.out + at * c.value_dim + column;
+    if (c.decays) {
+      token<WIDTH, true>(c, state, next, k, q, value, out, c.decays + at * c.key_dim, 0.0f, beta, c.value_dim - column);
+    } else {
+      const float decay = std::exp(-rate * softplus(c.a[at] + c.bias[head]));
+      token<WIDTH, false>(c, state, next, k, q, value, out, nullptr, decay, beta, c.value_dim - column);
+    }
     state = next;
   }
 }
