@@ -119,6 +119,16 @@ def test_random_searches(kind: str, seed: int) -> None:
         check(stock, patched, prompts(kind, lengths, number), **random_settings(numbers, kind))
 
 
+@pytest.mark.parametrize("penalty", [2.0, 5.0])
+def test_what_is_certain_stays_while_other_prompts_go_on(penalty: float) -> None:
+    """With a length penalty, what a prompt's beams may reach grows again after it was too little."""
+    stock = build("llama")
+    patched = hf_accel.patch(copy.deepcopy(stock), weights=None)
+    for seed in range(4):
+        inputs = prompts("llama", [7, 3, 5, 4, 9, 2], seed)
+        check(stock, patched, inputs, eos_token_id=MANY, length_penalty=penalty, max_new_tokens=20, **SCORED)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "mamba", "Marian"])
 def test_prompts_together_give_the_beams_of_each_alone(kind: str) -> None:
     model, lengths = hf_accel.patch(build(kind), weights=None), [9, 2, 5]

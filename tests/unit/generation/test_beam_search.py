@@ -9,8 +9,11 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from hf_accel.generation.beam_search import largest_sums
+from hf_accel.cache.cached_sequence import CachedSequence
+from hf_accel.generation.beam_search import BeamSearch, BeamSettings, largest_sums
 from hf_accel.generation.hf.beam_scores import process_of
+from hf_accel.generation.sampling.sampling import Sampling
+from hf_accel.generation.sequence import Sequence
 
 SIZE = 60
 
@@ -31,6 +34,22 @@ def test_the_largest_sums_are_those_of_torch(levels: int, count: int) -> None:
         expected = torch.topk((scores + before[:, :, None]).flatten(1), count)
         assert torch.equal(places, expected.indices)
         assert torch.equal(values.nan_to_num(9), expected.values.nan_to_num(9))
+
+
+def test_a_search_waits_for_a_beam_that_is_computed_again() -> None:
+    """Its logits came before, but it has lost its pages since, which another beam may go on with."""
+    beams = [Sequence([1, 2], 5, Sampling()) for _ in range(3)]
+    settings = BeamSettings(3, 6, 5, 1.0, early_stopping=False, samples=False, stop_ids=torch.empty(0).long())
+    search = BeamSearch([beams], torch.ones(3, 2).long(), settings)
+    for beam in beams:
+        beam.cached, beam.num_computed = CachedSequence([], 0, 1), 2
+    logits = torch.rand(3, SIZE)
+    assert search.receive(beams[:2], logits[:2]) is None
+    beams[1].cached, beams[1].num_computed = None, 0
+    assert search.receive(beams[2:], logits[2:]) is None
+    beams[1].cached, beams[1].num_computed = CachedSequence([], 0, 1), 2
+    received = search.receive(beams[1:2], logits[1:2])
+    assert received is not None and torch.equal(received, logits)
 
 
 STOPS = torch.tensor([3, 9, SIZE + 4])
