@@ -8,7 +8,7 @@ where the tokens behind padding stand.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,18 +29,15 @@ from ..config import CacheConfig
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
 from ..generation.hf.model_runner import ModelRunner, counts_positions
 from ..generation.hf.refusals import OWN_METHODS
-from ..linear import QuantModule
 from ..models import layers_config
+from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
-from ..recognition.unchanged import HOOKS
 from ..tensors import model_device
-from .twin import twin
 
 # Whisper's own prepare_inputs_for_generation makes positions where a decoder_attention_mask is given, which the ragged
 # loop makes of its own for all calls that it takes.
 WHISPERS_POSITIONS = "decoder_position_ids"
 TRIED_LAYERS = 2  # the first one can differ from all others
-FEW_TOKENS = 64  # the part of the vocabulary that is tried
 PADDING = 2  # the columns in front of a prompt
 LENGTHS = (5, 3)  # of the encoder's output of two sequences
 PASSES = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))  # the sequences of each pass, and their tokens in it
@@ -50,8 +47,6 @@ CLOSE = Tolerance(of_largest=1e-4)
 def decoder_refusal(model: PreTrainedModel) -> str | None:
     """Return why the decoder cannot read pages, as one clause; None if it can."""
     name = type(model).__name__
-    if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
-        return f"the decoder of {name} is not tried, since another library has packed its weights"
     if model_device(model).type == "meta":
         return None  # nothing can be tried before the weights are there
     if model_device(model).type != "cpu":
@@ -97,13 +92,13 @@ def counting_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     if not all(kinds == (LayerKind(None),) for kinds in model_kinds(model.config).layers):
         return f"{name} takes no position_ids"
-    if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
-        return f"{name} takes no position_ids, and is not tried, since another library has packed its weights"
     if model_device(model).type == "meta":
         return None  # nothing can be tried before the weights are there
     if model_device(model).type != "cpu":
         return f"{name} takes no position_ids"
-    return None if answer_once(_counts_tokens, model) else f"{name} takes no position_ids, and counts in its own way"
+    if answer_once(_counts_tokens, model):
+        return None
+    return f"{name} takes no position_ids, and computes something else over pages than stock does"
 
 
 def counts_padding(model: PreTrainedModel) -> bool:
@@ -194,13 +189,13 @@ def _paged(
 def _sources(model: PreTrainedModel) -> list[Tensor]:
     numbers = RandomNumbers()
     width = layers_config(model.config).hidden_size
-    return [numbers(length, width, dtype=_dtype(model)) for length in LENGTHS]
+    return [numbers(length, width) for length in LENGTHS]
 
 
 def _tokens(model: PreTrainedModel, number: int) -> Iterator[list[int]]:
     """The token ids of each pass of one sequence. Without an encoder, one of them pads."""
     counts = [count for parts in PASSES for each, count in parts if each == number]
-    ids = iter(range(7 + 20 * number, FEW_TOKENS))
+    ids = iter(range(7 + 20 * number, ROWS))
     passes = [[next(ids) for _ in range(count)] for count in counts]
     if not model.config.is_encoder_decoder:
         passes[0][1] = _pad_token(model)
@@ -212,48 +207,24 @@ def _pad_token(model: PreTrainedModel) -> int:
     return 0 if pad is None else int(pad)
 
 
-def _dtype(model: PreTrainedModel) -> torch.dtype:
-    is_quantized = any(isinstance(module, QuantModule) for module in model.modules())
-    return model.dtype if is_quantized else torch.float32
-
-
 def _tried(model: PreTrainedModel, implementation: str | None) -> Any:
-    """Make a copy with few layers and tokens, in float32, whose hooks are left out.
+    """Make a copy with few layers, in float32.
 
     implementation: of its attention; None for that of the model.
     """
-    small: Any = twin(model)
-    decoder = small.get_decoder()
+    decoder = model.get_decoder()
+    lengths = {_name_of(model, decoder): TRIED_LAYERS}
     if model.config.is_encoder_decoder:
-        _shorten(small.get_encoder(), 0)
-    _shorten(decoder, TRIED_LAYERS)
-    for module in small.modules():
-        vars(module).update({name: OrderedDict() for name in HOOKS})
-        if model.config.is_encoder_decoder or _pad_token(model) < FEW_TOKENS:
-            _narrow(module, layers_config(model.config).vocab_size)
-    if _dtype(model) is torch.float32:
-        small = small.float()
+        lengths[_name_of(model, model.get_encoder())] = 0
+    small = first_layers_model(model, lengths, token=_pad_token(model))
+    configs: dict[int, Any] = {}
     for module in small.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            config._attn_implementation_internal = implementation or stock_implementation(model, decoder)
-    return small.eval()
+            own = configs.setdefault(id(config), copy.deepcopy(config))
+            own._attn_implementation_internal = implementation or stock_implementation(model, decoder)
+            vars(module)["config"] = own
+    return small
 
 
-def _shorten(part: nn.Module, count: int) -> None:
-    """Keep the first `count` modules of the outermost lists of a part."""
-    for name, child in list(part.named_children()):
-        if isinstance(child, nn.ModuleList):
-            setattr(part, name, child[:count])
-        else:
-            _shorten(child, count)
-
-
-def _narrow(module: nn.Module, vocabulary_size: int) -> None:
-    """Keep the first tokens of what a module has for each token of the vocabulary."""
-    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        if tensor.ndim == 2 and tensor.shape[0] == vocabulary_size:
-            tensor.data = tensor.data[:FEW_TOKENS]
-        elif tensor.ndim == 2 and tensor.shape == (1, vocabulary_size):
-            tensor.data = tensor.data[:, :FEW_TOKENS]
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None and module.padding_idx >= FEW_TOKENS:
-        module.padding_idx = None
+def _name_of(model: nn.Module, part: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is part)
