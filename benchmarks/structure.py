@@ -55,6 +55,7 @@ GIVEN_BY_NAME = {  # qualified name -> the library that calls it, or has it unde
     "mask_forward": "transformers",
     "AcceleratedGeneration._sample": "transformers",
     "AcceleratedGeneration._assisted_decoding": "transformers",
+    "AcceleratedGeneration._beam_search": "transformers",
     "AcceleratedGeneration.generate_batch": "transformers",
     "ContinuousManager.add_request": "transformers",
     "DistillationMixin.evaluation_loop": "transformers",

@@ -1,8 +1,8 @@
 """Beam search: which continuations of a prompt's beams go on after a pass, and which are its results.
 
-The arithmetic is that of `_beam_search` in transformers, operation by operation, so that scores and ties are decided
-alike. Here the tokens of a beam are those of a Sequence, and a result is a chain of steps that shares its beginning
-with others; so only token ids are copied in a pass, and nothing else that has the length of the text.
+The arithmetic is that of `_beam_search` in transformers, operation by operation, so that it decides scores and ties in
+the same way. Here the tokens of a beam are those of a Sequence, and a result is a chain of steps that shares its
+beginning with others; so only token ids are copied in a pass, and nothing else that has the length of the text.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Moves:
-    """What a pass has made of the beams: the beam whose pages each of them goes on with, and those that end now."""
+    """The moves of a pass: for each beam its parent, whose pages it goes on with; and the beams that end now."""
 
     beams: list[Beam]
     parents: list[Beam]
@@ -111,7 +111,7 @@ class BeamSearch:
         self._steps: list[list[BeamStep | None]] = [[None] * settings.num_beams for _ in prompts]
         self._best_steps: list[list[BeamStep | None]] = [[None] * settings.num_beams for _ in prompts]
         self._scores = torch.zeros(shape, device=ids.device)
-        self._scores[:, 1:] = IMPOSSIBLE  # all beams begin alike, so only the first one is continued
+        self._scores[:, 1:] = IMPOSSIBLE  # all beams begin with the same text, so only the first one is continued
         self._best = torch.full(shape, IMPOSSIBLE, device=ids.device)
         self._has_ended = torch.zeros(shape, dtype=torch.bool, device=ids.device)
         self._can_improve = torch.ones((len(prompts), 1), dtype=torch.bool, device=ids.device)
@@ -130,6 +130,7 @@ class BeamSearch:
         """
         awaited = self.beams
         if beams == awaited:
+            self._held.clear()
             return logits
         self._held.update(zip(beams, logits, strict=True))
         if not all(beam in self._held and _is_computed(beam) for beam in awaited):
@@ -172,7 +173,7 @@ class BeamSearch:
         if settings.samples:
             values, places = self._drawn((scores + self._scores[:, :, None]).flatten(1))
         else:
-            values, places = largest(scores, self._scores, settings.num_candidates)
+            values, places = largest_sums(scores, self._scores, settings.num_candidates)
         if agreement.size > 1:  # a rank that rounds otherwise would go on with other beams
             agreed = agreement.agree((values.tolist(), places.tolist()))
             values, places = values.new_tensor(agreed[0]), places.new_tensor(agreed[1])
@@ -277,10 +278,10 @@ class BeamSearch:
         self._steps, self._best_steps = [self._steps[at] for at in kept], [self._best_steps[at] for at in kept]
         self._scores, self._best = self._scores[places], self._best[places]
         self._has_ended, self._can_improve = self._has_ended[places], self._can_improve[places]
-        self._ids = self._ids.unflatten(0, (-1, self.settings.num_beams))[places].flatten(0, 1)
+        self._ids = self._ids.view(-1, self.settings.num_beams, self._ids.shape[1])[places].flatten(0, 1)
 
 
-def largest(scores: Tensor, before: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def largest_sums(scores: Tensor, before: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return torch.topk of the sums of scores [P, K, V] and [P, K], for each of P prompts, [P, count].
 
     Its order of equal sums is torch's, which is no rule: where the largest sums of a prompt are not all different,

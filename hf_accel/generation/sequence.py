@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..cache.cached_sequence import CachedSequence
-    from .beam_search import BeamSearch
     from .prompt_inputs import PromptInputs, RequestInputs
     from .sampling.sampling import Sampling
 
@@ -39,7 +38,7 @@ class Sequence:
     followers: other samples of the same prompt, which share this sequence's pages.
     keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
     inputs: what the request brings besides its tokens, which its followers share; None if it brings nothing else.
-    search: the beam search that chooses the tokens, if this is one of its beams; it also decides when they end.
+    search: the BeamSearch that chooses the tokens and decides when they end; None if this is no beam of one.
     """
 
     tokens: list[int]
@@ -63,7 +62,7 @@ class Sequence:
     keeps_pages: bool = False
     kept_pages: CachedSequence | None = None
     inputs: RequestInputs | None = None
-    search: BeamSearch | None = None
+    search: Any = None
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 
     def __post_init__(self) -> None:

@@ -219,9 +219,7 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         yield Line(
             "generate", "encoder's output", "computed once", "its keys and values are in pages, without padding"
         )
-        yield Line("generate", "beams", "stock's loop", "over transformers' cache")
-    else:
-        yield Line("generate", "beams", "stock's loop", "over the paged cache; prompts stored once")
+    yield Line("generate", "beams", "ragged", "pages shared until they differ; a prompt that has ended costs nothing")
     yield Line("generate", "init_continuous_batching()", "ragged", "by the loop that an Engine runs")
     yield _speculation_line(plan)
 

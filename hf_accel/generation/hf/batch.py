@@ -58,6 +58,15 @@ def generate_batch(
         return {reply.name: reply.output() for reply in replies}, {"loop": "ragged", **statistics, **used}
 
 
+def refuse_own_keywords(generation_config: Any, speculative: Any, refusal: str) -> None:
+    """Raise UnsupportedError for what transformers' own generate_batch does not take. refusal: why it must run."""
+    if isinstance(generation_config, list | tuple) or speculative is not None:
+        raise UnsupportedError(
+            "only hf_accel's own generate_batch takes speculative= or a list of configs, and it cannot serve "
+            f"this model: {refusal}; give one generation_config, and no speculative="
+        )
+
+
 def with_configs(
     model: Any, inputs: abc.Sequence[abc.Sequence[int]], given: Any, keywords: dict[str, Any]
 ) -> list[tuple[abc.Sequence[int], GenerationConfig]]:

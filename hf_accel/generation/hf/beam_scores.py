@@ -13,7 +13,7 @@ from transformers.generation import logits_process
 
 from .processing import is_stock
 
-Process = Callable[[Tensor, Tensor], Tensor]  # token ids [N, L] int64, scores [N, V] float32 -> scores
+Process = Callable[[Any, Any], Any]  # token ids [N, L] int64, scores [N, V] float32 -> scores
 
 
 def process_of(processors: LogitsProcessorList) -> Process | None:
@@ -72,7 +72,7 @@ def _biased(processor: Any) -> Process | None:
     tokens, added = [sequence[0] for sequence in biases], torch.tensor(list(biases.values()), dtype=torch.float32)
 
     def process(ids: Tensor, scores: Tensor) -> Tensor:
-        if max(tokens) >= scores.shape[1]:
+        if max(tokens, default=0) >= scores.shape[1]:
             return processor(ids, scores)  # which raises an error
         scores[:, tokens] += added.to(scores.device)
         return scores

@@ -76,15 +76,17 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     ids = torch.cat([prompts, new], dim=1)
     if not config.return_dict_in_generate:
         return ids
-    scores = torch.tensor([found.score for found in chosen], device=ids.device)
-    return GenerateBeamDecoderOnlyOutput(
-        sequences=ids,
-        sequences_scores=scores if config.output_scores else None,
-        scores=tuple(search.scores) if config.output_scores else None,
-        logits=tuple(search.logits) if config.output_logits else None,
-        beam_indices=_padded([found.beams for found in chosen], -1).to(torch.int32).to(ids.device),
-        past_key_values=call.cache,
-    )
+    fields: dict[str, Any] = {
+        "sequences": ids,
+        "beam_indices": _padded([found.beams for found in chosen], -1).to(torch.int32).to(ids.device),
+        "past_key_values": call.cache,
+    }
+    if config.output_scores:
+        fields["sequences_scores"] = torch.tensor([found.score for found in chosen], device=ids.device)
+        fields["scores"] = tuple(search.scores)
+    if config.output_logits:
+        fields["logits"] = tuple(search.logits)
+    return GenerateBeamDecoderOnlyOutput(**fields)
 
 
 def _returns(call: LoopCall, name: str) -> bool:

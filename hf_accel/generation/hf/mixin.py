@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -18,19 +19,19 @@ from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
 from ...linear.model_card import WritesModelCard
-from ...models import positions_depend_on_length
 from ...tensors import made_on_host
 from ...undo.state import state_of
 from ..prompt_inputs import other_input
-from .batch import generate_batch, with_configs, with_fields
+from .batch import generate_batch, refuse_own_keywords, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
 from .encoder_source import give_stock_cache, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
-from .model_runner import positions_count_tokens, weights_salt
+from .model_runner import adopt_prefix, weights_salt
 from .refusals import (
+    STACK_LEVEL,
     call_refusal,
     changed_refusal,
     drafts_refusal,
@@ -43,9 +44,7 @@ from .refusals import (
 )
 
 NOT_GIVEN = Default("not given")
-RAGGED_MODES = (
-    GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE,
-)  # fmt: skip
+RAGGED_MODES = {GenerationMode[name] for name in ("GREEDY_SEARCH", "SAMPLE", "BEAM_SEARCH", "BEAM_SAMPLE")}
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
@@ -101,11 +100,8 @@ class AcceleratedGeneration(WritesModelCard):
         """
         call = self._generation_state.call
         refuse_clocks(self, generation_config)  # type: ignore[arg-type]
-        if (
-            call is not None
-            and call.requires_speculation
-            and generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        ):
+        speculates = call is not None and call.requires_speculation
+        if speculates and generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise UnsupportedError(
                 f"speculative= is for greedy search and sampling, and this call is {generation_mode.value} "
                 "(num_beams=, assistant_model=, prompt_lookup_num_tokens=, ...): leave one of them out"
@@ -130,41 +126,32 @@ class AcceleratedGeneration(WritesModelCard):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        call = self._generation_state.call
+        state = self._generation_state.call
         prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
-        speculative = None if call is None else call.speculative
-        loop_call = LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, speculative)  # type: ignore[arg-type]
-        output, refusal = self._ragged(loop_call)
-        if refusal is None:
-            return output
-        if call is not None and call.requires_speculation:
-            _refuse_speculation(refusal)
-        report_stock_loop(self._generation_state, refusal)
-        if call is not None and call.own_cache:
-            give_stock_cache(loop_call)
-        return super()._sample(  # type: ignore[misc]
-            *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
-        )
+        speculative = None if state is None else state.speculative
+        call = LoopCall(self, *prepared, model_kwargs, synced_gpus, streamer, speculative)  # type: ignore[arg-type]
+        return self._ragged_or(functools.partial(super()._sample, streamer=streamer), call)  # type: ignore[misc]
 
-    def _beam_search(
-        self,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        **model_kwargs: Any,
-    ) -> Any:
-        call = self._generation_state.call
-        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
-        loop_call = LoopCall(self, *prepared, model_kwargs, synced_gpus, None, None)  # type: ignore[arg-type]
-        output, refusal = self._ragged(loop_call)
+    def _beam_search(self, input_ids: Tensor, *given: Any, synced_gpus: bool = False, **model_kwargs: Any) -> Any:
+        names = ("logits_processor", "stopping_criteria", "generation_config")
+        processors, criteria, config = (*given, *(model_kwargs.pop(name) for name in names[len(given) :]))
+        prepared = (input_ids, processors, criteria, config)
+        call = LoopCall(self, *prepared, model_kwargs, synced_gpus, None, None)  # type: ignore[arg-type]
+        return self._ragged_or(super()._beam_search, call)  # type: ignore[misc]
+
+    def _ragged_or(self, stock: Any, call: LoopCall) -> Any:
+        """Run a call in ragged passes, or else by this loop of transformers."""
+        state = self._generation_state
+        output, refusal = self._ragged(call)
         if refusal is None:
             return output
-        report_stock_loop(self._generation_state, refusal)
-        if call is not None and call.own_cache:
-            give_stock_cache(loop_call)
-        return super()._beam_search(*prepared, synced_gpus=synced_gpus, **model_kwargs)  # type: ignore[misc]
+        if state.call is not None and state.call.requires_speculation:
+            _refuse_speculation(refusal)
+        report_stock_loop(state, refusal, stack_level=STACK_LEVEL + 1)
+        if state.call is not None and state.call.own_cache:
+            give_stock_cache(call)
+        prepared = (call.input_ids, call.processors, call.criteria, call.config)
+        return stock(*prepared, synced_gpus=call.synced_gpus, **call.inputs)
 
     def _assisted_decoding(
         self,
@@ -256,7 +243,7 @@ class AcceleratedGeneration(WritesModelCard):
         refusal = ragged_refusal(self) or prompts_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
             refuse_batching(self)  # type: ignore[arg-type]
-            self._refuse_batch(generation_config, speculative, refusal)
+            refuse_own_keywords(generation_config, None if speculative is NOT_GIVEN else speculative, refusal)
             return super().generate_batch(  # type: ignore[misc]
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
                 progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,
@@ -286,14 +273,6 @@ class AcceleratedGeneration(WritesModelCard):
         destroy_managers(self)  # type: ignore[arg-type]
         super().destroy_cached_continuous_batching_manager()  # type: ignore[misc]
 
-    @staticmethod
-    def _refuse_batch(generation_config: Any, speculative: Any, refusal: str) -> None:
-        if isinstance(generation_config, list | tuple) or (speculative is not NOT_GIVEN and speculative is not None):
-            raise UnsupportedError(
-                "only hf_accel's own generate_batch takes speculative= or a list of configs, and it cannot serve "
-                f"this model: {refusal}; give one generation_config, and no speculative="
-            )
-
     def _prepare_cache_for_generation(
         self,
         generation_config: Any,
@@ -310,8 +289,7 @@ class AcceleratedGeneration(WritesModelCard):
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         wanted = wanted and padding_refusal(self, model_kwargs.get("attention_mask")) is None  # type: ignore[arg-type]
-        if self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-            wanted = wanted and generation_mode in RAGGED_MODES
+        wanted = wanted and (generation_mode in RAGGED_MODES or not self.config.is_encoder_decoder)  # type: ignore[attr-defined]
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
@@ -356,7 +334,7 @@ class AcceleratedGeneration(WritesModelCard):
         if generation_config.output_hidden_states or generation_config.output_attentions:
             repeats = 1
         once = {name: _every_nth(value, repeats, len(input_ids)) for name, value in model_kwargs.items()}
-        self._adopt_prefix(cache, input_ids[::repeats], once)
+        adopt_prefix(self, cache, input_ids[::repeats], once)  # type: ignore[arg-type]
         outputs = super()._prefill(  # type: ignore[misc]
             input_ids[::repeats], generation_config, once, *args, **kwargs
         )
@@ -364,15 +342,6 @@ class AcceleratedGeneration(WritesModelCard):
             cache.batch_repeat_interleave(repeats)
             outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
         return outputs
-
-    def _adopt_prefix(self, cache: PagedCache, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-        mask = model_kwargs.get("attention_mask")
-        mask = None if mask is None else mask.bool()
-        shareable = cache.settings.prefix_sharing and not positions_depend_on_length(self.config)  # type: ignore[attr-defined]
-        # In this loop, a model that attends by operators keeps padding in its pages.
-        shareable = shareable and self._generation_state.form.operators is None
-        if shareable and cache.has_prefixes and positions_count_tokens(model_kwargs.get("position_ids"), mask):
-            cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
 
 
 def _refuse_speculation(refusal: str) -> NoReturn:

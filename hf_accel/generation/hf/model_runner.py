@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -337,3 +338,14 @@ def weights_changed(model: Any) -> None:
         state = find_state(module)
         if state is not None:
             state.generation.forget_weights()
+
+
+def adopt_prefix(model: PreTrainedModel, cache: PagedCache, input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
+    """Begin a cache of transformers' own loop with the prefixes of these prompts that its pages hold."""
+    mask = inputs.get("attention_mask")
+    mask = None if mask is None else mask.bool()
+    shareable = cache.settings.prefix_sharing and not positions_depend_on_length(model.config)
+    # In this loop, a model that attends by operators keeps padding in its pages.
+    shareable = shareable and state_of(model).generation.form.operators is None
+    if shareable and cache.has_prefixes and positions_count_tokens(inputs.get("position_ids"), mask):
+        cache.adopt_prefix(input_ids, mask, weights_salt(model))

@@ -150,13 +150,14 @@ def _only_left_padded(mask: Tensor) -> bool:
 STACK_LEVEL = 8  # the number of frames from a warning of _sample() to the line that calls generate()
 
 
-def report_stock_loop(state: GenerationState, refusal: str) -> None:
+def report_stock_loop(state: GenerationState, refusal: str, *, stack_level: int = STACK_LEVEL) -> None:
     """Report that transformers' loop is used. Nothing is warned about that the plan says already, and if the user has
     chosen to have no paged cache."""
     _note(state, "loop", f"stock: {refusal}")
     if refusal not in (state.ragged_refusal, NO_PAGES):
         said = "; this is said once, and for each call in hf_accel.stats(model)['loop']"
-        warn_once(state, refusal, f"generate() runs transformers' own loop, which is slower, because {refusal}{said}")
+        text = f"generate() runs transformers' own loop, which is slower, because {refusal}{said}"
+        warn_once(state, refusal, text, stack_level=stack_level)
 
 
 def report_no_drafts(state: GenerationState, refusal: str) -> None:

@@ -169,20 +169,6 @@ class Scheduler:
             forked.append(follower)
         return forked
 
-    def inherit(self, beams: list[Sequence], parents: list[Sequence]) -> None:
-        """Give each beam the pages of its parent, for its next token. Several beams with one parent share them."""
-        pages: list[CachedSequence] = []
-        kept: set[Sequence] = set()
-        for parent in parents:
-            assert parent.cached is not None
-            pages.append(parent.cached.fork() if parent in kept else parent.cached)
-            kept.add(parent)
-        for beam in beams:
-            if beam not in kept and beam.cached is not None:
-                beam.cached.release()
-        for beam, cached in zip(beams, pages, strict=True):
-            beam.cached, beam.num_computed = cached, cached.num_tokens
-
     def restart(self) -> None:
         """Recompute all running sequences after a failed pass, because the content of their blocks may be wrong."""
         self.pages.clear_prefixes()
@@ -318,20 +304,16 @@ class Scheduler:
         return count
 
     def _force(self, chunks: list[Chunk], budget: int) -> None:
-        """Add a chunk of the first sequence when no sequence got one. Others are preempted if it needs blocks."""
+        """Add a chunk of the first sequence that has one left when none got any. It may preempt others."""
         if not self.running:
             self._admit(chunks, budget)
             return
         first = next((sequence for sequence in self.running if sequence.num_computed < len(sequence.tokens)), None)
-        if first is None:
-            # All that run are beams, which wait for a beam that finds no room next to them.
-            head = self._waiting.head
-            self._fail(head, self._no_room(head))
+        if first is None:  # all that run are beams, which wait for one that finds no room next to them
+            self._fail(self._waiting.head, self._no_room(self._waiting.head))
             return
-        assert first.cached is not None
-        left = len(first.tokens) - first.num_computed
-        if self._make_room(first, first.cached, first.chunk(1)):
-            self._reserve(chunks, first, first.cached, min(left, budget))
+        if first.cached is not None and self._make_room(first, first.cached, first.chunk(1)):
+            self._reserve(chunks, first, first.cached, min(len(first.tokens) - first.num_computed, budget))
 
     # -- admission -------------------------------------------------------------------------------------
 
@@ -341,7 +323,8 @@ class Scheduler:
         while self._waiting and budget > 0:
             head = self._waiting.head
             size = 1 + len(head.followers)
-            if self.running and size > places and not self._is_awaited(head):
+            # A beam for which others wait has a place.
+            if self.running and size > places and not any(s.search is head.search is not None for s in self.running):
                 return
             slack = self._slack() if slack is None else slack
             if self.running and self._was_refused(head, slack):
@@ -370,10 +353,6 @@ class Scheduler:
             slack = rest
             budget -= count
             places -= size
-
-    def _is_awaited(self, sequence: Sequence) -> bool:
-        """Return whether other beams of its search run, which wait for this one."""
-        return sequence.search is not None and any(other.search is sequence.search for other in self.running)
 
     def _places(self) -> int:
         """The number of further sequences that may run."""
