@@ -30,7 +30,9 @@ T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "relative_attentio
       "relative_attention_max_distance": 20}  # fmt: skip
 SPEECH = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64}
 SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}
-TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5")
+GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8, "sliding_window": 6}  # fmt: skip
+TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma")
 HEADS = {"Marian": "MarianMTModel"}
 LENGTHS = (9, 4, 17, 1, 12)
 
@@ -38,6 +40,9 @@ LENGTHS = (9, 4, 17, 1, 12)
 def model_of(kind: str, **other: Any) -> Any:
     torch.manual_seed(3)
     sizes = SIZES | (SPEECH | SUPPRESSED if kind == "Whisper" else T5 if "T5" in kind else {}) | other
+    if kind == "T5Gemma":
+        sizes = {name: sizes[name] for name in sizes if name.endswith("_token_id") or name == "vocab_size"} | other
+        sizes |= {"encoder": GEMMA, "decoder": GEMMA, "tie_word_embeddings": False}
     config = getattr(transformers, f"{kind}Config")(**sizes)
     model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
     model.generation_config.encoder_no_repeat_ngram_size = 0  # Blenderbot's 3 needs the whole batch
@@ -118,7 +123,7 @@ def test_whisper_runs_ragged_with_its_own_processors() -> None:
         Engine(model)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(7))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of recomputed tokens, samples and preemption change no request's tokens."""
     numbers = random.Random(seed)
