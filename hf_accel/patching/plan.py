@@ -13,8 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
 from ..fused.hf.convolutions import CONVOLUTION
+from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.recurrences import RECURRENCE
-from ..fused.hf.sites import Dropped, FusedSite
+from ..fused.hf.sites import ACTIVATION, Dropped, FusedSite
 from ..fused.projections import UNLIMITED
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
@@ -23,6 +24,7 @@ from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
 from .attention_survey import AttentionSite
 from .originals import Stored
+from .place_rounding import placed_functions
 from .printed import Line, Printed, Row, row_of, table
 from .weight_sites import LinearSite
 
@@ -57,6 +59,10 @@ class LinearPlan:
         """Change of the weight bytes in memory: where the embedding keeps the original, a tied head is a copy."""
         freed = self.site.weight.nbytes if self.replaces else 0
         return 0 if self.choice is None else self.site.count * self.choice.spec.weight_bytes - freed
+
+
+# Sites of modules of which our kernels compute all activations.
+WHOLE = frozenset({ACTIVATION, CONVOLUTION, LAYER, "mlp", RECURRENCE, STACK})
 
 
 @dataclass(frozen=True)
@@ -154,8 +160,8 @@ class Plan(Printed):
     @property
     def variant(self) -> list[str]:
         """The parts that may round a token's numbers differently among other tokens, as clauses."""
-        whole = (p for p in self.quantized if p.site.is_read_whole)
-        chosen = {(p.choice.backend, p.config.label.split()[0]) for p in whole if p.choice is not None}
+        read = (p for p in self.quantized if p.site.is_read_whole)
+        chosen = {(p.choice.backend, p.config.label.split()[0]) for p in read if p.choice is not None}
         stored = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.multiplies]
         chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
@@ -180,6 +186,8 @@ class Plan(Printed):
         replaced |= {part for module in kept for part in module.children() if isinstance(part, nn.Conv1d)}
         own = {type(m).__name__ for m in self.model.modules() if m not in replaced and _has_matrix_of_its_own(m)}
         clauses |= {f"the products of {name} are torch's, which rounds by batch size" for name in own}
+        whole = (site.module for site in self.fused.sites if site.kind in WHOLE)
+        clauses |= set(placed_functions(self.model, {part for module in whole for part in module.modules()}))
         return sorted(clauses)
 
     @property

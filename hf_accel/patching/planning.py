@@ -82,10 +82,7 @@ def make_plan(
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     no_cache = no_cache or pages_refusal(inner, config.cache)
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
-    check_other_quantizer(inner, config)
-    check_calibration(config.weights)
-    check_in_memory(inner, config.weights)
-    check_takes_nf4(inner, config.weights)
+    _check_weights(inner, config)
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
@@ -121,6 +118,14 @@ def make_plan(
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it out")
     return replace(plan, lines=tuple(explain(plan)))
+
+
+def _check_weights(model: PreTrainedModel, config: PatchConfig) -> None:
+    """Raise UnsupportedError unless the model's weights can be replaced as the config says."""
+    check_other_quantizer(model, config)
+    check_calibration(config.weights)
+    check_in_memory(model, config.weights)
+    check_takes_nf4(model, config.weights)
 
 
 def _kind(model: PreTrainedModel) -> str:
@@ -178,7 +183,7 @@ def _plan_sites(
     model: PreTrainedModel, config: WeightConfig, where: _Where, eight_bits: Collection[str]
 ) -> Iterable[LinearPlan]:
     """Plan each site. Raises UnsupportedError if embedding= was asked for and cannot be met."""
-    sites, embedding_stays = sites_for(model, config)
+    sites, embedding_stays = sites_for(model, config, device_type=where.device_type)
     planned = []
     for site in sites:
         kept = site.config_in(config, eight_bits)
