@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 import hf_accel
-from hf_accel import CacheConfig, Draft, Engine, UnsupportedError
+from hf_accel import CacheConfig, Draft, Engine, SpeculativeConfig, UnsupportedError
 from hf_accel.attention.hf.bias import STEP
 from hf_accel.errors import OutOfBlocksError
 
@@ -249,12 +249,13 @@ class Wrong(hf_accel.Drafter):
 def test_drafts_change_no_tokens(kind: str, drafter: Any) -> None:
     model, rows = model_of(kind), prompts()
     expected = [alone(model, row, 30) for row in rows]
-    hf_accel.patch(model, weights=None, speculative=drafter)
+    drafts = SpeculativeConfig(drafter=drafter, num_draft=3)
+    hf_accel.patch(model, weights=None, speculative=drafts)
     out = model.generate(**padded(rows), max_new_tokens=30, do_sample=False)
     for row, tokens in zip(out[:, 1:].tolist(), expected, strict=True):
         assert row[: len(tokens)] == tokens
     assert hf_accel.stats(model)["loop"] == "ragged" and hf_accel.stats(model)["drafted"] > 0
-    with Engine(model, speculative=drafter, token_budget=9) as engine:
+    with Engine(model, speculative=drafts, token_budget=9) as engine:
         jobs = [engine.submit(row, max_new_tokens=30) for row in rows]
         assert [job.result(WAIT).tokens for job in jobs] == expected
 
