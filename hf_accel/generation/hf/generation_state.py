@@ -128,7 +128,7 @@ class LoopCall:
 
 @dataclass(frozen=True)
 class DecoderForm:
-    """How ragged passes call a model's decoder: it is planned once, and what differs between families stands here.
+    """The form in which ragged passes call a model's decoder. It is planned once, and families differ in it.
 
     prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
         coordinates for the position of each token; None for one.
