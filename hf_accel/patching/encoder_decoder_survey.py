@@ -87,7 +87,7 @@ def mask_hides_rows(model: PreTrainedModel) -> bool | None:
 
 def counting_refusal(model: PreTrainedModel) -> str | None:
     """Return why a model without an encoder that takes no positions cannot run ragged, as one clause; None if it can,
-    since it counts the tokens of a sequence as stock does when it is told how many are before each token.
+    since it counts the tokens of a sequence as stock does, from the number of tokens before each of them.
     """
     name = type(model).__name__
     if not all(kinds == (LayerKind(None),) for kinds in model_kinds(model.config).layers):

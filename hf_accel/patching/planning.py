@@ -148,7 +148,7 @@ def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | 
     """Return why generate stays on transformers' loops; raises if speculation was asked for, which they lack."""
     refusal = stock_cache or loop_refusal(model)
     if config.speculative is not None:
-        refuse_drafts(model, refusal)
+        refuse_drafts(model, config.speculative, refusal)
     return refusal
 
 

@@ -125,7 +125,7 @@ def _twin(module: nn.Module, children: dict[str, Any], copying: _Copying) -> Any
     parameters = {}
     for key, parameter in own._parameters.items():
         if parameter is not None:
-            made = _table if isinstance(module, nn.Embedding) else _drawn
+            made = _table if isinstance(module, nn.Embedding) and parameter.ndim == 2 else _drawn
             parameters[key] = nn.Parameter(made(parameter, copying), requires_grad=False)
     # Code may write to its buffers, or put others in their places.
     buffers = {key: None if buffer is None else _cpu(buffer) for key, buffer in own._buffers.items()}

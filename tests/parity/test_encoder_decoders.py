@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 import hf_accel
-from hf_accel import CacheConfig, Engine, UnsupportedError
+from hf_accel import CacheConfig, Draft, Engine, SpeculativeConfig, UnsupportedError
 from hf_accel.attention.hf.bias import STEP
 from hf_accel.errors import OutOfBlocksError
 
@@ -30,7 +30,10 @@ T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "relative_attentio
       "relative_attention_max_distance": 20}  # fmt: skip
 SPEECH = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64}
 SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}
-TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5")
+GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8,
+         "sliding_window": 6}  # fmt: skip
+TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma")
 HEADS = {"Marian": "MarianMTModel"}
 LENGTHS = (9, 4, 17, 1, 12)
 
@@ -38,6 +41,9 @@ LENGTHS = (9, 4, 17, 1, 12)
 def model_of(kind: str, **other: Any) -> Any:
     torch.manual_seed(3)
     sizes = SIZES | (SPEECH | SUPPRESSED if kind == "Whisper" else T5 if "T5" in kind else {}) | other
+    if kind == "T5Gemma":
+        sizes = {name: sizes[name] for name in sizes if name.endswith("_token_id") or name == "vocab_size"} | other
+        sizes |= {"encoder": GEMMA, "decoder": GEMMA, "tie_word_embeddings": False}
     config = getattr(transformers, f"{kind}Config")(**sizes)
     model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
     model.generation_config.encoder_no_repeat_ngram_size = 0  # Blenderbot's 3 needs the whole batch
@@ -118,7 +124,7 @@ def test_whisper_runs_ragged_with_its_own_processors() -> None:
         Engine(model)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(7))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of recomputed tokens, samples and preemption change no request's tokens."""
     numbers = random.Random(seed)
@@ -227,10 +233,37 @@ def test_unpatch_leaves_nothing() -> None:
     assert snapshot(model, given) == before
 
 
-def test_nothing_drafts() -> None:
-    with pytest.raises(UnsupportedError, match="nothing drafts for an encoder-decoder"):
-        hf_accel.patch(model_of("Bart"), weights=None, speculative="ngram")
+class Wrong(hf_accel.Drafter):
+    """Proposes tokens that are mostly wrong."""
+
+    name = "wrong"
+
+    def propose(self, sequences: Any, lengths: Any) -> list[Draft]:
+        return [
+            Draft([(3 * s.tokens[-1] + i) % 7 + 3 for i in range(n)]) for s, n in zip(sequences, lengths, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("kind", ["Bart", "M2M100", "T5", "T5Gemma"])
+@pytest.mark.parametrize("drafter", ["ngram", Wrong()], ids=["ngram", "wrong"])
+def test_drafts_change_no_tokens(kind: str, drafter: Any) -> None:
+    model, rows = model_of(kind), prompts()
+    expected = [alone(model, row, 30) for row in rows]
+    drafts = SpeculativeConfig(drafter=drafter, num_draft=3)
+    hf_accel.patch(model, weights=None, speculative=drafts)
+    out = model.generate(**padded(rows), max_new_tokens=30, do_sample=False)
+    for row, tokens in zip(out[:, 1:].tolist(), expected, strict=True):
+        assert row[: len(tokens)] == tokens
+    assert hf_accel.stats(model)["loop"] == "ragged" and hf_accel.stats(model)["drafted"] > 0
+    with Engine(model, speculative=drafts, token_budget=9) as engine:
+        jobs = [engine.submit(row, max_new_tokens=30) for row in rows]
+        assert [job.result(WAIT).tokens for job in jobs] == expected
+
+
+def test_no_model_drafts() -> None:
+    with pytest.raises(UnsupportedError, match="no model drafts for an encoder-decoder"):
+        hf_accel.patch(model_of("Bart"), weights=None, speculative="self-int4")
     model = model_of("Bart")
     hf_accel.patch(model, weights=None)
-    with pytest.raises(UnsupportedError, match="nothing drafts for an encoder-decoder"):
-        model.generate(**padded(prompts()), speculative="ngram", max_new_tokens=4)
+    with pytest.raises(UnsupportedError, match="no model drafts for an encoder-decoder"):
+        model.generate(**padded(prompts()), speculative=model_of("Bart"), max_new_tokens=4)

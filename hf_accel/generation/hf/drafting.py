@@ -34,7 +34,7 @@ from .prompts import assisted_refusal
 from .refusals import ragged_refusal
 from .vocabulary import vocabulary_refusal
 
-NO_DRAFTS = "nothing drafts for an encoder-decoder"
+NO_MODEL_DRAFTS = "no model drafts for an encoder-decoder ('ngram' and 'suffix' do)"
 
 
 def make_speculation(
@@ -187,12 +187,20 @@ def _twin(state: GenerationState, model: PreTrainedModel, weights: str | None) -
     return draft
 
 
-def refuse_drafts(model: PreTrainedModel, refusal: str | None = None) -> None:
-    """Raise UnsupportedError if nothing can draft for a model. refusal: why, as one clause, if that is known."""
-    if refusal is None and model.config.is_encoder_decoder:
-        refusal = NO_DRAFTS
+def refuse_drafts(model: PreTrainedModel, wanted: SpeculativeConfig, refusal: str | None = None) -> None:
+    """Raise UnsupportedError if `wanted` cannot draft for a model. refusal: why nothing can, as one clause, if that is
+    known.
+    """
+    if refusal is None and model.config.is_encoder_decoder and any(map(_is_model, wanted.drafters)):
+        refusal = NO_MODEL_DRAFTS
     if refusal is not None:
         raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
+
+
+def _is_model(drafter: Any) -> bool:
+    return (
+        drafter == "self-int4" if isinstance(drafter, str) else isinstance(without_adapters(drafter), PreTrainedModel)
+    )
 
 
 def assisted(
@@ -200,7 +208,7 @@ def assisted(
 ) -> tuple[SpeculativeConfig, str | None]:
     """Return the SpeculativeConfig of a call, and why transformers' own loop must serve it (None if it need not)."""
     if model.config.is_encoder_decoder:
-        return SpeculativeConfig(), NO_DRAFTS
+        return SpeculativeConfig(), "transformers' assisted decoding drafts for an encoder-decoder in its own way"
     if (refusal := assisted_refusal(model)) is not None:
         return SpeculativeConfig(), refusal
     if assistant_tokenizer is not None:

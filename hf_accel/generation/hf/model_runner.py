@@ -278,9 +278,9 @@ class ModelRunner:
         them by itself learns from its cache.
         """
         if self._counts:
-            ids = {"input_ids": inputs.ids[None]}
+            given = {"input_ids": inputs.ids[None]}
             self.cache.before = TokensBefore(_placed(inputs.positions, rows))
-            return ids | {"attention_mask": torch.ones_like(ids["input_ids"])} if self._takes_mask else ids
+            return given | {"attention_mask": torch.ones_like(given["input_ids"])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
         planes = state_of(self.model).generation.form.planes

@@ -88,7 +88,7 @@ class Session(Batcher):
             runner = kind(model, pages.groups, groups_of_layer)
         speculation = None
         if speculative is not None:
-            refuse_drafts(model)
+            refuse_drafts(model, speculative)
             speculation = make_speculation(speculative, runner, pages, controller)
         super().__init__(
             runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement

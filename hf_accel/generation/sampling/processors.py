@@ -85,13 +85,13 @@ class MinNewTokens(Processor):
     stop_token_ids: tuple[int, ...]
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        early = [prefix.num_new < self.count for prefix in prefixes]
-        if not any(early):
+        if all(prefix.num_new >= self.count for prefix in prefixes):
             return scores
-        stops = torch.zeros(scores.shape[1], dtype=torch.bool)
-        stops[[token for token in self.stop_token_ids if token < scores.shape[1]]] = True
-        rows, stops = sent(torch.tensor(early), scores), sent(stops, scores)
-        return scores.masked_fill(rows[:, None] & stops, -torch.inf)
+        stops, none = torch.tensor(self.stop_token_ids, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        places = _places([stops if prefix.num_new < self.count else none for prefix in prefixes], scores)
+        scores = scores.clone(memory_format=torch.contiguous_format)
+        scores.view(-1)[sent(places, scores)] = -torch.inf
+        return scores
 
 
 @dataclass(frozen=True)
