@@ -75,11 +75,11 @@ class OnceTable(BlockTable):
         """Release nothing: each token attends to the whole source."""
 
 
-def require_room(groups: Sequence[PageGroup], source: Tensor | None) -> None:
-    """Raise OutOfBlocksError if the pages cannot hold the keys of an encoder's output [T, C], or of none."""
+def require_room(groups: Sequence[PageGroup], source: Tensor) -> None:
+    """Raise OutOfBlocksError if the pages cannot hold the keys of an encoder's output [T, C]."""
     pools = [group.pool for group in groups if isinstance(group, OnceGroup) and not group.pool.growable]
     most = min((pool.num_blocks * pool.block_size for pool in pools), default=None)
-    if source is not None and most is not None and len(source) > most:
+    if most is not None and len(source) > most:
         raise OutOfBlocksError(
             f"the encoder's output has {len(source)} rows, and the cache holds {most}; shorten the input, or raise "
             "max_tokens"

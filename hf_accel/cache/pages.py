@@ -18,7 +18,6 @@ from .group import GroupStep, PageGroup, Step, offsets
 from .once import OnceGroup
 from .pool import BlockTable
 from .prefixes import NO_MATCH, Prefixes, PrefixMatch, chain
-from .queries import runs_of
 from .states import StateGroup
 
 HOST = torch.device("cpu")
@@ -45,6 +44,20 @@ class TokenRange:
     @property
     def num_written(self) -> int:
         return self.start + self.count - (self.write_from or self.start)
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The runs of tokens that attend causally to the first tokens of their sequence: (tokens, attended to).
+
+        A token that sees later ones is a run of its own.
+        """
+        if self.seen is None:
+            return [(self.count, self.start + self.count)]
+        runs: list[tuple[int, int]] = []
+        for index, attended in enumerate(self.seen, start=self.start + 1):
+            grows = bool(runs) and attended == index and runs[-1][1] == index - 1
+            runs[-1:] = [(runs[-1][0] + 1, index)] if grows else [*runs[-1:], (1, attended)]
+        return runs
 
 
 def _rolls(group: PageGroup) -> bool:
@@ -252,7 +265,7 @@ class Pages:
 
         device: where its tensors are. A Runner takes them on the host, and moves them in one copy.
         """
-        runs = [runs_of(each.start, each.count, each.seen) for each in ranges]
+        runs = [each.runs for each in ranges]
         cu_q = offsets([count for each in runs for count, _ in each], device)
         return Step(
             groups=[
@@ -288,15 +301,19 @@ class Pages:
         return 1 - sum(tokens_in.values()) / held if held else 0.0
 
 
+def _reads_spans(group: PageGroup) -> bool:
+    return isinstance(group, StateGroup | OnceGroup) or group.context is not None
+
+
 def _group_step(
     group: PageGroup, index: int, ranges: Sequence[TokenRange], *, runs: Sequence[list[tuple[int, int]]], cu_q: Tensor
 ) -> GroupStep:
     """Make the part of a Step for one group. Attention does not read a sequence's slots beyond its range.
 
-    runs: the runs of each range, see runs_of.
+    runs: the runs of each range, see TokenRange.runs.
     """
     device, tables = cu_q.device, [each.sequence.tables[index] for each in ranges]
-    spans = [range(each.start, each.start + each.count) for each in ranges]
+    spans = [range(each.start, each.start + each.count) for each in ranges] if _reads_spans(group) else []
     if isinstance(group, StateGroup):
         firsts, prompts = [each.write_from or each.start for each in ranges], [each.num_prompt for each in ranges]
         return group.step(tables, spans, firsts, prompts=prompts, cu_q=cu_q)

@@ -1,7 +1,12 @@
-"""Activation functions that a module computes by several operators of torch, as one native call."""
+"""Activation functions of modules as one native call, where torch needs several operators or rounds by the place.
+
+torch computes numbers that fill vectors in one way and the last ones of a tensor, or of a thread's share of it, in
+another. So the bits of a token's SiLU depend on the other tokens of a pass, and on the number of threads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +43,11 @@ class _Counted(TorchFunctionMode):
 
 
 def composed_activation(module: nn.Module, dtype: torch.dtype) -> ActivationForm | None:
-    """Return the form of an activation that torch computes by more than one operator; None for any other module.
+    """Return the form of an activation that a native call is better for; None for any other module.
 
-    A single operator is as fast as ours. In bfloat16 and float16 torch rounds after each operator, and ours once, so
-    that most are left alone.
+    That is one that torch computes by several operators, or whose numbers it rounds by their place: another single
+    operator is as fast as ours. In bfloat16 and float16 torch rounds after each operator, and ours once, so that most
+    are left alone.
     """
     if dtype not in FLOATS or not is_known_class(type(module)):
         return None
@@ -51,9 +57,17 @@ def composed_activation(module: nn.Module, dtype: torch.dtype) -> ActivationForm
     x = (RandomNumbers()(512) * 3).to(dtype)
     with torch.no_grad(), _Counted() as counted:
         module(x)
-    tolerance = Tolerance(roundings=4, absolute=1e-6 if dtype is torch.float32 else 0.0)
-    same = counted.calls > 1 and agree(lambda: module(x), lambda: activate(x, name), tolerance)
+    placed = rounds_by_place(module, dtype)
+    tolerance = Tolerance(roundings=4, absolute=1e-6 if placed or dtype is torch.float32 else 0.0)
+    same = (placed or counted.calls > 1) and agree(lambda: module(x), lambda: activate(x, name), tolerance)
     return ActivationForm(name, dtype) if same else None
+
+
+@torch.no_grad()
+def rounds_by_place(activation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
+    """Return whether the bits of an activation's numbers depend on what else is in their tensor."""
+    x = (RandomNumbers()(9, 45) * 3).to(dtype)
+    return not torch.equal(activation(x), torch.cat([activation(row[None]) for row in x]))
 
 
 class NativeActivation(Mixin):

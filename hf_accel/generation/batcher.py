@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import abc
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from .scheduling.scheduler import Scheduler
 from .sequence import NO_DRAFT, Chunk, Draft, Sequence
 from .speculation.speculation import Speculation
 from .speculation.verifiers.rejection import TokenVerifier
+
+if TYPE_CHECKING:
+    from .beam_search import BeamSearch
 
 TOKEN_VERIFIER = TokenVerifier()  # of batchers without drafts
 
@@ -179,6 +182,8 @@ class Batcher:
         failed = self.scheduler.take_failed()
         for sequence in failed:
             self._forget(sequence)
+            if sequence.search is not None:
+                self._end_search(sequence.search, sequence.error)
         return [Progress(s, [], error=s.error) for s in failed]
 
     def statistics(self) -> dict[str, int]:
@@ -211,9 +216,9 @@ class Batcher:
             assert sequence.cached is not None
             count = chunk.count + len(draft.tokens)
             seen = None
-            if sequence.inputs is not None:
-                rows += sequence.inputs.rows(len(ids), start, count)
-                seen = sequence.inputs.seen_by(start, count)
+            if (given := sequence.prompt_inputs) is not None:
+                rows += given.rows(len(ids), start, count)
+                seen = given.seen_by(start, count)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
             positions += range(start, start + count)
@@ -245,12 +250,50 @@ class Batcher:
                 rows += list(range(begin, end)) * (1 + len(followers))
         if len(rows) != len(logits):
             logits = logits[sent(integers(rows), logits)]
+        progress: list[Progress] = []
+        if any(sequence.search is not None for sequence in sequences):
+            progress = self._search(sequences, logits)
+            others = [at for at, sequence in enumerate(sequences) if sequence.search is None]
+            if not others:
+                return progress
+            sequences, proposed = [sequences[at] for at in others], [proposed[at] for at in others]
+            logits = logits[sent(integers(others), logits)]
         verifier = TOKEN_VERIFIER if self.speculation is None else self.speculation.verifier
         chosen = choose_tokens(logits, sequences, proposed, verifier)
         if self.agreement.size > 1:
             # A rank that rounds otherwise, or draws without a seed, would go on with other tokens than the others.
             chosen = self.agreement.agree(chosen)
-        return [self._commit(*pair) for pair in zip(sequences, chosen, strict=True)]
+        return progress + [self._commit(*pair) for pair in zip(sequences, chosen, strict=True)]
+
+    def _search(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> list[Progress]:
+        """Continue the beams among these sequences, whose logits stand in rows."""
+        searches = dict.fromkeys(sequence.search for sequence in sequences if sequence.search is not None)
+        progress: list[Progress] = []
+        for search in searches:
+            rows = [at for at, sequence in enumerate(sequences) if sequence.search is search]
+            own = logits if len(rows) == len(logits) else logits[sent(integers(rows), logits)]
+            try:
+                complete = search.receive([sequences[at] for at in rows], own)
+                if complete is None:
+                    continue
+                moves = search.advance(complete, self.agreement)
+            except Exception as error:
+                progress += self._end_search(search, error)
+                continue
+            self.scheduler.inherit(moves.beams, moves.parents)
+            for beam in moves.ended:
+                if beam.keeps_pages and beam.cached is not None:
+                    beam.kept_pages = beam.cached.fork()
+                self.remove(beam, "stop")
+                progress.append(Progress(beam, []))
+        return progress
+
+    def _end_search(self, search: BeamSearch, error: BaseException | None) -> list[Progress]:
+        """End all beams of a search, because of an error of one of them."""
+        beams = [beam for beam in search.beams if not beam.is_finished]
+        for beam in beams:
+            self.remove(beam, "error", error)
+        return [Progress(beam, [], error=error) for beam in beams]
 
     def _commit(self, sequence: Sequence, chosen: Chosen | BaseException) -> Progress:
         """Append the chosen tokens to a sequence. An error ends this sequence only, so others keep their tokens."""

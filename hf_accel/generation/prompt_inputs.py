@@ -1,15 +1,22 @@
-"""The inputs of a prompt that do not follow from its token ids: embeddings of images or of a user, and positions."""
+"""The inputs that a request brings besides its tokens: images, embeddings, positions, or those of an encoder."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 CONTENT_BYTES = 8
+# What generate() prepares for a text.
+TEXT_INPUTS = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
+    "labels", "output_attentions", "output_hidden_states", "num_items_in_batch", "cache_position", "synced_gpus",
+    "cache_params",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,14 +41,14 @@ Rows = Sequence[PassRows]
 class PromptInputs:
     """The inputs of the T tokens of one prompt, as the model's own code has made them.
 
-    embeddings: [T, D], on the model's device. positions: [P, T] int64, on the host, with P coordinates for each token;
-    None if each stands at its index. shifts: what is added to the index of a token behind the prompt, for each
-    coordinate. contents: for each token, the number by which the prefix index knows it: its id, or a negative number
-    that is another one for other inputs.
+    embeddings: [T, D], on the model's device; None for those of the ids. positions: [P, T] int64, on the host, with P
+    coordinates for each token; None if each stands at its index. shifts: what is added to the index of a token behind
+    the prompt, for each coordinate. contents: for each token, the number by which the prefix index knows it: its id,
+    or a negative number that is another one for other inputs.
     seen: for each token, how many of the first tokens it sees; None if each sees those up to itself.
     """
 
-    embeddings: Tensor
+    embeddings: Tensor | None
     positions: Tensor | None
     shifts: tuple[int, ...]
     contents: list[int]
@@ -76,10 +83,39 @@ class PromptInputs:
         if given:
             stop = start + given
             positions = None if self.positions is None else self.positions[:, start:stop]
-            yield PassRows(first, given, self.embeddings[start:stop], positions)
+            yield PassRows(first, given, None if self.embeddings is None else self.embeddings[start:stop], positions)
         if self.positions is not None and given < count:
             later = torch.arange(start + given, start + count)
             yield PassRows(first + given, count - given, None, later + torch.tensor(self.shifts)[:, None])
+
+
+@dataclass(eq=False)
+class RequestInputs:
+    """The inputs of a request besides the tokens that its sequences begin with. All its samples share one.
+
+    unread: inputs that the model's own code has still to read, by name, as a processor makes them for one prompt:
+        pixel_values, or the input_ids of an encoder; None if there are none.
+    prompt: what the decoder is given for the prompt besides its ids; None for a text.
+    source: the output of an encoder, [T, C], that the tokens attend to; None without an encoder.
+    encoder_ids: the token ids that the encoder reads, which are those that the user gave.
+    num_hidden: how many of the first tokens have no ids that anybody gave; logits processors do not see them.
+    """
+
+    unread: Mapping[str, Any] | None = None
+    prompt: PromptInputs | None = None
+    source: Tensor | None = None
+    encoder_ids: Sequence[int] = ()
+    num_hidden: int = 0
+
+
+def other_input(inputs: Mapping[str, Any]) -> str | None:
+    """The name of an input other than token ids on which keys and values may depend; None if there is none."""
+    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _says_nothing(value)), None)
+
+
+def _says_nothing(value: object) -> bool:
+    """Return whether an input is None or an empty dict; transformers passes the latter if there are no images."""
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 def _whole_stops(seen: list[int], start: int) -> Iterator[int]:
@@ -112,6 +148,13 @@ def _number(*parts: bytes) -> int:
     for part in parts:
         digest.update(part)
     return -1 - (int.from_bytes(digest.digest(), "little") >> 1)
+
+
+def moved(ids: list[int], columns: int) -> PromptInputs:
+    """Return the inputs of a prompt whose tokens, with those behind it, stand so many columns later."""
+    contents = [_number(repr((token, columns + index)).encode()) for index, token in enumerate(ids)]
+    positions = torch.arange(columns, columns + len(ids))[None]
+    return PromptInputs(None, positions, (columns,), contents)
 
 
 def contents_of(ids: list[int], is_plain: list[bool], embeddings: Tensor, positions: Tensor | None) -> list[int]:

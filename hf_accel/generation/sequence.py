@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..cache.cached_sequence import CachedSequence
-    from .prompt_inputs import PromptInputs
+    from .beam_search import BeamSearch
+    from .prompt_inputs import PromptInputs, RequestInputs
     from .sampling.sampling import Sampling
 
 
@@ -36,12 +37,9 @@ class Sequence:
     padding, index: the ids before the prompt in the padded batch of generate(), and the prompt's row in that batch.
     priority: sequences with a higher one go first. arrival: the order among equal priorities; the scheduler sets it.
     followers: other samples of the same prompt, which share this sequence's pages.
-    source: the output of an encoder, [T, C], that the tokens attend to; None without an encoder. source_ids: the token
-        ids from which the encoder computes it, if that is still to be done.
     keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
-    inputs: what the model is given for the prompt besides the token ids; None if it is given nothing else.
-    given: further inputs of the model's for the prompt, such as pixel_values, of which the Session makes `inputs`.
-    num_hidden: how many of the first tokens have no ids that anybody gave; logits processors do not see them.
+    inputs: what the request brings besides its tokens, which its followers share; None if it brings nothing else.
+    search: the beam search that chooses the tokens, if this is one of its beams; it also decides when they end.
     """
 
     tokens: list[int]
@@ -62,13 +60,10 @@ class Sequence:
     arrival: int = -1
     num_preemptions: int = 0
     followers: list[Sequence] = field(default_factory=list)
-    source: Tensor | None = None
-    source_ids: list[int] = field(default_factory=list)
     keeps_pages: bool = False
     kept_pages: CachedSequence | None = None
-    inputs: PromptInputs | None = None
-    given: Mapping[str, Any] | None = None
-    num_hidden: int = 0
+    inputs: RequestInputs | None = None
+    search: BeamSearch | None = None
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 
     def __post_init__(self) -> None:
@@ -88,15 +83,30 @@ class Sequence:
         """True if the sequence is in decode: only its last token is left to compute, so a pass gives a new token."""
         return self.num_computed == len(self.tokens) - 1 and self.num_new > 0
 
+    @property
+    def prompt_inputs(self) -> PromptInputs | None:
+        """Return what the decoder is given for the prompt besides its ids; None for a text."""
+        return None if self.inputs is None else self.inputs.prompt
+
+    @property
+    def source(self) -> Tensor | None:
+        """Return the output of an encoder, [T, C], that the tokens attend to; None without an encoder."""
+        return None if self.inputs is None else self.inputs.source
+
+    @property
+    def num_hidden(self) -> int:
+        """Return how many of the first tokens have no ids that anybody gave."""
+        return 0 if self.inputs is None else self.inputs.num_hidden
+
     def contents(self, count: int) -> list[int]:
         """Return the numbers by which the prefix index knows the first `count` tokens: their ids, for text."""
-        if self.inputs is None:
-            return self.tokens[:count]
-        return self.inputs.contents[:count] + self.tokens[self.num_prompt : count]
+        given = self.prompt_inputs
+        return self.tokens[:count] if given is None else given.contents[:count] + self.tokens[self.num_prompt : count]
 
     def chunk(self, count: int) -> int:
         """Return how many of the next tokens a pass takes if there is room for `count`; see PromptInputs.chunk."""
-        return count if self.inputs is None or not count else self.inputs.chunk(self.num_computed, count)
+        given = self.prompt_inputs
+        return count if given is None or not count else given.chunk(self.num_computed, count)
 
     @property
     def is_finished(self) -> bool:

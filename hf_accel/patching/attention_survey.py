@@ -20,7 +20,7 @@ from ..attention.hf.stock import (
     stock_implementation,
     stock_parts,
 )
-from ..cache.hf import NOT_PAGED, keeps_states_alone, kinds_of, layer_windows
+from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
 from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind
 from ..cache.hf.state_sizes import steps_of_prompts_differ
 from ..cache.quantized import INT4, QUANTIZED, dim_refusal
@@ -36,7 +36,7 @@ from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of, source_of
 from ..recognition.generation_code import counts_nothing
 from ..tensors import model_device
-from .encoder_decoder_survey import decoder_loop_refusal, decoder_refusal
+from .encoder_decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -110,15 +110,15 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         if known.has_limits(module) and not steps_of_prompts_differ(layers_config(model.config)):
             return f"the steps of {type(module).__name__} have limits that its config does not name"
     try:
-        kinds = kinds_of(model.config)
+        kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    refusal = _compression_refusal(model, compressed=any(kind.rank is not None for kind in kinds))
+    refusal = _compression_refusal(model, compressed=kinds.compresses)
     if refusal is not None:
         return refusal
-    if any(kind.convolves for kind in kinds) and model_device(model).type not in ("cpu", "meta"):
+    if kinds.convolves and model_device(model).type not in ("cpu", "meta"):
         return f"{name} has convolutions, whose pages are read on a CPU alone"
-    if any(kind.recurs for kind in kinds) and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
+    if kinds.recurs and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
         return f"{name} has recurrent layers, {refusal}"
     return _bidirectional_refusal(model)
 
@@ -139,10 +139,10 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
         known = answer_once(operator_model, model)
         return f"{refusal}, and {known}" if isinstance(known, str) else refusal
     try:
-        kinds = kinds_of(model.config)
+        kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    return refusal if any(kind != LayerKind(None) for kind in kinds) else None
+    return None if kinds.distinct == (LayerKind(None),) else refusal
 
 
 def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | None:
@@ -170,8 +170,8 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
     counts = "position_ids" in parameters or (attends_nowhere(model) and counts_nothing(model))
-    if not counts and known_operators(model) is None:
-        return f"{name} takes no position_ids"
+    if not counts and known_operators(model) is None and (refusal := counting_refusal(model)) is not None:
+        return refusal
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if set(needed) - {"self", "input_ids"}:
         return f"{name} needs more than token ids"
@@ -239,7 +239,7 @@ def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[Atten
     """List the decoder's self-attention modules, with what each needs of a backend."""
     config = layers_config(model.config)
     try:
-        windows = layer_windows(config)
+        windows = model_kinds(config).windows
     except UnsupportedError:
         windows = []
     if getattr(config, "num_attention_heads", None) is None:  # a model of several parts, each with its own

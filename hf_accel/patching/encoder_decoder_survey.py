@@ -1,13 +1,15 @@
-"""Look at an encoder-decoder: does its decoder compute over pages what it computes with transformers' cache?
+"""Look at a decoder that counts positions by itself: does it compute over pages what it computes with transformers'
+cache? Decoders of encoder-decoders do so, and models of such a decoder alone.
 
 Its code is read as that of all models. In addition its first layers are run, on random numbers, once as stock and once
-as ragged passes over pages: that shows how it counts positions, and whether a mask hides rows of the encoder's output.
+as ragged passes over pages: that shows how it counts positions, whether a mask hides rows of the encoder's output, and
+where the tokens behind padding stand.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,31 +23,30 @@ from ..attention.hf.forward import register
 from ..attention.hf.stock import answer_once, stock_implementation
 from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
+from ..cache.hf.kinds import LayerKind, model_kinds
 from ..cache.pages import Pages, TokenRange
 from ..config import CacheConfig
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
+from ..generation.hf.model_runner import ModelRunner, counts_positions
 from ..generation.hf.refusals import OWN_METHODS
-from ..linear import QuantModule
 from ..models import layers_config
+from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
-from ..recognition.unchanged import HOOKS
 from ..tensors import model_device
-from .twin import twin
 
 # Whisper's own prepare_inputs_for_generation makes positions where a decoder_attention_mask is given, which the ragged
 # loop makes of its own for all calls that it takes.
 WHISPERS_POSITIONS = "decoder_position_ids"
 TRIED_LAYERS = 2  # the first one can differ from all others
-FEW_TOKENS = 64  # the part of the vocabulary that is tried
+PADDING = 2  # the columns in front of a prompt
 LENGTHS = (5, 3)  # of the encoder's output of two sequences
 PASSES = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))  # the sequences of each pass, and their tokens in it
+CLOSE = Tolerance(of_largest=1e-4)
 
 
 def decoder_refusal(model: PreTrainedModel) -> str | None:
     """Return why the decoder cannot read pages, as one clause; None if it can."""
     name = type(model).__name__
-    if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
-        return f"the decoder of {name} is not tried, since another library has packed its weights"
     if model_device(model).type == "meta":
         return None  # nothing can be tried before the weights are there
     if model_device(model).type != "cpu":
@@ -79,9 +80,57 @@ def mask_hides_rows(model: PreTrainedModel) -> bool | None:
     """
     register()
     for hides in (True, False):
-        if agree(lambda: _stock(model, hides=hides), lambda: _paged(model), Tolerance(of_largest=1e-4)):  # noqa: B023
+        if agree(lambda: _stock(model, hides=hides), lambda: _paged(model, _sources(model)), CLOSE):  # noqa: B023
             return hides
     return None
+
+
+def counting_refusal(model: PreTrainedModel) -> str | None:
+    """Return why a model without an encoder that takes no positions cannot run ragged, as one clause; None if it can,
+    since it counts the tokens of a sequence as stock does when it is told how many are before each token.
+    """
+    name = type(model).__name__
+    if not all(kinds == (LayerKind(None),) for kinds in model_kinds(model.config).layers):
+        return f"{name} takes no position_ids"
+    if model_device(model).type == "meta":
+        return None  # nothing can be tried before the weights are there
+    if model_device(model).type != "cpu":
+        return f"{name} takes no position_ids"
+    if answer_once(_counts_tokens, model):
+        return None
+    return f"{name} takes no position_ids, and computes something else over pages than stock does"
+
+
+def counts_padding(model: PreTrainedModel) -> bool:
+    """Return whether a model without an encoder that can run ragged counts positions by itself, and the padding in
+    front of tokens with them.
+    """
+    if not counts_positions(model) or model_device(model).type == "meta":
+        return False
+    return agree(lambda: _stock_alone(model, padding=PADDING), lambda: _paged(model, first=PADDING), CLOSE)
+
+
+def _counts_tokens(model: PreTrainedModel) -> bool:
+    register()
+    return agree(lambda: _stock_alone(model, padding=0), lambda: _paged(model), CLOSE)
+
+
+def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
+    """Compute the passes of each sequence alone in a model without an encoder, with padding in front of it."""
+    tried = _tried(model, None)
+    outputs = []
+    for number in range(len(LENGTHS)):
+        cache = DynamicCache(config=layers_config(tried.config))
+        mask = torch.zeros(1, padding, dtype=torch.int64)
+        for ids in _tokens(model, number):
+            shown = ids if mask.any() else [_pad_token(model)] * padding + ids
+            mask = torch.nn.functional.pad(mask, (0, len(ids)), value=1)
+            output = tried(
+                input_ids=torch.tensor([shown]), attention_mask=mask, past_key_values=cache, use_cache=True,
+                return_dict=True,
+            )  # fmt: skip
+            outputs.append(output.logits[0, -len(ids) :])
+    return tuple(outputs)
 
 
 def _stock(model: PreTrainedModel, *, hides: bool) -> tuple[Tensor, ...]:
@@ -94,7 +143,7 @@ def _stock(model: PreTrainedModel, *, hides: bool) -> tuple[Tensor, ...]:
             padding = 10 * torch.ones(2, source.shape[1])
             source, mask = torch.cat([source, padding]), torch.nn.functional.pad(mask, (0, 2))
         cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
-        for ids in _tokens(number):
+        for ids in _tokens(model, number):
             output = tried(
                 decoder_input_ids=torch.tensor([ids]),
                 encoder_outputs=BaseModelOutput(last_hidden_state=source[None]),
@@ -107,13 +156,19 @@ def _stock(model: PreTrainedModel, *, hides: bool) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
-def _paged(model: PreTrainedModel) -> tuple[Tensor, ...]:
-    """Compute the same passes over pages, those of both sequences in one row."""
+def _paged(
+    model: PreTrainedModel, sources: Sequence[Tensor | None] = (None, None), *, first: int = 0
+) -> tuple[Tensor, ...]:
+    """Compute the same passes over pages, those of both sequences in one row.
+
+    sources: the encoder's output of each sequence. first: the position of the first token of each.
+    """
     tried = _tried(model, ATTENTION_NAME)
     groups, groups_of_layer = page_groups(tried.config, CacheConfig(), capacity=64)
-    pages, runner = Pages(groups), EncoderDecoderRunner(tried, groups, groups_of_layer)
-    cached: list[CachedSequence] = [pages.begin(source=source) for source in _sources(model)]
-    waiting = [list(_tokens(number)) for number in range(len(LENGTHS))]
+    kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
+    pages, runner = Pages(groups), kind(tried, groups, groups_of_layer)
+    cached: list[CachedSequence] = [pages.begin(source=source) for source in sources]
+    waiting = [list(_tokens(model, number)) for number in range(len(LENGTHS))]
     outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
     for parts in PASSES:
         ids: list[int] = []
@@ -123,7 +178,7 @@ def _paged(model: PreTrainedModel) -> tuple[Tensor, ...]:
             start = cached[number].num_tokens
             pages.append(cached[number], count)
             ids += waiting[number].pop(0)
-            positions += range(start, start + count)
+            positions += range(first + start, first + start + count)
             ranges.append(TokenRange(cached[number], start, count))
         logits = runner(ids, positions, pages.step(ranges), list(range(len(ids))))
         for (number, _), part in zip(parts, logits.split([count for _, count in parts]), strict=True):
@@ -134,56 +189,42 @@ def _paged(model: PreTrainedModel) -> tuple[Tensor, ...]:
 def _sources(model: PreTrainedModel) -> list[Tensor]:
     numbers = RandomNumbers()
     width = layers_config(model.config).hidden_size
-    return [numbers(length, width, dtype=_dtype(model)) for length in LENGTHS]
+    return [numbers(length, width) for length in LENGTHS]
 
 
-def _tokens(number: int) -> Iterator[list[int]]:
-    """The token ids of each pass of one sequence."""
+def _tokens(model: PreTrainedModel, number: int) -> Iterator[list[int]]:
+    """The token ids of each pass of one sequence. Without an encoder, one of them pads."""
     counts = [count for parts in PASSES for each, count in parts if each == number]
-    ids = iter(range(7 + 20 * number, FEW_TOKENS))
-    yield from ([next(ids) for _ in range(count)] for count in counts)
+    ids = iter(range(7 + 20 * number, ROWS))
+    passes = [[next(ids) for _ in range(count)] for count in counts]
+    if not model.config.is_encoder_decoder:
+        passes[0][1] = _pad_token(model)
+    yield from passes
 
 
-def _dtype(model: PreTrainedModel) -> torch.dtype:
-    is_quantized = any(isinstance(module, QuantModule) for module in model.modules())
-    return model.dtype if is_quantized else torch.float32
+def _pad_token(model: PreTrainedModel) -> int:
+    pad = layers_config(model.config).pad_token_id
+    return 0 if pad is None else int(pad)
 
 
 def _tried(model: PreTrainedModel, implementation: str | None) -> Any:
-    """Make a copy with few layers and tokens, in float32, whose hooks are left out.
+    """Make a copy with few layers, in float32.
 
     implementation: of its attention; None for that of the model.
     """
-    small: Any = twin(model)
-    decoder = small.get_decoder()
-    _shorten(small.get_encoder(), 0)
-    _shorten(decoder, TRIED_LAYERS)
-    for module in small.modules():
-        vars(module).update({name: OrderedDict() for name in HOOKS})
-        _narrow(module, layers_config(model.config).vocab_size)
-    if _dtype(model) is torch.float32:
-        small = small.float()
+    decoder = model.get_decoder()
+    lengths = {_name_of(model, decoder): TRIED_LAYERS}
+    if model.config.is_encoder_decoder:
+        lengths[_name_of(model, model.get_encoder())] = 0
+    small = first_layers_model(model, lengths, token=_pad_token(model))
+    configs: dict[int, Any] = {}
     for module in small.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            config._attn_implementation_internal = implementation or stock_implementation(model, decoder)
-    return small.eval()
+            own = configs.setdefault(id(config), copy.deepcopy(config))
+            own._attn_implementation_internal = implementation or stock_implementation(model, decoder)
+            vars(module)["config"] = own
+    return small
 
 
-def _shorten(part: nn.Module, count: int) -> None:
-    """Keep the first `count` modules of the outermost lists of a part."""
-    for name, child in list(part.named_children()):
-        if isinstance(child, nn.ModuleList):
-            setattr(part, name, child[:count])
-        else:
-            _shorten(child, count)
-
-
-def _narrow(module: nn.Module, vocabulary_size: int) -> None:
-    """Keep the first tokens of what a module has for each token of the vocabulary."""
-    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        if tensor.ndim == 2 and tensor.shape[0] == vocabulary_size:
-            tensor.data = tensor.data[:FEW_TOKENS]
-        elif tensor.ndim == 2 and tensor.shape == (1, vocabulary_size):
-            tensor.data = tensor.data[:, :FEW_TOKENS]
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None and module.padding_idx >= FEW_TOKENS:
-        module.padding_idx = None
+def _name_of(model: nn.Module, part: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is part)

@@ -13,16 +13,18 @@ from transformers.pytorch_utils import Conv1D
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
 from ..fused.hf.convolutions import CONVOLUTION
-from ..fused.hf.operator_models import OperatorModel
+from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.recurrences import RECURRENCE
-from ..fused.hf.sites import Dropped, FusedSite
+from ..fused.hf.sites import ACTIVATION, Dropped, FusedSite
 from ..fused.projections import UNLIMITED
 from ..generation.agreement import ALONE, ProcessAgreement
+from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..linear import BackendChoice, QuantLinear, QuantModule
 from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
 from .attention_survey import AttentionSite
 from .originals import Stored
+from .place_rounding import placed_functions
 from .printed import Line, Printed, Row, row_of, table
 from .weight_sites import LinearSite
 
@@ -59,6 +61,10 @@ class LinearPlan:
         return 0 if self.choice is None else self.site.count * self.choice.spec.weight_bytes - freed
 
 
+# Sites of modules of which our kernels compute all activations.
+WHOLE = frozenset({ACTIVATION, CONVOLUTION, LAYER, "mlp", RECURRENCE, STACK})
+
+
 @dataclass(frozen=True)
 class Fold:
     """A module that computes inputs, with all Linears that read them.
@@ -88,8 +94,7 @@ class AttentionPlan:
 class FusedPlan:
     """Modules that get a native forward, and float Linears that are read in place.
 
-    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none. operators:
-    what is known of a model that attends by torch's operators; None for any other.
+    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none.
     """
 
     sites: tuple[FusedSite, ...] = ()
@@ -97,7 +102,6 @@ class FusedPlan:
     dropped: tuple[Dropped, ...] = ()
     float_rows: int = 0
     reason: str | None = None
-    operators: OperatorModel | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,7 +117,7 @@ class Plan(Printed):
     folds: where AWQ's scales go.
     split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
         out the KV cache; None if this process has the whole cache.
-    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without pages of it.
+    form: how ragged passes call the decoder.
     """
 
     model: PreTrainedModel
@@ -136,7 +140,7 @@ class Plan(Printed):
     folds: tuple[Fold, ...] = ()
     split: TensorParallel | None = None
     context: ContextParallel | None = None
-    hides_rows: bool | None = None
+    form: DecoderForm = STOCK_FORM
 
     @property
     def agreement(self) -> ProcessAgreement:
@@ -156,12 +160,12 @@ class Plan(Printed):
     @property
     def variant(self) -> list[str]:
         """The parts that may round a token's numbers differently among other tokens, as clauses."""
-        whole = (p for p in self.quantized if p.site.is_read_whole)
-        chosen = {(p.choice.backend, p.config.label.split()[0]) for p in whole if p.choice is not None}
+        read = (p for p in self.quantized if p.site.is_read_whole)
+        chosen = {(p.choice.backend, p.config.label.split()[0]) for p in read if p.choice is not None}
         stored = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.multiplies]
         chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
-        if (self.stock_attention and self.fused.operators is None) or self.stock_parts:
+        if (self.stock_attention and self.form.operators is None) or self.stock_parts:
             clauses.add("stock attention rounds by batch size")
         clauses |= {
             f"{p.backend.name}'s attention rounds by batch size" for p in self.attention if not p.backend.row_invariant
@@ -182,6 +186,8 @@ class Plan(Printed):
         replaced |= {part for module in kept for part in module.children() if isinstance(part, nn.Conv1d)}
         own = {type(m).__name__ for m in self.model.modules() if m not in replaced and _has_matrix_of_its_own(m)}
         clauses |= {f"the products of {name} are torch's, which rounds by batch size" for name in own}
+        whole = (site.module for site in self.fused.sites if site.kind in WHOLE)
+        clauses |= set(placed_functions(self.model, {part for module in whole for part in module.modules()}))
         return sorted(clauses)
 
     @property

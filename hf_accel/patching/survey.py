@@ -20,9 +20,10 @@ from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
 from ..models import spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import source_of
-from ..recognition.generation_code import inference_code
+from ..recognition.generation_code import reads_weight_of
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded, model_device
+from ..undo.journal import original_class
 from .check import check_linear_names, hook_refusal, is_offloaded
 from .encoder_groups import with_finer_groups
 from .weight_sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
@@ -182,9 +183,9 @@ def _reason_to_skip(
 
 
 def weight_is_read(model: PreTrainedModel, name: str) -> bool:
-    """Return whether the parent's forward reads the weight itself (T5's `wo`), and would dequantize it each time."""
+    """Return whether the parent's forward reads the weight itself, and would dequantize it each time."""
     parent, _, own_name = name.rpartition(".")
-    return f"self.{own_name}.weight" in inference_code(type(model.get_submodule(parent)).forward)
+    return reads_weight_of(original_class(model.get_submodule(parent)).forward, own_name)
 
 
 def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:

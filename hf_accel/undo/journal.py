@@ -126,7 +126,8 @@ class Journal:
             return entries, write.key
         places = holders.get(id(write.new), [])
         current = entries.get(write.key)
-        if (write.owner, write.key) in places or (not places and current is write.old):  # taken back already
+        # Its owner may hold it and be out of the tree: another module has taken its place, and holds the same one.
+        if current is write.new or (not places and current is write.old):  # or it was taken back already
             return entries, write.key
         if places:
             parent, name = places[0]

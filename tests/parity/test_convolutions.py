@@ -14,7 +14,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForC
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
-from hf_accel.cache.hf import layer_windows
+from hf_accel.cache.hf import model_kinds
 from hf_accel.fused.hf.convolutions import PagedConvolution, is_known_convolution
 
 from .families import VOCABULARY
@@ -192,7 +192,7 @@ def test_ranks_do_not_share_out_inputs() -> None:
 
 def test_estimate_counts_what_the_cache_keeps() -> None:
     model = model_of()
-    windows = layer_windows(model.config)
+    windows = model_kinds(model.config).windows
     assert windows == [3, None, 3, 3, None]
     estimate = hf_accel.estimate(model, context=1000, weights=None)
     keys_and_values = 2 * 2 * 2 * 8 * 1000 * 4  # layers, K and V, heads, numbers of each, tokens, bytes

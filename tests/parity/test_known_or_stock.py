@@ -64,7 +64,7 @@ def test_a_call_that_asks_for_another_cache_does_not_warn() -> None:
 
 def test_an_input_that_is_no_tensor_is_an_input() -> None:
     """As vision-language models hand on what their encoder made of an image."""
-    from hf_accel.generation.hf.model_runner import other_input
+    from hf_accel.generation.prompt_inputs import other_input
 
     text = {"input_ids": prompts(1, 3), "use_cache": True, "attention_mask": None, "token_type_ids": None}
     assert other_input(text) is None

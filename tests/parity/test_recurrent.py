@@ -15,10 +15,12 @@ import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
 from hf_accel.cache.hf.state_sizes import state_sizes
 from hf_accel.cache.states import MOST_STATES
+from hf_accel.fused.hf import delta_rules, selective_scans, state_spaces
 from hf_accel.fused.hf.part_activations import PartActivation
 from hf_accel.fused.hf.recurrences import known_recurrence
 from hf_accel.fused.hf.state_pass import PagedRecurrence
 from hf_accel.kernels.cpu import refusal
+from hf_accel.recognition.trial import Tolerance, agree
 
 from .families import VOCABULARY
 from .recurrent_models import DELTA_RULES, FULL, LAYERS, LINEAR, STATE_SPACES, delta_rule_of, state_space_of
@@ -291,7 +293,8 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype
 
     Bamba's code counts positions from the beginning of each pass, unless it is given them.
     """
-    model = hf_accel.patch(model_of(kind, repeats=3).to(dtype), deterministic=True)
+    sizes = {"head_dim": 16} if kind in DELTA_RULES else {}  # the sigmoid of their attention is torch's
+    model = hf_accel.patch(model_of(kind, repeats=3, **sizes).to(dtype), deterministic=True)
     ids = torch.randint(1, VOCABULARY, (3, 30))
 
     def logits(rows: Tensor, cuts: list[int]) -> Tensor:
@@ -340,6 +343,19 @@ def test_other_code_with_the_same_parts_is_not_known(kind: str) -> None:
     assert not known_recurrence(other)
     layer.activation = "gelu"
     assert not known_recurrence(layer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [2, 3, 4])
+def test_trials_leave_room_for_rounding(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine rounds otherwise, and must know the same layers."""
+
+    def agree_closely(theirs: Any, ours: Any, tolerance: Tolerance) -> bool:
+        return agree(theirs, ours, Tolerance(*(allowed / 4 for allowed in tolerance)))
+
+    for module in (delta_rules, selective_scans, state_spaces):
+        monkeypatch.setattr(module, "agree", agree_closely)
+    assert known_recurrence(mixers(model_of(kind, tokens=tokens))[0]) is not None
 
 
 def test_a_changed_layer_keeps_the_model_on_transformers_cache() -> None:

@@ -4,10 +4,9 @@ from .encoder_decoder import RaggedEncoderDecoderCache
 from .kinds import (
     NOT_PAGED,
     keeps_states_alone,
-    kinds_of,
     kinds_of_layer,
     layer_names,
-    layer_windows,
+    model_kinds,
     page_groups,
     sharing_refusal,
     windows_of_pages,
@@ -15,6 +14,7 @@ from .kinds import (
 from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass
 from .paged import PagedCache
 from .room import fixed_settings, share_settings
+from .tokens_before import TokensBefore
 
 __all__ = [
     "NOT_PAGED",
@@ -25,12 +25,12 @@ __all__ = [
     "RaggedCache",
     "RaggedEncoderDecoderCache",
     "RecurrentPass",
+    "TokensBefore",
     "fixed_settings",
     "keeps_states_alone",
-    "kinds_of",
     "kinds_of_layer",
     "layer_names",
-    "layer_windows",
+    "model_kinds",
     "page_groups",
     "share_settings",
     "sharing_refusal",

@@ -8,35 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..group import PageGroup, Step
 from ..once import OnceGroup, OnceStep
 from .layers import CacheOverPages, LayerOverPages, PagedKV, RaggedCache, as_attended
-
-
-class TokensBefore:
-    """The number of tokens before a pass over many sequences, which is another one for each of its N tokens.
-
-    Decoders add it to counts within the pass. To a count along the columns, [N], each token adds the tokens before
-    it, and not those of the pass that belong to other sequences; a count of queries, [N, 1], is the same. In a count
-    [1, N] of the tokens that are no padding, each token counts itself alone. An integer, the columns of the pass,
-    becomes the largest number of tokens.
-    """
-
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions  # [N] int64: the tokens of its own sequence before each token
-
-    def __radd__(self, count: Tensor | int) -> Any:
-        if not isinstance(count, Tensor):
-            return count + int(self.positions.max()) + 1 - len(self.positions)
-        if count.ndim == 1 or len(count) > 1:
-            return count - torch.arange(len(count), device=count.device).view_as(count) + self.positions.view_as(count)
-        return count.diff(dim=-1, prepend=count.new_zeros(len(count), 1)) + self.positions
-
-    __add__ = __radd__
+from .tokens_before import TokensBefore
 
 
 class SourceLayer(LayerOverPages):
@@ -111,7 +89,7 @@ class RaggedEncoderDecoderCache(EncoderDecoderCache):
             part.step, part.unread = step, None  # a pass that failed may have left a layer unread
             part.given_bias = None
         own: OnceStep = step.groups[self._index].own
-        self._before = TokensBefore(positions)
+        self.self_attention_cache.before = TokensBefore(positions)
         self.is_updated = dict.fromkeys(range(len(self.cross_attention_cache.layers)), own.sources is None)
         return own.sources
 
@@ -121,10 +99,11 @@ class RaggedEncoderDecoderCache(EncoderDecoderCache):
         self.cross_attention_cache.check_read()
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return self._before
+        return self.self_attention_cache.before
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0  # for masks, of which a ragged pass needs none
+        offset: int = self.self_attention_cache.get_query_offset(layer_idx)
+        return offset
 
 
 def source_index(groups: list[PageGroup]) -> int:

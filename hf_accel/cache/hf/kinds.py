@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedConfig
@@ -42,42 +45,90 @@ RECURRENT_STATE = LayerKind(WINDOW, recurs=True)
 LayerKinds = tuple[LayerKind, ...]
 
 
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the window of what each decoder layer keeps first; None for all, and for nothing.
+@dataclass(frozen=True)
+class ModelKinds:
+    """The kinds of state that the decoder layers of a model keep, by its config.
 
-    Raises what `layer_kinds` raises.
+    layers: of each layer. distinct: each kind once; states come last, so that the first group has the blocks of a
+    sequence's tokens, if there are any. has_encoder: whether the layers keep something of an encoder's output too.
+    steps_differ: see steps_of_prompts_differ.
     """
-    return [kinds[0].window if kinds else None for kinds in layer_kinds(config)]
+
+    layers: tuple[LayerKinds, ...]
+    distinct: tuple[LayerKind, ...]
+    has_encoder: bool
+    steps_differ: bool
+
+    @cached_property
+    def windows(self) -> list[int | None]:
+        """Return the window of what each decoder layer keeps first; None for all, and for nothing."""
+        return [kinds[0].window if kinds else None for kinds in self.layers]
+
+    @cached_property
+    def convolves(self) -> bool:
+        return any(kind.convolves for kind in self.distinct)
+
+    @cached_property
+    def recurs(self) -> bool:
+        return any(kind.recurs for kind in self.distinct)
+
+    @cached_property
+    def compresses(self) -> bool:
+        return any(kind.rank is not None for kind in self.distinct)
+
+    @cached_property
+    def is_states_alone(self) -> bool:
+        """Return whether the layers keep recurrent states and nothing else: no layer attends."""
+        return all(kind.recurs for kind in self.distinct)
 
 
-def windows_of_pages(groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> list[int | None]:
-    """Return what `layer_windows` returns for the config of which `page_groups` made these."""
-    return [groups[own[0]].window if own else None for own in groups_of_layer]
+@dataclass
+class _Known:
+    """The kinds of a config, which is held weakly, and the settings of its decoder of which they were made."""
+
+    config: weakref.ref[Any]
+    settings: dict[str, Any]
+    kinds: ModelKinds
 
 
-def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
-    """Return the kinds of pages that a decoder's layers need, each once. Raises what `layer_kinds` raises."""
-    # States come last, so that the first group has the blocks of a sequence's tokens, if there are any.
-    kinds = [kind for own in layer_kinds(config) for kind in own]
-    return sorted(dict.fromkeys(kinds), key=lambda kind: kind.recurs)
+_known: dict[int, _Known] = {}  # by the id of the config
+
+
+def model_kinds(config: PreTrainedConfig) -> ModelKinds:
+    """Return what the decoder layers of a model keep, as in transformers' DynamicCache.
+
+    It is made once, and again if a setting in the decoder's config has changed. Raises UnsupportedError for a layer
+    that caches anything else.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise UnsupportedError(f"config is a {type(config).__name__}; a PagedCache is made from model.config")
+    decoder, known = config.get_text_config(decoder=True), _known.get(id(config))
+    settings = {name: list(value) if isinstance(value, list) else value for name, value in vars(decoder).items()}
+    if known is not None and known.config() is config and known.settings == settings:
+        return known.kinds
+    layers = _layer_kinds(config, decoder)
+    distinct = sorted(dict.fromkeys(kind for own in layers for kind in own), key=lambda kind: kind.recurs)
+    kinds = ModelKinds(tuple(layers), tuple(distinct), config.is_encoder_decoder, steps_of_prompts_differ(decoder))
+    key = id(config)
+    _known[key] = _Known(weakref.ref(config, lambda _: _known.pop(key, None)), settings, kinds)
+    return kinds
 
 
 def keeps_states_alone(config: PreTrainedConfig) -> bool:
     """Return whether the layers of a decoder keep recurrent states and nothing else: no layer attends."""
     try:
-        return all(kind.recurs for kind in kinds_of(config))
+        return model_kinds(config).is_states_alone
     except UnsupportedError:
         return False
 
 
-def layer_kinds(config: PreTrainedConfig) -> list[LayerKinds]:
-    """Return what each decoder layer keeps, as in transformers' DynamicCache.
+def windows_of_pages(groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> list[int | None]:
+    """Return ModelKinds.windows of the config of which `page_groups` made these."""
+    return [groups[own[0]].window if own else None for own in groups_of_layer]
 
-    Raises UnsupportedError for a layer that caches anything else.
-    """
-    if not isinstance(config, PreTrainedConfig):
-        raise UnsupportedError(f"config is a {type(config).__name__}; a PagedCache is made from model.config")
-    decoder = config.get_text_config(decoder=True)
+
+def _layer_kinds(config: PreTrainedConfig, decoder: Any) -> list[LayerKinds]:
+    """Return what each layer of a decoder keeps. Raises what `model_kinds` raises."""
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
         raise UnsupportedError(f"a paged cache cannot hold chunked attention layers; {NOT_PAGED}")
     found: list[LayerKinds] = []
@@ -146,15 +197,14 @@ def page_groups(
     The last group of an encoder-decoder holds what its layers keep of the encoder's output.
     capacity: the tokens that a growing cache has room for at first. context: the ranks that share out the blocks.
     """
-    distinct_kinds = kinds_of(config)
+    kinds = model_kinds(config)
     tokens = capacity if settings.max_tokens is None else settings.max_tokens
     num_blocks, growable = max(1, -(-tokens // settings.block_size)), settings.max_tokens is None
-    differ = steps_of_prompts_differ(config.get_text_config(decoder=True))
     groups = [
         StateGroup(
             num_blocks=FIRST_STATES if growable else most_states(num_blocks),
             growable=growable,
-            prefix_sharing=settings.prefix_sharing and not differ,
+            prefix_sharing=settings.prefix_sharing and not kinds.steps_differ,
         )
         if kind.recurs
         else PageGroup(
@@ -165,11 +215,11 @@ def page_groups(
             prefix_sharing=settings.prefix_sharing,
             quantized=None if kind.convolves else QUANTIZED.get(settings.dtype),
         )
-        for kind in distinct_kinds
+        for kind in kinds.distinct
     ]
-    for group, kind in zip(groups, distinct_kinds, strict=True):
+    for group, kind in zip(groups, kinds.distinct, strict=True):
         group.rank = kind.rank
-    if config.is_encoder_decoder:
+    if kinds.has_encoder:
         groups.append(
             OnceGroup(
                 window=None,
@@ -182,7 +232,7 @@ def page_groups(
         )
     for group in groups:
         group.context = context
-    return groups, [tuple(map(distinct_kinds.index, kinds)) for kinds in layer_kinds(config)]
+    return groups, [tuple(map(kinds.distinct.index, own)) for own in kinds.layers]
 
 
 def most_states(num_blocks: int) -> int:
@@ -195,17 +245,17 @@ def most_states(num_blocks: int) -> int:
 
 def sharing_refusal(config: PreTrainedConfig) -> str | None:
     """Return why ranks cannot share out the pages of a model, as one clause; None if they can."""
-    kinds = kinds_of(config)
-    if any(kind.convolves or kind.recurs for kind in kinds):
+    kinds = model_kinds(config)
+    if kinds.convolves or kinds.recurs:
         return "layers that are no attention need all that they keep on each rank"
-    if any(kind.rank is not None for kind in kinds):
+    if kinds.compresses:
         return "no rank knows how to attend over a part of the compressed keys"
     return None
 
 
 def check_windows(own: list[int | None], config: PreTrainedConfig) -> None:
     """Raise UnsupportedError unless `own`, the windows of a cache's layers, are those of this config."""
-    wanted = layer_windows(config)
+    wanted = model_kinds(config).windows
     if own != wanted:
         raise UnsupportedError(
             f"the PagedCache is for {_described(own)}, and the model has {_described(wanted)}; {REMADE}"

@@ -22,6 +22,7 @@ from ..latent_pages import attended, joined, parted
 from ..states import StateStep
 from ..storage import KVStorage
 from .kinds import NOT_PAGED
+from .tokens_before import TokensBefore
 
 PAGED_HANDLE = "_hf_accel_paged"  # the name of the attribute of K that holds its PagedKV
 
@@ -323,10 +324,12 @@ class RaggedCache(CacheOverPages):
 
     step: says which slots the pass writes and reads. one_column: whether it tells the model of one key alone, for a
     model that makes masks which nobody reads. bias: what its attention adds to scores by positions.
+    before: for a model that counts positions by itself, the tokens before each token; None for one that is given them.
     """
 
     step: Step
     bias: PositionBias | None = None
+    before: TokensBefore | None = None
 
     def __init__(
         self, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], *, one_column: bool = False
@@ -338,6 +341,12 @@ class RaggedCache(CacheOverPages):
 
     def step_for(self, layer: RaggedLayer, keys: Tensor) -> Step:
         return self.step
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return 0 if self.before is None else self.before
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0  # for masks, of which a ragged pass needs none
 
     def slots_before(self, group_index: int) -> Tensor:
         """Return the slots in the window of each token, [N, window], which the layers of a group share."""

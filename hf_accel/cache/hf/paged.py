@@ -19,7 +19,7 @@ from ..group import PageGroup, SharedContext, Step
 from ..latent_pages import parted
 from ..padded import PaddedBatch, last_columns
 from ..pages import Pages
-from .kinds import FIRST_TOKENS, REMADE, check_windows, layer_windows, page_groups, windows_of_pages
+from .kinds import FIRST_TOKENS, REMADE, check_windows, model_kinds, page_groups, windows_of_pages
 from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
 
 
@@ -162,7 +162,7 @@ class PagedCache(CacheOverPages):
         if is_known and self.padded.num_columns:
             return
         own = windows_of_pages(self.pages.groups, self.groups_of_layer)
-        if is_known and own != layer_windows(config):
+        if is_known and own != model_kinds(config).windows:
             context = self.pages.groups[0].context
             groups, groups_of_layer = page_groups(config, self.settings, context=context)
             self._bind(self.settings, PaddedBatch(Pages(groups)), groups_of_layer)

@@ -75,7 +75,7 @@ class ExpansionState:
     """
 
     def __init__(self) -> None:
-        self._made_of: tuple[Any, int] | None = None
+        self._made_of: Any = None  # a packed weight, which a write to the layer replaces by another
         self._made: Expansion | None = None
 
     def __reduce__(self) -> Any:
@@ -83,15 +83,15 @@ class ExpansionState:
 
     def stored(self, module: Any, linear: QuantLinear) -> Expansion:
         linear.settle()
-        packed, writes = linear.pack()._packed, linear.writes
-        if self._made is None or self._made_of is None or self._made_of[0] is not packed or self._made_of[1] != writes:
+        packed = linear.pack()._packed
+        if self._made is None or self._made_of is not packed:
             weight = linear.quantized
             plain = isinstance(weight, Int8Weight) and weight.weight_scale.shape[1] == 1 and weight.symmetric
             if plain and weight.input_order is None:
                 self._made = Expansion.of(module, weight.integers(), weight.weight_scale.float().flatten())
             else:
                 self._made = Expansion.of(module, weight.dequantize(linear.dtype))
-            self._made_of = packed, writes
+            self._made_of = packed
         return self._made
 
 

@@ -6,7 +6,7 @@ drafts, copies and preemption need nothing of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -116,9 +116,7 @@ def _agrees(module: nn.Module) -> bool:
     numbers, width, length = RandomNumbers(), 8, int(known.kernel_size[0])
     conv = trial_convolution(width, length, bias=known.bias is not None)
     parts = {"conv": conv, "in_proj": trial_linear(width, 3 * width), "out_proj": trial_linear(width, width)}
-    for part in parts.values():
-        for parameter in part.parameters():
-            parameter.copy_(numbers(*parameter.shape))
+    draw_weights(parts.values(), numbers)
     theirs, ours = (unwatched_twin(module, _modules=parts) for _ in range(2))
     ours.__class__ = mixed_class(PagedConvolution, original_class(module))
     x = numbers(2, 7, width)
@@ -127,6 +125,18 @@ def _agrees(module: nn.Module) -> bool:
         lambda: ours(x, past_key_values=_OneCall(length)),
         Tolerance(roundings=32, absolute=1e-5),
     )
+
+
+@torch.no_grad()
+def draw_weights(parts: Iterable[nn.Module], numbers: RandomNumbers) -> None:
+    """Draw the weights of parts for a trial so that each gives about as large numbers as it is given.
+
+    Layers behind each other would else give so large numbers that rounding alone exceeds what a trial allows.
+    """
+    for part in parts:
+        for parameter in part.parameters():
+            inputs = parameter[0].numel() if parameter.ndim > 1 else 1
+            parameter.copy_(numbers(*parameter.shape) * inputs**-0.5)
 
 
 def trial_linear(inputs: int, outputs: int) -> nn.Linear:

@@ -14,7 +14,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import gated_norm
-from .convolutions import trial_convolution, trial_linear
+from .convolutions import draw_weights, trial_convolution, trial_linear
 from .state_pass import (
     PagedRecurrence,
     Recurrence,
@@ -110,8 +110,7 @@ def _agrees(module: Any, norm: Any) -> bool:
     parts: dict[str, Any] = {name: trial_linear(width, sizes[name]) for name in module._modules if name in sizes}
     parts["conv1d"] = trial_convolution(channels, length, bias=False)
     parts["out_proj"] = trial_linear(value_width, width)
-    for part in parts.values():
-        part.weight.copy_(numbers(*part.weight.shape))
+    draw_weights(parts.values(), numbers)
     parts["norm"] = unwatched_twin(module.norm, _parameters={"weight": nn.Parameter(numbers(value_dim))})
     parameters = {name: nn.Parameter(numbers(values)) for name in RULE_PARAMETERS}
     theirs, ours = (unwatched_twin(module, _modules=parts, _parameters=parameters) for _ in range(2))

@@ -27,11 +27,11 @@ from ...kernels.layouts import PositionBias
 from ...models import layers_config
 from ...recognition.call_form import parameter_names
 from ...recognition.operator_code import attends_by_operators
+from ...recognition.small_model import LAYER_INDICES, ROWS, one_layer_model
 from ...recognition.trial import RandomNumbers, Tolerance, agree
 from ...tensors import model_device
 from ...undo.journal import Mixin, mixed_class, original_class
 from ...undo.state import FUSED
-from .one_layer import LAYER_INDICES, ROWS, one_layer_model
 from .sites import FusedSite
 
 OPERATORS = "operators"  # the kind in the plan

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...cache.hf import kinds_of
+from ...cache.hf import model_kinds
 from ...kernels import cpu
 from .compressed import compressed_sites
 from .convolutions import convolution_sites
@@ -31,11 +31,11 @@ def recurrent_pages_refusal(device: torch.device) -> str | None:
 
 def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
-    kinds = kinds_of(model.config)
-    if any(kind.convolves or kind.recurs for kind in kinds):
+    kinds = model_kinds(model.config)
+    if kinds.convolves or kinds.recurs:
         yield from convolution_sites(model)
         yield from _recurrence_sites(model)
-    if any(kind.rank is not None for kind in kinds):
+    if kinds.compresses:
         yield from compressed_sites(model)
 
 

@@ -16,7 +16,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm
-from .convolutions import trial_convolution, trial_linear
+from .convolutions import draw_weights, trial_convolution, trial_linear
 from .state_pass import PagedRecurrence, Recurrence, as_generated, in_passes, is_native, scan_refusal
 from .state_spaces import ACTIVATION_PART, NATIVE_SCAN, REFERENCE_SCAN
 
@@ -98,9 +98,7 @@ def _agrees(module: Any) -> bool:
         "conv1d": trial_convolution(channels, int(module.conv1d.kernel_size[0]), bias=module.conv1d.bias is not None),
         "dt_proj": nn.utils.skip_init(nn.Linear, rank, channels, bias=module.dt_proj.bias is not None),
     }  # fmt: skip
-    for part in parts.values():
-        for parameter in part.parameters():
-            parameter.copy_(numbers(*parameter.shape))
+    draw_weights(parts.values(), numbers)
     for name, length in zip(SCAN_NORMS, (rank, size, size), strict=True):
         if name in module._modules:
             weight = nn.Parameter(1 + numbers(length) / 4)

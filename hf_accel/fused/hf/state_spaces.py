@@ -14,7 +14,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm, gated_norm
-from .convolutions import trial_convolution, trial_linear
+from .convolutions import draw_weights, trial_convolution, trial_linear
 from .state_pass import PagedRecurrence, Recurrence, as_generated, in_passes, is_native, scan_refusal
 
 SPACE_PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
@@ -102,9 +102,7 @@ def _agrees(module: Any, norm: GatedNorm) -> bool:
         "in_proj": trial_linear(width, inner + channels + heads), "out_proj": trial_linear(inner, width),
         "conv1d": trial_convolution(channels, length, bias=module.conv1d.bias is not None),
     }  # fmt: skip
-    for part in parts.values():
-        for parameter in part.parameters():
-            parameter.copy_(numbers(*parameter.shape))
+    draw_weights(parts.values(), numbers)
     if norm.groups:
         parts["norm"] = unwatched_twin(module.norm, _parameters={"weight": nn.Parameter(numbers(inner))})
         of_norm = {"n_groups": groups if norm.groups > 1 else 1, "group_size": inner // min(norm.groups, groups)}

@@ -140,10 +140,11 @@ class Reply:
 
     def output(self) -> GenerationOutput:
         sequence, error = self.sequence, self.error or self.sequence.error
+        encoder_ids = () if sequence.inputs is None else sequence.inputs.encoder_ids
         ended = RequestStatus.FINISHED if sequence.is_finished else RequestStatus.DECODING
         return GenerationOutput(
             request_id=self.name,
-            prompt_ids=sequence.source_ids or sequence.tokens[: sequence.num_prompt],
+            prompt_ids=list(encoder_ids) or sequence.tokens[: sequence.num_prompt],
             generated_tokens=sequence.tokens[sequence.num_prompt :],
             logprobs=list(self.logprobs),
             error=None if error is None else str(error),
@@ -169,16 +170,14 @@ class SequenceFactory:
         prompt: see prompt_parts. config: see complete_config. what: the name of the prompt for error messages.
         Raises UnsupportedError for ids or a config that are not supported.
         """
-        ids, given = prompt_parts(self.model, prompt, what)
+        ids, inputs = prompt_parts(self.model, prompt, what)
         count = config.num_return_sequences or 1
-        ids, source_ids = decoder_prompt(self.model, config, ids)
+        if self.model.config.is_encoder_decoder:
+            ids, inputs = decoder_prompt(self.model, config, ids)
         sampling, stop = request_rules(self.model, config, len(ids), num_logprobs=self.num_logprobs)
         seeds = torch.randint(2**62, (count,), generator=self._generator).tolist() if config.do_sample else [0] * count
         limit = max(1, default_new_tokens(config, len(ids)))
-        sequences = [
-            Sequence(list(ids), limit, sampling, stop=stop, seed=seed, given=given, source_ids=source_ids)
-            for seed in seeds
-        ]
+        sequences = [Sequence(list(ids), limit, sampling, stop=stop, seed=seed, inputs=inputs) for seed in seeds]
         sequences[0].followers = sequences[1:]
         names = [*(f"{name}__child#{i}" for i in range(count - 1)), name]
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,15 +14,15 @@ from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
 from ...models import layers_config
 from ...tensors import model_device
-from ...undo.state import state_of
+from ..prompt_inputs import RequestInputs
 from .generation_state import LoopCall
 
 
-def with_encoder(pages: PagedCache, model: Any) -> Any:
-    """Return the cache that generate() of a model is given: one whose part for the encoder's output is transformers'
-    own, if it has an encoder. Ragged passes keep both in the pages.
+def with_encoder(pages: PagedCache) -> Any:
+    """Return the cache that generate() of an encoder-decoder is given: its part for the encoder's output is
+    transformers' own. Ragged passes keep both in the pages.
     """
-    return EncoderDecoderCache(pages, DynamicCache()) if model.config.is_encoder_decoder else pages
+    return EncoderDecoderCache(pages, DynamicCache())
 
 
 def give_stock_cache(call: LoopCall) -> None:
@@ -52,46 +53,43 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     return None if bool((mask != 0).any(1).all()) else "its attention_mask hides all of the encoder's output of a row"
 
 
-def sources(call: LoopCall) -> list[Tensor | None]:
-    """Return the encoder's output [T, C] that each row attends to; None for each row of a model without an encoder."""
-    if not call.has_encoder:
-        return [None] * len(call.input_ids)
+def sources(call: LoopCall) -> list[Tensor]:
+    """Return the encoder's output [T, C] that each row of a call of an encoder-decoder attends to."""
     states, mask = _states(call), call.inputs.get("attention_mask")
     if mask is None or not _hides(call):
         return list(states)
     return [row[kept != 0] for row, kept in zip(states, mask, strict=True)]
 
 
-# -- prompts that are given as token ids --------------------------------------------------------------------
+# -- requests ------------------------------------------------------------------------------------------------
 
 
-def decoder_prompt(model: PreTrainedModel, config: Any, ids: list[int]) -> tuple[list[int], list[int]]:
-    """Return the tokens with which the sequences of a prompt begin, and the token ids of the encoder, if it has one.
+def decoder_prompt(model: PreTrainedModel, config: Any, ids: list[int]) -> tuple[list[int], RequestInputs]:
+    """Return the tokens with which the sequences of an encoder-decoder begin, and what else the request brings.
 
-    config: a complete GenerationConfig. Raises UnsupportedError for settings that need the encoder's ids themselves.
+    config: a complete GenerationConfig. ids: of the encoder. Raises UnsupportedError for settings that need the
+    encoder's ids themselves.
     """
-    if not model.config.is_encoder_decoder:
-        return ids, []
     for name, plain in (("encoder_repetition_penalty", 1.0), ("encoder_no_repeat_ngram_size", 0)):
         if getattr(config, name, None) not in (None, plain):
             raise UnsupportedError(f"continuous batching cannot serve {name}=; use generate()")
     start = config._decoder_start_token_tensor
     if start is None:
         raise UnsupportedError(f"{type(model).__name__} has no decoder_start_token_id; set it in generation_config")
-    return start.flatten().tolist()[:1], ids
+    return start.flatten().tolist()[:1], RequestInputs({"input_ids": ids}, encoder_ids=ids)
 
 
 @torch.no_grad()
-def encoder_output(model: Any, ids: list[int]) -> Tensor:
-    """Run the encoder of a model on T token ids of one request; returns its output [T, C]."""
-    inputs = torch.tensor([ids], device=model_device(model))
+def encoder_output(model: Any, given: Mapping[str, Any]) -> Tensor:
+    """Run the encoder of a model on the T input_ids of one request; returns its output [T, C]."""
+    inputs = torch.tensor([given["input_ids"]], device=model_device(model))
     output = model.get_encoder()(input_ids=inputs, attention_mask=torch.ones_like(inputs), return_dict=True)
     states: Tensor = output.last_hidden_state[0]
     return states
 
 
 def _hides(call: LoopCall) -> bool:
-    return bool(state_of(call.model).generation.hides_rows)
+    return bool(call.state.form.hides_rows)
 
 
 def _states(call: LoopCall) -> Any:

@@ -22,6 +22,7 @@ from ...models import model_of, vocabulary_size
 from ...undo.state import state_of
 from ..engine.engine_loop import make_loop
 from ..engine.stream import Request, Sample
+from ..prompt_inputs import RequestInputs
 from ..sampling.processors import OneByOne, Processor
 from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
@@ -146,8 +147,7 @@ class Engine:
         for max_tokens, and HfAccelError if the engine is closed, has broken, or belongs to another process. A later
         error is raised where the Request is read, and ends no other request.
         """
-        ids, given = self._prompt(prompt)
-        ids, source_ids = self._begin(ids)
+        ids, inputs = self._begin(*self._prompt(prompt))
         limits = self._limit(max_new_tokens, len(ids))
         ends = (self.model.generation_config.stop_strings or ()) if stop is None else stop
         strings = StopStrings(ends, self._decode)
@@ -156,7 +156,7 @@ class Engine:
             rules = dataclasses.replace(rules, others=(*rules.others, strings))
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
-        fields: dict[str, Any] = {"stop": rules, "priority": rank, "given": given, "source_ids": source_ids}
+        fields: dict[str, Any] = {"stop": rules, "priority": rank, "inputs": inputs}
         seeds = range(first, first + _integer("n", n, least=1))
         sequences = [Sequence(list(ids), limits, params, seed=each, **fields) for each in seeds]
         sequences[0].followers = sequences[1:]
@@ -178,17 +178,18 @@ class Engine:
         self.loop.submit(sequences[0], dict(zip(sequences, request.samples, strict=True)))
         return request
 
-    def _prompt(self, prompt: Any) -> tuple[list[int], dict[str, Any] | None]:
-        """Return the token ids of a prompt, and the model's other inputs; see prompt_parts."""
+    def _prompt(self, prompt: Any) -> tuple[list[int], RequestInputs | None]:
+        """Return the token ids of a prompt, and what else it brings."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UnsupportedError("prompt is text; give the Engine a tokenizer=, or submit token ids")
             prompt = self.tokenizer(prompt)["input_ids"]
         return prompt_parts(self.model, prompt)
 
-    def _begin(self, ids: list[int]) -> tuple[list[int], list[int]]:
+    def _begin(self, ids: list[int], inputs: RequestInputs | None) -> tuple[list[int], RequestInputs | None]:
+        """Return the tokens with which the sequences of a prompt begin, and what else it brings."""
         if not self.model.config.is_encoder_decoder:
-            return ids, []
+            return ids, inputs
         config = complete_config(self.model, None, "Engine.submit()", {})
         return decoder_prompt(self.model, config, ids)
 

@@ -19,27 +19,30 @@ from ...cache.hf import PagedCache
 from ...cache.pages import TokenRange
 from ...errors import UnsupportedError
 from ...undo.state import state_of
-from ..prompt_inputs import PassRows, PromptInputs
+from ..prompt_inputs import PassRows, PromptInputs, RequestInputs
 from ..sequence import Sequence
+from .beams import begin_search, search_output
 from .encoder_source import sources
 from .generation_state import LoopCall
 from .graphed_runner import GraphedRunner, keep_runner
 from .processing import BatchDraws, stock_sampling, stop_rules
-from .prompts import has_more_than_ids, prompt_inputs
+from .prompts import inputs_of_rows
 from .session import Session
 
 
 def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     """Run the loop of a call. Returns what transformers' loop would return, and statistics of the speculation."""
-    budget = call.config.prefill_chunk_size
-    inputs = prompt_inputs(call.model, call.input_ids, call.mask, call.inputs) if has_more_than_ids(call) else None
+    budget, inputs = call.config.prefill_chunk_size, inputs_of_rows(call)
+    if budget is not None and call.has_beams:
+        budget = max(budget, len(call.input_ids))  # beams wait for each other, so a pass has room for all
     with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
-        sequences = _sequences(call, inputs or [None] * len(call.input_ids))
+        sequences = _sequences(call, inputs)
+        search = begin_search(call, sequences) if call.has_beams else None
         try:
             _loop(call, session, sequences)
-            result: Any = _result(call, sequences)
+            result: Any = _result(call, sequences) if search is None else search_output(call, search)
             if sequences[0].keeps_pages:
-                if call.config.return_dict_in_generate:
+                if call.config.return_dict_in_generate and search is None:
                     _compute_ends(session, sequences)
                 _keep(call, sequences)
         except BaseException:
@@ -52,6 +55,8 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     state = state_of(call.model).generation
     if state.call is not None and state.call.own_cache and isinstance(session.runner, GraphedRunner):
         keep_runner(state, session.runner, call.cache.settings)
+    if search is not None:
+        return result, graphs
     if call.config.return_dict_in_generate:
         result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=call.cache)
         if call.speculative is not None:
@@ -66,13 +71,15 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
     sampling, stop = stock_sampling(call.processors, greedy=greedy, draw=draws), stop_rules(call.criteria)
     # If the number of pages is fixed, other sequences need the pages of those that have ended.
     keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
+    keeps = keeps and not (call.has_beams and not call.config.return_dict_in_generate)
     seeds = (
         [0] * len(call.input_ids)
         if greedy or draws is not None
         else torch.randint(2**62, (len(call.input_ids),)).tolist()
     )
     sequences: list[Sequence] = []
-    attended = sources(call)
+    brings = call.has_encoder or call.has_more_than_ids or any(inputs)
+    attended = sources(call) if call.has_encoder else [None] * len(call.input_ids)
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
         hidden = 0 if ids else call.prompt_columns - padding
@@ -84,10 +91,8 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
             seed=seeds[row],
             padding=ids[:padding],
             index=row,
-            source=attended[row],
             keeps_pages=keeps and not call.has_encoder,
-            inputs=inputs[row],
-            num_hidden=hidden,
+            inputs=RequestInputs(prompt=inputs[row], source=attended[row], num_hidden=hidden) if brings else None,
         )
         if row % call.repeats:
             sequences[row - row % call.repeats].followers.append(sequence)
@@ -172,8 +177,8 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
         cached = sequence.kept_pages
         if cached is not None and sequence.num_new < longest and pages.can_append(cached, 1):
             ranges.append(TokenRange(cached, cached.num_tokens, 1, num_prompt=sequence.num_prompt))
-            if sequence.inputs is not None:
-                rows += sequence.inputs.rows(len(ids), cached.num_tokens, 1)
+            if sequence.prompt_inputs is not None:
+                rows += sequence.prompt_inputs.rows(len(ids), cached.num_tokens, 1)
             ids.append(sequence.tokens[-1])
             pages.append(cached, 1)
     if ranges:
@@ -185,7 +190,7 @@ def _keep(call: LoopCall, sequences: list[Sequence]) -> None:
     kept = [(sequence, sequence.kept_pages) for sequence in sequences if sequence.kept_pages is not None]
     for sequence, cached in kept:
         cached.token_ids = sequence.tokens[: cached.num_tokens]
-        if sequence.inputs is not None:
+        if sequence.prompt_inputs is not None:
             cached.epoch = None  # its K and V do not follow from these ids
     longest = max(sequence.num_new for sequence in sequences) - 1
     ends = [cached.num_tokens - sequence.num_prompt for sequence, cached in kept]

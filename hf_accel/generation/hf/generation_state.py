@@ -16,8 +16,8 @@ from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...models import cache_name
 from ..agreement import ALONE, ProcessAgreement
+from ..prompt_inputs import other_input
 from ..speculation.controller import Controller
 from .model_watch import ModelWatch
 
@@ -71,6 +71,12 @@ class LoopCall:
     speculative: SpeculativeConfig | None
 
     @property
+    def state(self) -> GenerationState:
+        model: Any = self.model
+        state: GenerationState = model._generation_state
+        return state
+
+    @property
     def has_encoder(self) -> bool:
         return bool(self.model.config.is_encoder_decoder)
 
@@ -80,12 +86,19 @@ class LoopCall:
         return ENCODER_INPUTS if self.has_encoder else frozenset()
 
     @property
+    def has_more_than_ids(self) -> bool:
+        """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
+        if self.has_encoder:
+            return False
+        return other_input(self.inputs) is not None or self.state.form.prepares
+
+    @property
     def mask(self) -> Tensor | None:
         return self.inputs.get("decoder_attention_mask" if self.has_encoder else "attention_mask")
 
     @property
     def cache(self) -> Any:
-        given = self.inputs.get(cache_name(self.model))
+        given = self.inputs.get(self.state.cache_name)
         return getattr(given, "self_attention_cache", given) if self.has_encoder else given
 
     @property
@@ -99,9 +112,13 @@ class LoopCall:
         return self.num_columns if embeddings is None else int(embeddings.shape[1])
 
     @property
+    def has_beams(self) -> bool:
+        return (self.config.num_beams or 1) > 1
+
+    @property
     def repeats(self) -> int:
-        """The number of consecutive rows that are samples of one prompt."""
-        return self.config.num_return_sequences or 1
+        """The number of consecutive rows that are samples, or beams, of one prompt."""
+        return (self.config.num_beams if self.has_beams else self.config.num_return_sequences) or 1
 
     @property
     def pad_token(self) -> int:
@@ -109,17 +126,38 @@ class LoopCall:
         return 0 if pad is None else int(pad)
 
 
+@dataclass(frozen=True)
+class DecoderForm:
+    """How ragged passes call a model's decoder: it is planned once, and what differs between families stands here.
+
+    prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
+        coordinates for the position of each token; None for one.
+    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
+    counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
+    operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
+    """
+
+    prepares: bool = False
+    planes: int | None = None
+    hides_rows: bool | None = None
+    counts_padding: bool = False
+    operators: Any = None
+
+
+STOCK_FORM = DecoderForm()
+
+
 @dataclass
 class GenerationState:
     """The state for generate() of one patched model.
 
-    cache: how PagedCaches are made; None means transformers' own caches.
+    cache: how PagedCaches are made; None means transformers' own caches. cache_name: of a cache among the arguments of
+        the model.
     watch: sees whether the model has changed. seen_salt: the last one of its salts that all processes have agreed on.
     passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
-    prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
-        coordinates for the position of each token; None for one.
+    form: how ragged passes call the decoder.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
@@ -131,15 +169,13 @@ class GenerationState:
     agreement: what the processes that run the model decide by.
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     context: the ranks that share out the blocks of caches; None if each cache is whole.
-    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
-    operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """
 
     cache: CacheConfig | None
+    cache_name: str = "past_key_values"
     speculative: SpeculativeConfig | None = None
     ragged_refusal: str | None = None
-    prepares: bool = False
-    planes: int | None = None
+    form: DecoderForm = STOCK_FORM
     invariant_rows: int | None = None
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
@@ -156,8 +192,6 @@ class GenerationState:
     runner: Any = None
     agreement: ProcessAgreement = ALONE
     context: SharedContext | None = None
-    hides_rows: bool | None = None
-    operators: Any = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
     def __getstate__(self) -> dict[str, Any]:

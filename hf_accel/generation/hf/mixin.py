@@ -18,9 +18,10 @@ from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
 from ...linear.model_card import WritesModelCard
-from ...models import cache_name, positions_depend_on_length
+from ...models import positions_depend_on_length
 from ...tensors import made_on_host
 from ...undo.state import state_of
+from ..prompt_inputs import other_input
 from .batch import generate_batch, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
@@ -28,7 +29,7 @@ from .encoder_source import give_stock_cache, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
-from .model_runner import other_input, positions_count_tokens, weights_salt
+from .model_runner import positions_count_tokens, weights_salt
 from .refusals import (
     call_refusal,
     changed_refusal,
@@ -42,6 +43,9 @@ from .refusals import (
 )
 
 NOT_GIVEN = Default("not given")
+RAGGED_MODES = (
+    GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE,
+)  # fmt: skip
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
@@ -141,6 +145,26 @@ class AcceleratedGeneration(WritesModelCard):
         return super()._sample(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
         )
+
+    def _beam_search(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        call = self._generation_state.call
+        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
+        loop_call = LoopCall(self, *prepared, model_kwargs, synced_gpus, None, None)  # type: ignore[arg-type]
+        output, refusal = self._ragged(loop_call)
+        if refusal is None:
+            return output
+        report_stock_loop(self._generation_state, refusal)
+        if call is not None and call.own_cache:
+            give_stock_cache(loop_call)
+        return super()._beam_search(*prepared, synced_gpus=synced_gpus, **model_kwargs)  # type: ignore[misc]
 
     def _assisted_decoding(
         self,
@@ -280,14 +304,14 @@ class AcceleratedGeneration(WritesModelCard):
         **kwargs: Any,
     ) -> None:
         state = self._generation_state
-        name = cache_name(self)
+        name = state.cache_name
         given = model_kwargs.get(name)
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         wanted = wanted and padding_refusal(self, model_kwargs.get("attention_mask")) is None  # type: ignore[arg-type]
         if self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-            wanted = wanted and generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+            wanted = wanted and generation_mode in RAGGED_MODES
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
@@ -301,7 +325,7 @@ class AcceleratedGeneration(WritesModelCard):
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
                 kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-            model_kwargs[name] = with_encoder(kept, self)
+            model_kwargs[name] = with_encoder(kept) if self.config.is_encoder_decoder else kept  # type: ignore[attr-defined]
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
@@ -321,10 +345,10 @@ class AcceleratedGeneration(WritesModelCard):
         call = self._generation_state.call
         if call is not None:
             call.prompt_columns = input_ids.shape[1]
-        cache = model_kwargs.get(cache_name(self))
+        cache = model_kwargs.get(self._generation_state.cache_name)
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        text_only = other_input(model_kwargs) is None and not self._generation_state.prepares
+        text_only = other_input(model_kwargs) is None and not self._generation_state.form.prepares
         text_only = text_only and ragged_refusal(self) is None  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
@@ -346,7 +370,7 @@ class AcceleratedGeneration(WritesModelCard):
         mask = None if mask is None else mask.bool()
         shareable = cache.settings.prefix_sharing and not positions_depend_on_length(self.config)  # type: ignore[attr-defined]
         # In this loop, a model that attends by operators keeps padding in its pages.
-        shareable = shareable and self._generation_state.operators is None
+        shareable = shareable and self._generation_state.form.operators is None
         if shareable and cache.has_prefixes and positions_count_tokens(model_kwargs.get("position_ids"), mask):
             cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...attention.hf import ATTENTION_NAME
 from ...cache.group import PageGroup, PassInputs, Step
-from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, keeps_states_alone, layer_windows
+from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, keeps_states_alone, model_kinds
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...fused.hf.operator_models import OperatorModel
@@ -22,16 +21,11 @@ from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
-from ..prompt_inputs import Rows
+from ..prompt_inputs import Rows, other_input
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
 # If a pass has only these inputs, equal token ids give equal keys and values. With other inputs this is not certain.
-TEXT_INPUTS = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
-    "labels", "output_attentions", "output_hidden_states", "num_items_in_batch", "cache_position", "synced_gpus",
-    "cache_params",
-}  # fmt: skip
 
 
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -44,7 +38,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     if args:
         kwargs = dict(zip(_parameters(model.original_class), args, strict=False)) | kwargs
-    cache, ids = kwargs.get(cache_name(model)), kwargs.get("input_ids")
+    cache, ids = kwargs.get(state_of(model).generation.cache_name), kwargs.get("input_ids")
     _check_context(model, cache, kwargs)
     source = kwargs.get("inputs_embeds") if ids is None else ids
     if source is not None and 0 in source.shape[:2]:
@@ -146,16 +140,6 @@ def weights_salt(model: nn.Module) -> bytes:
     return salt + str(autocast_dtype(model_device(model).type)).encode()
 
 
-def other_input(inputs: dict[str, Any]) -> str | None:
-    """The name of an input other than token ids on which keys and values may depend; None if there is none."""
-    return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _is_empty(value)), None)
-
-
-def _is_empty(value: object) -> bool:
-    """Return whether an input is None or an empty dict; transformers passes the latter if there are no images."""
-    return value is None or (isinstance(value, Mapping) and not value)
-
-
 def attention_refusal(model: Any) -> str | None:
     """Return why a patched model cannot read pages, as one clause; None if it can."""
     now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
@@ -167,8 +151,15 @@ def attention_refusal(model: Any) -> str | None:
 def operators_of(model: nn.Module) -> OperatorModel | None:
     """Return what is known of a patched model that attends by torch's operators; None for any other."""
     state = find_state(model)
-    known: OperatorModel | None = None if state is None else state.generation.operators
+    known: OperatorModel | None = None if state is None else state.generation.form.operators
     return known
+
+
+def counts_positions(model: Any) -> bool:
+    """Return whether a model without an encoder takes no positions, and counts them by itself."""
+    if model.config.is_encoder_decoder or "position_ids" in _parameters(original_class(model)):
+        return False
+    return operators_of(model) is None and not keeps_states_alone(model.config)
 
 
 def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int]) -> PassInputs:
@@ -204,7 +195,10 @@ class ModelRunner:
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
         self._cache_name = cache_name(model)
-        self._positions = "position_ids" in _parameters(original_class(model))
+        parameters = _parameters(original_class(model))
+        self._positions = "position_ids" in parameters
+        self._counts = counts_positions(model)
+        self._takes_mask = "attention_mask" in parameters
 
     @property
     def device(self) -> torch.device:
@@ -243,7 +237,7 @@ class ModelRunner:
     def _changed(self) -> str | None:
         """Return the change to the model since its pages were made that keeps it from using them, and the way out."""
         refusal, own = attention_refusal(self.model), len(self.groups_of_layer)
-        if refusal is None and (layers := len(layer_windows(self.model.config))) != own:
+        if refusal is None and (layers := len(model_kinds(self.model.config).layers)) != own:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
 
@@ -271,18 +265,17 @@ class ModelRunner:
         return logits if self.selects or everything else logits[inputs.keep]
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
-        """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass."""
+        """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass, which a model that counts
+        them by itself learns from its cache.
+        """
+        if self._counts:
+            ids = {"input_ids": inputs.ids[None]}
+            self.cache.before = TokensBefore(_placed(inputs.positions, rows))
+            return ids | {"attention_mask": torch.ones_like(ids["input_ids"])} if self._takes_mask else ids
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
-        planes = state_of(self.model).generation.planes
-        positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
-        placed = [each for each in rows if each.positions is not None]
-        positions = positions.clone() if placed else positions
-        for each in placed:
-            assert each.positions is not None
-            positions[..., each.first : each.first + each.count] = each.positions.to(positions.device).view(
-                *positions.shape[:-1], -1
-            )
+        planes = state_of(self.model).generation.form.planes
+        positions = _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
         embedded = [each for each in rows if each.embeddings is not None]
         if not embedded:
             return {"input_ids": inputs.ids[None], "position_ids": positions}
@@ -293,6 +286,18 @@ class ModelRunner:
         for each in embedded:
             embeddings[each.first : each.first + each.count] = each.embeddings
         return {"inputs_embeds": embeddings[None], "position_ids": positions}
+
+
+def _placed(positions: Tensor, rows: Rows) -> Tensor:
+    """Return the positions [..., N] of a pass, with those that some of its tokens have been given."""
+    placed = [each for each in rows if each.positions is not None]
+    positions = positions.clone() if placed else positions
+    for each in placed:
+        assert each.positions is not None
+        positions[..., each.first : each.first + each.count] = each.positions.to(positions.device).view(
+            *positions.shape[:-1], -1
+        )
+    return positions
 
 
 def weights_changed(model: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...attention.hf.mask import as_known, numbers_of
-from ...cache.hf.kinds import layer_kinds, layer_names
+from ...cache.hf.kinds import layer_names, model_kinds
 from ...errors import NotRaggedError
 
 UNKNOWN = "its decoder is given a mask of another form"
@@ -27,8 +27,8 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor) -> list[list[int] | None
         if not same:
             raise NotRaggedError(UNKNOWN)
         return [None] * len(tokens)
-    kinds = layer_kinds(config)
-    names = zip(layer_names(config, len(kinds)), kinds, strict=False)
+    kinds = model_kinds(config)
+    names = zip(layer_names(config, len(kinds.layers)), kinds.layers, strict=False)
     windows = {name: own[0].window for name, own in names if own}
     masks = mask if isinstance(mask, dict) else dict.fromkeys(windows, mask)
     found: list[list[list[int] | None]] = []
@@ -38,7 +38,7 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor) -> list[list[int] | None
         found.append(_seen_by(masks[name], tokens, window))
     if any(each != found[0] for each in found):
         raise NotRaggedError("the masks of its layers let tokens see different ones of the later tokens")
-    if any(found[0]) and any(kind.convolves or kind.recurs for own in kinds for kind in own):
+    if any(found[0]) and (kinds.convolves or kinds.recurs):
         raise NotRaggedError("tokens see later ones, and not all of its layers attend")
     return found[0]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,23 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from ...errors import NotRaggedError
+from ...errors import NotRaggedError, UnsupportedError
 from ...models import vocabulary_size
 from ...recognition.generation_code import only_passes_on
 from ...tensors import model_device
-from ...undo.state import find_state, state_of
-from ..prompt_inputs import PromptInputs, contents_of, contents_of_wholes
+from ...undo.state import find_state
+from ..prompt_inputs import (
+    TEXT_INPUTS,
+    PromptInputs,
+    RequestInputs,
+    contents_of,
+    contents_of_wholes,
+    moved,
+)
 from .decoder_call import UpToDecoder
+from .encoder_source import encoder_output
 from .generation_state import LoopCall
-from .model_runner import TEXT_INPUTS, other_input, prepare_step
+from .model_runner import prepare_step
 from .prompt_masks import tokens_seen
 
 # Methods that only prepare calls of the decoder, so that a trial shows what they do.
@@ -33,11 +41,17 @@ TEXT_LENGTHS = ((5,), (9, 6), (33,))  # of the texts of trials
 MOST_IDS = 32  # the tokens of trials are the first ones: those that stand for images have large ids
 
 
-def has_more_than_ids(call: LoopCall) -> bool:
-    """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
-    if call.has_encoder:
-        return False
-    return other_input(call.inputs) is not None or state_of(call.model).generation.prepares
+def inputs_of_rows(call: LoopCall) -> Sequence[PromptInputs | None]:
+    """Return the inputs of each row of a call; None for a row of token ids alone that stand at their indices."""
+    rows: list[PromptInputs | None] = [None] * len(call.input_ids)
+    if call.has_more_than_ids:
+        return prompt_inputs(call.model, call.input_ids, call.mask, call.inputs)
+    if call.mask is None or not call.state.form.counts_padding:
+        return rows
+    for row, ids in enumerate(call.input_ids.tolist()):
+        if padding := int((call.mask[row] == 0).sum()):
+            rows[row] = moved(ids[padding:], padding)
+    return rows
 
 
 def prompt_inputs(
@@ -54,6 +68,23 @@ def prompt_inputs(
     """
     read = _Read(UpToDecoder(model, prepare_step), ids, mask, inputs)
     return [read.row(row) for row in range(len(ids))]
+
+
+def read_inputs(model: PreTrainedModel, tokens: list[int], inputs: RequestInputs) -> None:
+    """Run the model's own code on what a request brings besides its tokens: its encoder, or its towers.
+
+    tokens: those of the prompt. inputs: gets a source, or a prompt. Raises UnsupportedError if that cannot be handed
+    on in ragged passes, and what the model's code raises.
+    """
+    assert inputs.unread is not None
+    if model.config.is_encoder_decoder:
+        inputs.source = encoder_output(model, inputs.unread)
+    else:
+        try:
+            inputs.prompt = request_inputs(model, tokens, inputs.unread)
+        except NotRaggedError as error:
+            raise UnsupportedError(f"this prompt cannot run ragged: {error}; use model.generate()") from error
+    inputs.unread = None
 
 
 def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str, Any]) -> PromptInputs | None:
@@ -155,7 +186,7 @@ class _Read:
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
         self.seen = tokens_seen(calls.config, self.first.mask, self.tokens)
         state = find_state(calls.model)
-        if state is not None and state.generation.operators is not None:
+        if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
         if any(self.seen) and state is not None and state.generation.context is not None:
             raise NotRaggedError("tokens see later ones, and ranks share out its cache")

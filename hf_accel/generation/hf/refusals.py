@@ -8,22 +8,22 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...cache.hf import PagedCache, keeps_states_alone, kinds_of
+from ...cache.hf import PagedCache, model_kinds
 from ...errors import HfAccelWarning, UnsupportedError
 from ...models import vocabulary_size
 from ...undo.state import state_of
+from ..prompt_inputs import other_input
 from ..sampling.purity import stateful_refusal
+from .beams import beams_refusal
 from .encoder_source import encoder_refusal
 from .generation_state import GenerationState, LoopCall
 from .model_runner import (
     attention_refusal,
     is_compiled,
     keyword_for_each_row,
-    other_input,
     positions_count_tokens,
 )
 from .processing import is_users, processors_refusal
-from .prompts import has_more_than_ids
 
 NO_PAGES = "it has no paged cache"
 
@@ -92,10 +92,12 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     other = other_input({name: value for name, value in call.inputs.items() if name not in call.encoder_inputs})
     if other is not None and call.has_encoder:
         return f"it is given {other}"
-    more = has_more_than_ids(call)
+    more = call.has_more_than_ids
     if more and not own_cache and call.cache.get_seq_length():
         return f"a cache that holds tokens is passed along with {other or 'positions'}"
-    wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    wanted = ["output_attentions", "output_hidden_states"]
+    if not call.has_beams:
+        wanted = ["output_scores", "output_logits", *wanted]
     asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
     if asked:
         return f"{asked[0]}=True collects a tensor of each step"
@@ -107,10 +109,13 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "it is given other token ids than embeddings"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
-    operators = state_of(call.model).generation.operators
-    has_none = keeps_states_alone(call.model.config) or (operators is not None and not operators.takes_positions)
-    if not (more or has_none) and not positions_count_tokens(positions, None if mask is None else mask.bool()):
+    operators = call.state.form.operators
+    counts = operators.takes_positions if operators is not None else not model_kinds(call.model.config).is_states_alone
+    counts = counts and not call.state.form.counts_padding
+    if counts and not more and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
+    if call.has_beams:
+        return beams_refusal(call)
     return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
 
 
@@ -127,7 +132,7 @@ def padding_refusal(model: PreTrainedModel, mask: object) -> str | None:
 
     In transformers, padding behind a token changes the state of a recurrent layer.
     """
-    if not isinstance(mask, Tensor) or _only_left_padded(mask) or not any(k.recurs for k in kinds_of(model.config)):
+    if not isinstance(mask, Tensor) or _only_left_padded(mask) or not model_kinds(model.config).recurs:
         return None
     return "padding stands behind or between tokens"
 

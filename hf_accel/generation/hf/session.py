@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
 from ...cache.cached_sequence import CachedSequence
-from ...cache.hf import PagedCache, fixed_settings, layer_windows, page_groups, windows_of_pages
+from ...cache.hf import PagedCache, fixed_settings, model_kinds, page_groups, windows_of_pages
 from ...cache.once import require_room
 from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
-from ...errors import LostRankError, NotRaggedError, UnsupportedError
+from ...errors import LostRankError
 from ...tensors import model_device
 from ...undo.state import BACKEND_ATTRIBUTE, state_of
 from .. import graphs
@@ -25,10 +25,9 @@ from ..speculation.controller import Controller
 from ..speculation.drafters.model import ModelDrafter
 from .drafting import keep_controller, make_speculation, refuse_drafts, remake_drafts
 from .encoder_decoder_runner import EncoderDecoderRunner
-from .encoder_source import encoder_output
 from .graphed_runner import GraphedRunner, make_runner
 from .model_runner import ModelRunner, weights_salt
-from .prompts import request_inputs
+from .prompts import read_inputs
 
 # How often a session that works looks whether its model has changed. A look at a model of 1.1 billion parameters takes
 # 4 ms, 6 ms with INT4 weights; a pass may begin just before a look is due, and prefixes must not be old for a second.
@@ -100,37 +99,23 @@ class Session(Batcher):
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
         """Add a sequence; see Batcher.add. Prefixes of another model are dropped if there is no other sequence.
 
-        What the sequence is given besides its ids is read here, so that a tower never runs during a pass.
-        The encoder of an encoder-decoder is run for a sequence that has source_ids.
+        What the request brings besides its tokens is read here, so that no tower and no encoder runs during a pass.
         """
         if not self.has_work:
             self._fit_windows()
             self._look()
         if self.agreement.size > 1:
             self._agree_on(sequence)
-        if sequence.given is not None:
-            self._read_inputs(sequence)
-        if sequence.source_ids and sequence.source is None:
-            source = encoder_output(self.model, sequence.source_ids)
-            for each in (sequence, *sequence.followers):
-                each.source = source
-        require_room(self.pages.groups, sequence.source)
+        if sequence.inputs is not None and sequence.inputs.unread is not None:
+            read_inputs(self.model, sequence.tokens, sequence.inputs)
+        if sequence.source is not None:
+            require_room(self.pages.groups, sequence.source)
         super().add(sequence, cached)
-
-    def _read_inputs(self, leader: Sequence) -> None:
-        """Run the model's own code on what is given for a prompt besides its ids, once for it and its followers."""
-        assert leader.given is not None
-        try:
-            inputs = request_inputs(self.model, leader.tokens, leader.given)
-        except NotRaggedError as error:
-            raise UnsupportedError(f"this prompt cannot run ragged: {error}; use model.generate()") from error
-        for sequence in (leader, *leader.followers):
-            sequence.inputs, sequence.given = inputs, None
 
     def _fit_windows(self) -> None:
         """Begin again, with other pages, if the sliding windows in the model's config were changed."""
         windows = windows_of_pages(self.pages.groups, self._groups_of_layer)
-        if self._given is None or windows == layer_windows(self.model.config):
+        if self._given is None or windows == model_kinds(self.model.config).windows:
             return
         self.close()
         for group in self.pages.groups:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...models import vocabulary_size
+from ..prompt_inputs import RequestInputs
 
 OF_TOKENS = ("input_ids", "attention_mask")  # a processor makes them besides the inputs of images
 
@@ -33,8 +34,8 @@ def check_ids(model: Any, ids: Sequence[int], name: str) -> None:
         raise UnsupportedError(f"{name} holds token ids from {min(ids)} to {max(ids)}; the model has 0 to {size - 1}")
 
 
-def prompt_parts(model: Any, prompt: Any, name: str = "prompt") -> tuple[list[int], dict[str, Any] | None]:
-    """Return the token ids of one prompt, and the model's other inputs for it; None if there are none.
+def prompt_parts(model: Any, prompt: Any, name: str = "prompt") -> tuple[list[int], RequestInputs | None]:
+    """Return the token ids of one prompt, and what else it brings; None if it brings nothing.
 
     prompt: token ids, or the dict that a tokenizer or a processor makes for one prompt: input_ids, pixel_values, ...
     name: the name of the prompt for error messages. Raises UnsupportedError for ids or inputs that the model does not
@@ -61,7 +62,7 @@ def prompt_parts(model: Any, prompt: Any, name: str = "prompt") -> tuple[list[in
         )
     if not given:  # an id that stands for an image may be none that has an embedding
         check_ids(model, ids, name)
-    return ids, given or None
+    return ids, RequestInputs(given) if given else None
 
 
 def token_ids(prompt: Any, name: str = "prompt") -> list[int]:

@@ -17,9 +17,11 @@ class Tokens(Protocol):
     tokens: list[int]
     num_prompt: int
     padding: list[int]
-    num_hidden: int
     index: int
     notes: dict[str, Any]
+
+    @property
+    def num_hidden(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,20 @@ class Scheduler:
             forked.append(follower)
         return forked
 
+    def inherit(self, beams: list[Sequence], parents: list[Sequence]) -> None:
+        """Give each beam the pages of its parent, for its next token. Several beams with one parent share them."""
+        pages: list[CachedSequence] = []
+        kept: set[Sequence] = set()
+        for parent in parents:
+            assert parent.cached is not None
+            pages.append(parent.cached.fork() if parent in kept else parent.cached)
+            kept.add(parent)
+        for beam in beams:
+            if beam not in kept and beam.cached is not None:
+                beam.cached.release()
+        for beam, cached in zip(beams, pages, strict=True):
+            beam.cached, beam.num_computed = cached, cached.num_tokens
+
     def restart(self) -> None:
         """Recompute all running sequences after a failed pass, because the content of their blocks may be wrong."""
         self.pages.clear_prefixes()
@@ -308,11 +322,14 @@ class Scheduler:
         if not self.running:
             self._admit(chunks, budget)
             return
-        first = self.running[0]
+        first = next((sequence for sequence in self.running if sequence.num_computed < len(sequence.tokens)), None)
+        if first is None:
+            # All that run are beams, which wait for a beam that finds no room next to them.
+            head = self._waiting.head
+            self._fail(head, self._no_room(head))
+            return
         assert first.cached is not None
         left = len(first.tokens) - first.num_computed
-        if not left:
-            raise ValueError(f"sequence {first.arrival} runs with all {len(first.tokens)} tokens computed")
         if self._make_room(first, first.cached, first.chunk(1)):
             self._reserve(chunks, first, first.cached, min(left, budget))
 
@@ -324,7 +341,7 @@ class Scheduler:
         while self._waiting and budget > 0:
             head = self._waiting.head
             size = 1 + len(head.followers)
-            if self.running and size > places:
+            if self.running and size > places and not self._is_awaited(head):
                 return
             slack = self._slack() if slack is None else slack
             if self.running and self._was_refused(head, slack):
@@ -353,6 +370,10 @@ class Scheduler:
             slack = rest
             budget -= count
             places -= size
+
+    def _is_awaited(self, sequence: Sequence) -> bool:
+        """Return whether other beams of its search run, which wait for this one."""
+        return sequence.search is not None and any(other.search is sequence.search for other in self.running)
 
     def _places(self) -> int:
         """The number of further sequences that may run."""

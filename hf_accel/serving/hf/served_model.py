@@ -87,8 +87,8 @@ class LeadingEngine(Engine):
 
     def submit(self, prompt: str | Iterable[int] | Tensor | Mapping[str, Any], **settings: Any) -> Request:
         """See Engine.submit. Raises UnsupportedError for settings that cannot be pickled."""
-        ids, given = self._prompt(prompt)
-        sent = ids if given is None else {**given, "input_ids": ids}
+        ids, inputs = self._prompt(prompt)
+        sent = ids if inputs is None else {**(inputs.unread or {}), "input_ids": ids}
         try:
             pickle.dumps(settings)
         except Exception as error:

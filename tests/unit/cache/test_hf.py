@@ -28,7 +28,7 @@ from transformers import (
 
 import hf_accel
 from hf_accel import CacheConfig, OutOfBlocksError, PagedCache, UnsupportedError
-from hf_accel.cache.hf import PAGED_HANDLE, layer_windows
+from hf_accel.cache.hf import PAGED_HANDLE, model_kinds
 
 from ...parity.families import DECODER, build, prompts
 from .programme import DIM, HEADS, LAYERS, Pair, check_blocks
@@ -534,7 +534,7 @@ def test_protocol() -> None:
     ],
 )
 def test_layer_windows(config: PreTrainedConfig, windows: list[int | None]) -> None:
-    assert layer_windows(config) == windows
+    assert model_kinds(config).windows == windows
 
 
 @pytest.mark.parametrize(

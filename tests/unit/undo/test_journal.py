@@ -90,6 +90,17 @@ def test_wrapper_around_the_original_that_is_no_module_of_ours() -> None:
         journal.check()
 
 
+def test_children_of_a_module_that_another_one_has_replaced() -> None:
+    """Both hold the same child, and the one that comes back is out of the tree while the writes are taken back."""
+    module, journal = nn.Sequential(nn.Sequential(nn.SiLU())), Journal()
+    inner, child = module[0], module[0][0]
+    journal.item(inner, "_modules", "0", nn.SiLU())
+    journal.item(module, "_modules", "0", nn.Sequential(inner[0]))
+    journal.check(module)
+    journal.undo(module)
+    assert module[0] is inner and inner[0] is child
+
+
 @pytest.mark.parametrize("replacement", [nn.Linear(2, 2), None])
 def test_check_refuses_and_changes_nothing(replacement: nn.Module | None) -> None:
     module, journal = model(), Journal()

@@ -1,0 +1,147 @@
+"""Beam search of a call of generate() in ragged passes: its settings, and its output as transformers returns it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation import stopping_criteria
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
+
+from ...cache.once import OnceGroup
+from ...cache.states import StateGroup
+from ..beam_search import BeamSearch, BeamSettings
+from ..sequence import Sequence
+from .beam_scores import process_of
+from .generation_state import LoopCall
+from .processing import BY_ROW, STATEFUL, is_stock
+
+STATES_OF_A_BEAM = 3  # after its last token, after the one before it, and after a prompt whose beginning others share
+
+# These decide for each beam alone, so that a prompt may end before others do.
+BY_BEAM = (
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+)
+
+
+def beams_refusal(call: LoopCall) -> str | None:
+    """Return why a beam search cannot run in ragged passes, as one clause; None if it can."""
+    config = call.config
+    for processor in call.processors:
+        if type(processor).__name__ in STATEFUL:
+            return f"{type(processor).__name__} depends on its earlier calls"
+    if getattr(config, "low_memory", None) or config.max_length <= call.num_columns:
+        return "transformers refuses its settings"
+    if not _has_room(call):
+        return "the beams of all prompts may need more pages than max_tokens= allows"
+    return None
+
+
+def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
+    """Begin a search whose beams are these sequences, num_beams for each prompt."""
+    config, device = call.config, call.input_ids.device
+    count, ends = config.num_beams, config._eos_token_tensor
+    num_ends = 0 if ends is None else ends.shape[0]
+    stop_ids = [c.eos_token_id.flatten() for c in call.criteria if isinstance(c, stopping_criteria.EosTokenCriteria)]
+    others = [criterion for criterion in call.criteria if not _is_plain(call, criterion)]
+    settings = BeamSettings(
+        num_beams=count,
+        num_candidates=max(2, 1 + num_ends) * count,
+        max_new_tokens=config.max_length - call.num_columns,
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
+        samples=config.do_sample,
+        stop_ids=torch.cat(stop_ids).to(device) if stop_ids else torch.empty(0, dtype=torch.int64, device=device),
+        process=process_of(call.processors),
+        stops=_stops(others) if others else None,
+        drops_ended=_drops_ended(call),
+        keeps_scores=_returns(call, "output_scores"),
+        keeps_logits=_returns(call, "output_logits"),
+    )
+    prompts = [sequences[first : first + count] for first in range(0, len(sequences), count)]
+    return BeamSearch(prompts, call.input_ids, settings)
+
+
+def search_output(call: LoopCall, search: BeamSearch) -> Any:
+    """Return what transformers' beam search returns: token ids, or a GenerateBeamDecoderOnlyOutput."""
+    config = call.config
+    count = config.num_return_sequences or 1
+    chosen = [found for results in search.results for found in results[:count]]
+    prompts = call.input_ids[:: config.num_beams].repeat_interleave(count, dim=0)
+    new = _padded([found.tokens for found in chosen], _fill(call)).to(prompts)
+    ids = torch.cat([prompts, new], dim=1)
+    if not config.return_dict_in_generate:
+        return ids
+    scores = torch.tensor([found.score for found in chosen], device=ids.device)
+    return GenerateBeamDecoderOnlyOutput(
+        sequences=ids,
+        sequences_scores=scores if config.output_scores else None,
+        scores=tuple(search.scores) if config.output_scores else None,
+        logits=tuple(search.logits) if config.output_logits else None,
+        beam_indices=_padded([found.beams for found in chosen], -1).to(torch.int32).to(ids.device),
+        past_key_values=call.cache,
+    )
+
+
+def _returns(call: LoopCall, name: str) -> bool:
+    return bool(call.config.return_dict_in_generate and getattr(call.config, name))
+
+
+def _fill(call: LoopCall) -> int:
+    """Return the token id behind a result that is shorter than others. Transformers takes a pad token 0 for none."""
+    pad, ends = call.config._pad_token_tensor, call.config._eos_token_tensor
+    if ends is None:
+        return -1
+    return int(pad if pad is not None and bool(pad) else ends[0])
+
+
+def _padded(rows: list[list[int]], fill: int) -> Tensor:
+    padded = torch.full((len(rows), max(map(len, rows))), fill)
+    for row, numbers in enumerate(rows):
+        padded[row, : len(numbers)] = torch.tensor(numbers)
+    return padded
+
+
+def _is_plain(call: LoopCall, criterion: Any) -> bool:
+    """Return whether the search needs no call of this criterion, because it knows the length and the stop tokens."""
+    if isinstance(criterion, stopping_criteria.MaxLengthCriteria):
+        return (
+            type(criterion) is stopping_criteria.MaxLengthCriteria and criterion.max_length == call.config.max_length
+        )
+    return type(criterion) is stopping_criteria.EosTokenCriteria
+
+
+def _stops(criteria: list[Any]) -> Any:
+    together = StoppingCriteriaList(criteria)
+    return lambda ids: together(ids, None)
+
+
+def _drops_ended(call: LoopCall) -> bool:
+    """Return whether nothing can tell that prompts whose results are certain are computed no longer."""
+    if call.config.return_dict_in_generate or not all(type(criterion) in BY_BEAM for criterion in call.criteria):
+        return False
+    return all(is_stock(each) and not _depends_on_row(each) for each in call.processors)
+
+
+def _depends_on_row(processor: Any) -> bool:
+    return type(processor).__name__ in BY_ROW or isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+
+
+def _has_room(call: LoopCall) -> bool:
+    """Return whether the pages hold all beams, none of which may wait until others have ended."""
+    length, count = call.prompt_columns + call.config.max_length - call.num_columns, len(call.input_ids)
+    states = getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)
+    for group in call.cache.pages.groups:
+        size = group.pool.block_size
+        needed = -(-length // size) + 1
+        if isinstance(group, StateGroup):
+            needed = STATES_OF_A_BEAM
+        elif isinstance(group, OnceGroup):
+            needed = 0 if states is None else -(-states.shape[1] // size)
+        if not group.pool.growable and count * needed > group.pool.num_blocks:
+            return False
+    return True
