@@ -45,7 +45,7 @@ def test_linears_of_a_deep_encoder_of_norms_get_groups_of_64(kind, training):
 
 def models():
     yield "12 layers", xlm_roberta(layers=12)
-    yield "generates text", xlm_roberta(XLMRobertaForCausalLM, is_decoder=True)
+    yield "generates text", xlm_roberta(XLMRobertaForCausalLM)
     yield "sees tokens before alone", xlm_roberta(is_decoder=True)
     yield (
         "a norm at the beginning",
