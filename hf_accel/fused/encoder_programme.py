@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
 from ..kernels.cpu.layer_call import run_layer
 from ..kernels.cpu.library import DTYPES, threads
+from ..recognition.call_form import BIAS
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
 from ..recognition.position_attention import BOTH
 from ..recognition.stand_ins import Computed
-from ..recognition.trace import Trace
+from ..recognition.trace import WEIGHTS, Trace
 from .encoder_rows import (
     NOTHING,
     CallTensors,
@@ -49,6 +50,7 @@ class EncoderProgramme(NativeOperations):
 
     table_dtype: of cos and sin. window: a query sees the keys at a distance of less than this, None for all. causal:
     only those up to its own. tables: the size of the cos and sin of a token, None if the layer reads none.
+    returns_weights: whether its code returns those of its attention, which are not computed here.
     biased_heads: the heads of the bias that is added to scores, 0 if there is none. own_bias: computes it, None if the
     layer is given one.
     """
@@ -74,7 +76,8 @@ class EncoderProgramme(NativeOperations):
         self.own_bias: Computed | None = attends["own_bias"]
         self.positions = next((each for each in trace.operations if each.kind == "position_scores"), None)
         self._adds_mask: bool = attends["adds_mask"]
-        if any(self.others or ()) and not attends["biased"]:
+        self.returns_weights = WEIGHTS in (self.others or ())
+        if BIAS in (self.others or ()) and not attends["biased"]:
             raise UntraceableError("it returns a bias that it does not add")
         self.max_tokens = UNLIMITED
         self.compile(trace.widths)

@@ -11,8 +11,9 @@ from ..fused.hf.normed_stacks import normed_stacks
 from ..models import is_within
 from .weight_sites import LinearSite
 
-# Of random weights with one scale for each output, 12 layers (BERT base) turn the states by a cosine of 0.00025, and 24
-# of twice the width (XLM-R large) by 0.00084, in groups of 64 by 0.00048. Products of such groups take 8 % longer.
+# With random weights and one scale for each output, the cosine of the states to those in float is 0.99975 after 12
+# layers (BERT base) and 0.99916 after 24 wider ones (XLM-R large); there it is 0.99952 with groups of 64, whose
+# products take 8 % longer.
 LAYERS = 12
 GROUP: GroupSize = 64
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -18,28 +18,49 @@ from .trace import Trace
 
 @dataclass(frozen=True)
 class LayerOfStack:
-    """A layer that an encoder calls, and the form of this call."""
+    """A layer that an encoder calls, and the form of this call.
+
+    in_tuple: whether the code takes the first of what the layer returns.
+    """
 
     layer: nn.Module
     form: CallForm
+    in_tuple: bool = False
+
+
+@dataclass(eq=False)
+class LayerResult(StandIn):
+    """The result of a layer: a tensor, or a tuple of which the code may take the first, but nothing else."""
+
+    def __getitem__(self, index: Any) -> StandIn:
+        if type(index) is int and index == 0:
+            trace: Any = self.trace
+            first: StandIn = trace.first_of(self)
+            return first
+        return super().__getitem__(index)
 
 
 class StackTrace(Trace):
-    """One run of the code of an encoder, which must call known layers one after the other and nothing else.
+    """One run of the code of an encoder, which must call known layers one after the other; and ahead of them and after
+    them, linear layers and LayerNorms, which compute each token by itself.
 
-    layers: the modules that are known to be encoder layers. called: those that the code called. outcome: makes the
-    result of the code from a tensor.
+    layers: the modules that are known to be encoder layers. called: those that the code called. before, after: the
+    other modules that it called. width: of what the layers are given. outcome: makes the result of the code from a
+    tensor.
     """
 
     def __init__(self, dtype: torch.dtype, layers: Container[nn.Module]) -> None:
         super().__init__(dtype)
         self.layers, self.called = layers, list[LayerOfStack]()
+        self.before, self.after = list[nn.Module](), list[nn.Module]()
+        self.width = 0
         self._last: StandIn | None = None
         self._kind: type | None = None
         self._name = ""
 
     def stack(self, encoder: nn.Module, width: int, form: CallForm) -> None:
         """Run the forward of an encoder on [B, T, width]. Raises UntraceableError."""
+        self.width = width
         result = self.call(encoder, width, form)
         if is_dataclass(result) and not isinstance(result, type | StandIn):
             held = {each.name: getattr(result, each.name) for each in fields(result)}
@@ -58,7 +79,34 @@ class StackTrace(Trace):
             return super().child(module)
         if module in self.layers:
             return lambda *args, **kwargs: self._layer(module, args, kwargs)
+        if isinstance(module, nn.Linear) or type(module) is nn.LayerNorm:
+            return lambda x: self._by_token(module, x)
         raise UntraceableError("it calls more than its layers")
+
+    def _is_next(self, x: Any) -> bool:
+        """Return whether x is what the encoder is given, or what it has made of that so far."""
+        if self._last is not None:
+            return x is self._last
+        return isinstance(x, StandIn) and x.span == Span(INPUT, 0, self.widths[INPUT]) and x.factor == 1
+
+    def _by_token(self, module: nn.Module, x: Any) -> StandIn:
+        if not self._is_next(x):
+            raise UntraceableError("it computes more than what its layers are given and return")
+        self._last = self.layer_norm(module, x) if isinstance(module, nn.LayerNorm) else self.linear(module, x)
+        if self.called:
+            self.after.append(module)
+        else:
+            self.before.append(module)
+            self.width = self._last.width
+        return self._last
+
+    def first_of(self, result: LayerResult) -> StandIn:
+        """Return the first of what a layer returned."""
+        if result is not self._last:
+            raise UntraceableError("it takes the result of a layer that is not the last")
+        self.called[-1] = replace(self.called[-1], in_tuple=True)
+        self._last = StandIn(self, result.span, result.width)
+        return self._last
 
     def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = bound(original_class(layer), args, kwargs)
@@ -67,10 +115,8 @@ class StackTrace(Trace):
         x, mask, form = given
         if BIAS in form.tensors:
             raise UntraceableError("it gives its layers a bias")
-        whole = Span(INPUT, 0, self.widths[INPUT])
-        is_next = x is self._last if self.called else isinstance(x, StandIn) and x.span == whole and x.factor == 1
-        if not is_next or mask not in (None, self.mask):
+        if not self._is_next(x) or self.after or mask not in (None, self.mask):
             raise UntraceableError("it gives a layer something else than what the one before it returned")
         self.called.append(LayerOfStack(layer, form))
-        self._last = StandIn(self, self.buffer(self.widths[INPUT]), self.widths[INPUT])
+        self._last = LayerResult(self, self.buffer(self.width), self.width)
         return self._last

@@ -24,6 +24,7 @@ from .code import ROTATION, with_functions
 from .operation import INPUT, OUTPUT, Span, UntraceableError
 from .position_attention import POSITION_ATTENTION, position_attention
 from .record import Record, folded
+from .scores import Scores
 from .stand_ins import (
     BATCH,
     PLAIN_TYPES,
@@ -39,6 +40,7 @@ from .stand_ins import (
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name, gated_names, name_of_function, seems_rms_norm
 
 CPU = torch.device("cpu")
+WEIGHTS = "attention_weights"  # the name of those that a layer returns with its states
 
 
 class Trace(Record):
@@ -46,8 +48,11 @@ class Trace(Record):
 
     attention: the name of the attention function that the model will have; None for its own. equals: names of
     attention functions that compute what another does. others: what the code returns in a tuple with its result, each
-    None or BIAS; None if it returns a tensor alone.
+    None, BIAS or WEIGHTS; None if it returns a tensor alone. may_return_weights: whether it may return those of its
+    attention, which whoever computes the layer must be sure that nobody reads.
     """
+
+    may_return_weights = False
 
     def __init__(
         self, dtype: torch.dtype, attention: str | None = None, *, table_size: int | None = None,
@@ -62,8 +67,10 @@ class Trace(Record):
     def layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
         """Run the forward of a layer on [B, T, width]. Raises UntraceableError."""
         result = self.call(layer, width, form)
-        if isinstance(result, tuple) and result and all(each is None or each is self.bias for each in result[1:]):
-            self.others, result = tuple(None if each is None else BIAS for each in result[1:]), result[0]
+        if isinstance(result, tuple) and result and all(self._is_known(each) for each in result[1:]):
+            names = {id(None): None, id(self.bias): BIAS}
+            self.others = tuple(names.get(id(each), WEIGHTS) for each in result[1:])
+            result = result[0]
         last = self.operations[-1] if self.operations else None
         if last is None or sum(operation.kind == "attend" for operation in self.operations) != 1:
             raise UntraceableError("it does not attend once")
@@ -75,6 +82,11 @@ class Trace(Record):
             raise UntraceableError("it returns something else than its last sum or norm")
         self.operations = folded(self.operations)
         self.operations[-1].outputs[0] = Span(OUTPUT, 0, width)
+
+    def _is_known(self, other: Any) -> bool:
+        """Return whether a layer may return this with its result."""
+        weights = self.may_return_weights and isinstance(other, Scores) and other.is_softmax
+        return other is None or other is self.bias or weights
 
     def call(self, module: nn.Module, width: int, form: CallForm) -> Any:
         """Return the result of a module's code on hidden states [B, T, width]."""

@@ -45,9 +45,12 @@ def test_linears_of_a_deep_encoder_of_norms_get_groups_of_64(kind, training):
 
 def models():
     yield "12 layers", xlm_roberta(layers=12)
-    yield "generates text", xlm_roberta(XLMRobertaForCausalLM, is_decoder=True)
+    yield "generates text", xlm_roberta(XLMRobertaForCausalLM)
     yield "sees tokens before alone", xlm_roberta(is_decoder=True)
-    yield "a norm at the beginning", ModernBertModel(ModernBertConfig(num_hidden_layers=DEEP, **SIZES, **TOKENS)).eval()
+    yield (
+        "a norm at the beginning",
+        ModernBertModel(ModernBertConfig(num_hidden_layers=DEEP, **SIZES, **TOKENS)).eval(),
+    )
     yield "inputs that groups do not divide", xlm_roberta(hidden_size=96, intermediate_size=160)
     yield "a causal model", LlamaForCausalLM(LlamaConfig(num_hidden_layers=DEEP, num_key_value_heads=4, **SIZES))
 

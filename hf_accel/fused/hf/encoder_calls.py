@@ -193,7 +193,7 @@ class EncoderLayerCalls(EncoderCalls):
     def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownEncoderLayer:
         form, dtype, width, causal = kind
         trace = Trace(dtype)
-        trace.reads = reads
+        trace.reads, trace.may_return_weights = reads, True
         refuse_functions_of_users(trace, module)
         if self.keeps_sdpa:
             functions = ALL_ATTENTION_FUNCTIONS
@@ -221,6 +221,12 @@ class KnownEncoderLayer(Known):
         return self.programme.is_current()
 
     def computation(self) -> Computation | None:
+        if self.programme.returns_weights:  # who calls the layer may read them
+            return None
+        return self.of_states()
+
+    def of_states(self) -> Computation | None:
+        """Return the computation for who reads nothing but the states that the layer returns."""
         collected = output_capturing._active_collector.get()
         if collected and not HIDDEN_STATES.issuperset(collected):
             return None
@@ -245,7 +251,7 @@ class EncoderStackCalls(EncoderCalls):
         trace = StackTrace(dtype, known)
         trace.reads = reads
         trace.stack(module, width, form)
-        return KnownStack(trace, [(each.layer, (each.form, dtype, width, causal)) for each in trace.called])
+        return KnownStack(trace, [(each.layer, (each.form, dtype, trace.width, causal)) for each in trace.called])
 
 
 class KnownStack(Known):
@@ -271,12 +277,13 @@ class KnownStack(Known):
         if not all(_only_collects(hook) for each in hooks for hook in each.values()):
             return None
         programmes: list[EncoderProgramme] = []
-        for calls, (layer, kind) in zip(self._calls, self._layers, strict=True):
+        for calls, called, (layer, kind) in zip(self._calls, self._trace.called, self._layers, strict=True):
             known = None if has_own_forward(layer) else calls.known(layer, kind)
-            if not isinstance(known, KnownEncoderLayer) or known.computation() is None:
+            if not isinstance(known, KnownEncoderLayer) or known.of_states() is None:
                 return None
-            if known.programme.others is not None or known.programme.biased_heads:  # it has more than rows to pass on
-                return None
+            others, in_tuple = known.programme.others, called.in_tuple
+            if (others is not None) is not in_tuple or BIAS in (others or ()) or known.programme.biased_heads:
+                return None  # it has more than rows to pass on
             programmes.append(known.programme)
         if len({(each.window, each.causal) for each in programmes}) > 1:  # one mask is not that of all of them
             return None
@@ -284,11 +291,15 @@ class KnownStack(Known):
 
     def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, _: CallTensors) -> Any:
         rows = layout.rows(x)
+        for module in self._trace.before:
+            rows = module(rows)
         free: Tensor | None = None
         for number, programme in enumerate(programmes):
             out = programme(rows, layout, out=free)
             # Two tensors take turns, since the system clears memory that it gives; x is the caller's.
             rows, free = out, rows if number or layout.index is not None else None
+        for module in self._trace.after:
+            rows = module(rows)
         return self._trace.outcome(layout.padded(rows))
 
 

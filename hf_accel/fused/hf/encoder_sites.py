@@ -19,7 +19,7 @@ from ...recognition.code import code_of, source_of
 from ...recognition.mask_code import adds_to_masks
 from ...recognition.operation import UntraceableError
 from ...recognition.stack_trace import StackTrace
-from ...recognition.trace import Trace
+from ...recognition.trace import WEIGHTS, Trace
 from ...recognition.unchanged import has_own_forward
 from ..operations import Planned, refuse_over_rows, refuse_without_kernel
 from .decoder_calls import has_no_head
@@ -29,6 +29,7 @@ from .layer_calls import attend_of
 from .sites import Dropped, FusedSite, refuse_partial_rotation
 
 LAYER, STACK = "encoder layer", "encoder"
+RETURNS_WEIGHTS = "it returns the weights of its attention, and the code around it does more than call such layers"
 
 
 def encoder_sites(
@@ -44,6 +45,7 @@ def encoder_sites(
         return [], []
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
+    with_weights: list[str] = []
     for name, layer, attention in attending_layers(model):
         if any(is_within(name, site.name) for site in sites):
             continue
@@ -55,14 +57,21 @@ def encoder_sites(
         if is_causal and (masks is Masks.OTHERS or not is_ours or model.can_generate()):
             continue
         place = AroundLayer(masks, _models_around(model, name), keeps_sdpa=attends and not is_ours)
-        reason = _refusal(layer, attention, place, dtype=dtype, linears=linears)
+        reason, returns_weights = _refusal(layer, attention, place, dtype=dtype, linears=linears)
+        if returns_weights and model.can_generate():  # by a pass of its own over its code
+            reason = RETURNS_WEIGHTS
+        elif returns_weights:
+            with_weights.append(name)
         if reason is None:
             leaves_padding = _leaves_padding(place.models) and (masks is Masks.OTHERS or has_no_head(model))
             calls = EncoderLayerCalls(leaves_padding, place.keeps_sdpa)
             sites.append(FusedSite(name, layer, LAYER, EncoderForward, calls))
         elif not _has_layers(layer):
             dropped.append(Dropped(name, LAYER, reason))
-    return [*sites, *_stacks(model, dtype, {site.module: site.state for site in sites})], dropped
+    stacks = list(_stacks(model, dtype, {site.module: site.state for site in sites}))
+    alone = {name for name in with_weights if not any(is_within(name, stack.name) for stack in stacks)}
+    dropped += [Dropped(site.name, LAYER, RETURNS_WEIGHTS) for site in sites if site.name in alone]
+    return [*(site for site in sites if site.name not in alone), *stacks], dropped
 
 
 def _is_sdpa(model: PreTrainedModel, module: nn.Module) -> bool:
@@ -152,18 +161,21 @@ def _leaves_padding(around: list[PreTrainedModel]) -> bool:
 
 def _refusal(
     layer: nn.Module, attention: nn.Module, place: AroundLayer, *, dtype: torch.dtype, linears: Container[nn.Module]
-) -> str | None:
-    """Return why a layer has no trace that can be computed, as a clause; None if it has one."""
+) -> tuple[str | None, bool]:
+    """Return why a layer has no trace that can be computed, as a clause, or None if it has one; and whether it returns
+    the weights of its attention, which only an encoder that is known leaves unread.
+    """
     if has_own_forward(layer):
-        return "its forward was replaced on the module itself"
+        return "its forward was replaced on the module itself", False
     around = place.models
     if around and adds_to_masks(around[-1]):
-        return "something is added to its mask"
+        return "something is added to its mask", False
     try:
         form = usual_form(type(layer), dtype)
         if place.masks is Masks.CAUSAL_WITH_FLAG:
             form = replace(form, plain=(("is_causal", bool, True),))
         trace = Trace(dtype, attention=ATTENTION_NAME)
+        trace.may_return_weights = True
         trace.layer(layer, width_of(attention), form)
         causal = attend_of(trace)[2]
         if place.masks is Masks.CAUSAL and not causal:
@@ -174,13 +186,13 @@ def _refusal(
         if around and any(operation.kind == "rope" for operation in trace.operations):
             refuse_partial_rotation(around[-1].config)
     except UntraceableError as error:
-        return str(error)
-    return None
+        return str(error), False
+    return None, WEIGHTS in (trace.others or ())
 
 
-def width_of(attention: nn.Module) -> int:
-    """Return the size of the hidden states that an attention module is given: the inputs of its first product."""
-    for module in attention.modules():
+def width_of(given: nn.Module) -> int:
+    """Return the size of the hidden states that a module is given: the inputs of its first product."""
+    for module in given.modules():
         if isinstance(module, nn.Linear):
             return int(module.in_features)
     raise UntraceableError("it has no linear layer")
@@ -195,7 +207,7 @@ def _stacks(
         if len(lists) != 1 or not layers.keys() >= set(lists[0]) or has_own_forward(module):
             continue
         try:
-            StackTrace(dtype, layers).stack(module, 1, usual_form(type(module)))
+            StackTrace(dtype, layers).stack(module, width_of(module), usual_form(type(module)))
         except UntraceableError:
             continue
         leaves_padding = all(layers[layer].leaves_padding for layer in lists[0])

@@ -1,8 +1,8 @@
 """Encoders whose layers end in a norm (post-norm, as BERT has them), known by the trace of a layer.
 
-A norm at the end of each layer scales the sum of its inputs back to the size of one: what rounding adds in a layer stays
-as large beside the numbers as it was. Where the sum is handed on as it is (pre-norm), the numbers grow from layer to
-layer, and what is added to them counts for less and less.
+A norm at the end of each layer scales the sum of its inputs back to one size, so that what rounding adds keeps its
+share of it. Where the sum is handed on as it is (pre-norm), the numbers grow from layer to layer, and what is added to
+them counts for less and less.
 """
 
 from __future__ import annotations
