@@ -313,6 +313,8 @@ class PatchConfig:
         del keywords["explicit"], keywords["context_parallel"]
         if keywords["weights"] is not None:
             del keywords["weights"]["calibration"], keywords["weights"]["resume"]
+            if keywords["weights"].pop("leaves_groups"):  # which a group_size would end
+                del keywords["weights"]["group_size"]
             if not keywords["weights"]["eight_bits"]:  # which versions before it do not know
                 del keywords["weights"]["eight_bits"]
         if self.speculative is not None and self.speculative.is_plain:  # a draft model is not part of this one

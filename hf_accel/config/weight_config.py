@@ -152,7 +152,9 @@ class WeightConfig:
         bitsandbytes' own layers instead of ours, see `weights="nf4"`.
     group_size: inputs that share a scale: 32, 64 or 128. None, the default for 8 bits and for no others, gives each
         output channel one scale. With INT8 activations, inputs of a group share theirs too, of 128 inputs where it is
-        None: groups of 32 lose least, and take longer. 4 bits or fewer: 128 (default). NF4: 64. FP8: None.
+        None: groups of 32 lose least, and take longer. 4 bits or fewer: 128 (default). NF4: 64. FP8: None. Where it is
+        not given, linears of an encoder with more than 12 layers, each of which ends in a norm, get groups of 64 on a
+        CPU, since errors add up over the layers (XLM-R large).
     symmetric: False, for 4 bits or fewer, gives each group a zero point too, so that no level is lost on a lopsided
         range.
     activations: "int8", or "fp8" with FP8 weights, quantizes each row of the input on the fly, None keeps it in
@@ -190,6 +192,7 @@ class WeightConfig:
     head: Head | None = BY_FORMAT
     embedding: Table | None = None
     only_if_faster: bool = False
+    leaves_groups: bool = field(default=False, init=False, compare=False, repr=False)  # of 8 bits to the model
 
     def __post_init__(self) -> None:
         for field_name in ("skip", "eight_bits"):
@@ -203,6 +206,7 @@ class WeightConfig:
         if isinstance(self.group_size, Default):
             usual = NF4_BLOCK if self.is_nf4 else None if self.bits == 8 else 128
             object.__setattr__(self, "group_size", usual)
+            object.__setattr__(self, "leaves_groups", self.bits == 8 and self.format == "int")
         if isinstance(self.head, Default):
             object.__setattr__(self, "head", None if self.is_nf4 else "int8")
         one_of("group_size", self.group_size, (*GROUP_SIZES, None) if self.bits == 8 else GROUP_SIZES)

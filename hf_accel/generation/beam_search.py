@@ -29,7 +29,8 @@ class BeamSettings:
     num_candidates: how many continuations each pass looks at, among all beams of a prompt. length_penalty: a
     result's score is divided by the number of its tokens to this power. early_stopping: True, False or "never".
     samples: whether continuations are drawn, without replacement. stop_ids: [n] int64, the tokens that end a beam.
-    process: makes scores [N, V] of token ids [N, L] and log-probabilities [N, V]; None leaves them as they are.
+    process: makes scores [N, V] of token ids [N, L] and log-probabilities [N, V], to which it may write; None leaves
+    them as they are.
     stops: which of the beams with token ids [N, L] end, [N] bool; None if only stop_ids and the length decide.
     drops_ended: whether prompts whose results are certain are computed no longer. keeps_scores, keeps_logits: whether
     the scores and the logits of each pass are kept.
@@ -167,8 +168,11 @@ class BeamSearch:
             self.logits.append(logits.clone())
         if settings.keeps_scores:
             self.scores.append(scores.clone())
-        sums = (scores.view(-1, settings.num_beams, size) + self._scores[:, :, None]).flatten(1)
-        values, places = self._drawn(sums) if settings.samples else largest(sums, settings.num_candidates)
+        scores = scores.view(-1, settings.num_beams, size)
+        if settings.samples:
+            values, places = self._drawn((scores + self._scores[:, :, None]).flatten(1))
+        else:
+            values, places = largest(scores, self._scores, settings.num_candidates)
         if agreement.size > 1:  # a rank that rounds otherwise would go on with other beams
             agreed = agreement.agree((values.tolist(), places.tolist()))
             values, places = values.new_tensor(agreed[0]), places.new_tensor(agreed[1])
@@ -276,13 +280,21 @@ class BeamSearch:
         self._ids = self._ids.unflatten(0, (-1, self.settings.num_beams))[places].flatten(0, 1)
 
 
-def largest(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return torch.topk of [n, size], with torch's order of equal numbers. It is faster where the largest differ."""
-    if count < sums.shape[1]:
-        values, places = topk(sums, count + 1)
-        if bool((values[:, 1:] < values[:, :-1]).all()):
-            return values[:, :count], places[:, :count]
-    values, places = torch.topk(sums, count)
+def largest(scores: Tensor, before: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return torch.topk of the sums of scores [P, K, V] and [P, K], for each of P prompts, [P, count].
+
+    Its order of equal sums is torch's, which is no rule: where the largest sums of a prompt are not all different,
+    torch looks at all of them. Else they are found among the largest scores of each beam.
+    """
+    size = scores.shape[2]
+    if count < size:
+        values, tokens = topk(scores.flatten(0, 1), count + 1)
+        sums = (values.view(*scores.shape[:2], -1) + before[:, :, None]).flatten(1)
+        best, places = torch.topk(sums, count + 1)
+        if bool((best[:, 1:] < best[:, :-1]).all()):
+            beams = places[:, :-1] // (count + 1)
+            return best[:, :-1], beams * size + tokens.view(len(sums), -1).gather(1, places[:, :-1])
+    values, places = torch.topk((scores + before[:, :, None]).flatten(1), count)
     return values, places
 
 

@@ -96,7 +96,9 @@ def counting_refusal(model: PreTrainedModel) -> str | None:
         return None  # nothing can be tried before the weights are there
     if model_device(model).type != "cpu":
         return f"{name} takes no position_ids"
-    return None if answer_once(_counts_tokens, model) else f"{name} takes no position_ids, and counts in its own way"
+    if answer_once(_counts_tokens, model):
+        return None
+    return f"{name} takes no position_ids, and computes something else over pages than stock does"
 
 
 def counts_padding(model: PreTrainedModel) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..fused.hf.compressed import COMPRESSED
 from ..fused.hf.convolutions import CONVOLUTION
+from ..fused.hf.dtype_readers import DTYPE_READER
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.operator_models import OPERATORS
 from ..fused.hf.part_activations import PART_ACTIVATION
@@ -130,6 +131,7 @@ FUSED_KINDS = {
     ACTIVATION: ("activations", "one native call"),
     "conv1d": ("float Conv1Ds", "torch, in float32"),
     PART_ACTIVATION: ("activations of parts", "as of whole tensors"),
+    DTYPE_READER: ("modules that read the dtype of a weight", "without its numbers"),
     CONVOLUTION: ("short convolutions", "inputs in pages"),
     RECURRENCE: ("recurrent layers", "states in pages"),
     OPERATORS: ("attention modules by operators", "over pages"),
@@ -139,6 +141,7 @@ FUSED_KINDS = {
 KNOWN_BY = {
     LAYER: "every operation of its code is known",
     STACK: "its code calls these layers, and does nothing else",
+    DTYPE_READER: "their code asks for nothing else of it",
 }
 
 
@@ -248,7 +251,7 @@ def _graphs_line(plan: Plan) -> Line:
         or plan.stock_loop
         or (graphs.SPLIT if plan.agreement.size > 1 else None)
     )
-    if refusal is None and plan.fused.operators is not None:
+    if refusal is None and plan.form.operators is not None:
         refusal = OPERATORS_ON_HOST
     if refusal is None and host:
         refusal = f"the attention backend {host[0]!r} reads the lengths of sequences on the host"

@@ -1,25 +1,56 @@
-"""The modules that get a forward of ours where a model reads pages, whatever fuse= says."""
+"""Plans what a model that reads pages needs, or quantized weights: how its decoder is called, and modules with a
+forward of ours.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from ..config import PatchConfig
+from ..fused.hf.dtype_readers import dtype_readers
 from ..fused.hf.operator_models import operator_sites
 from ..fused.hf.part_activations import part_activations
 from ..fused.hf.recurrences import state_sites
+from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
+from ..generation.hf.prompts import own_methods, text_form
 from .attention_survey import known_operators
-from .plan import FusedPlan
+from .encoder_decoder_survey import counts_padding, rows_hidden_in
+from .plan import FusedPlan, LinearPlan
 
 
-def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan) -> FusedPlan:
+def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: str | None) -> DecoderForm:
+    """Return how ragged passes call the model's decoder.
+
+    stock_cache, stock_loop: why the model has no pages, and no ragged passes; None if it has.
+    """
+    if stock_cache is not None:
+        return STOCK_FORM
+    prepares = stock_loop is None and bool(own_methods(model))
+    return DecoderForm(
+        prepares=prepares,
+        planes=text_form(model) if prepares else None,
+        hides_rows=rows_hidden_in(model),
+        counts_padding=stock_loop is None and counts_padding(model),
+        operators=known_operators(model),
+    )
+
+
+def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, form: DecoderForm) -> FusedPlan:
     """Add what reads pages by a forward of ours, and what rounds a token by others, whatever fuse= says."""
-    operators = known_operators(model)
-    sites = (*state_sites(model), *operator_sites(model, operators, config))
+    sites = (*state_sites(model), *operator_sites(model, form.operators, config))
     called = {part for site in fused.sites for part in site.module.modules()}  # by a call of ours
     sites += tuple(site for site in part_activations(model) if site.module not in called)
     taken = {site.module for site in sites}  # a module has one mixin
     kept = (site for site in fused.sites if site.module not in taken)
-    return replace(fused, sites=(*kept, *sites), operators=operators)
+    return replace(fused, sites=(*kept, *sites))
+
+
+def with_dtype_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan) -> FusedPlan:
+    """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it."""
+    quantized = {linear.site.module for linear in linears if linear.choice is not None}
+    taken = {site.module for site in fused.sites}  # a module has one mixin
+    readers = tuple(site for site in dtype_readers(model, quantized) if site.module not in taken)
+    return replace(fused, sites=(*fused.sites, *readers)) if readers else fused

@@ -30,7 +30,6 @@ from ..config.patch_config import (
 from ..errors import UnsupportedError
 from ..fused.hf.sites import ACTIVATION, FusedSite
 from ..generation.hf import AcceleratedGeneration, GenerationState, prepare_step
-from ..generation.hf.prompts import own_methods, text_form
 from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantModule
@@ -283,22 +282,17 @@ def _put_copy(model: nn.Module, site: FusedSite, journal: Journal) -> None:
 
 def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:
     model = todo.model
-    prepares = todo.stock_loop is None and bool(own_methods(model))
     generation = GenerationState(
         None if todo.stock_cache else todo.config.cache,
         cache_name=cache_name(model),
         speculative=todo.config.speculative,
         ragged_refusal=todo.stock_loop,
-        prepares=prepares,
-        planes=text_form(model) if prepares else None,
+        form=todo.form,
         invariant_rows=todo.invariant_rows,
         agreement=todo.agreement,
         make_draft=make_draft,
         make_attending=with_stock_attention,
         context=todo.context,
-        hides_rows=todo.hides_rows,
-        counts_padding=todo.counts_padding,
-        operators=todo.fused.operators,
     )
     journal.attribute(model, STATE, PatchState(todo.config, todo.to_dict(), journal, originals, generation))
     for part in model.modules():

@@ -14,11 +14,11 @@ from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.operator_models import OperatorModel
 from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, Dropped, FusedSite
 from ..fused.projections import UNLIMITED
 from ..generation.agreement import ALONE, ProcessAgreement
+from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..linear import BackendChoice, QuantLinear, QuantModule
 from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
@@ -94,8 +94,7 @@ class AttentionPlan:
 class FusedPlan:
     """Modules that get a native forward, and float Linears that are read in place.
 
-    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none. operators:
-    what is known of a model that attends by torch's operators; None for any other.
+    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none.
     """
 
     sites: tuple[FusedSite, ...] = ()
@@ -103,7 +102,6 @@ class FusedPlan:
     dropped: tuple[Dropped, ...] = ()
     float_rows: int = 0
     reason: str | None = None
-    operators: OperatorModel | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,8 +117,7 @@ class Plan(Printed):
     folds: where AWQ's scales go.
     split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
         out the KV cache; None if this process has the whole cache.
-    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without pages of it.
-    counts_padding: whether the model counts positions by itself, and padding in front of a prompt with them.
+    form: how ragged passes call the decoder.
     """
 
     model: PreTrainedModel
@@ -143,8 +140,7 @@ class Plan(Printed):
     folds: tuple[Fold, ...] = ()
     split: TensorParallel | None = None
     context: ContextParallel | None = None
-    hides_rows: bool | None = None
-    counts_padding: bool = False
+    form: DecoderForm = STOCK_FORM
 
     @property
     def agreement(self) -> ProcessAgreement:
@@ -169,7 +165,7 @@ class Plan(Printed):
         stored = [m for m in self.model.modules() if isinstance(m, QuantModule) and m.multiplies]
         chosen |= {(module.chosen.backend, module.spec.layout.label) for module in stored}
         clauses = {f"{b.name}'s {k.upper()} linear rounds by batch size" for b, k in chosen if not b.row_invariant}
-        if (self.stock_attention and self.fused.operators is None) or self.stock_parts:
+        if (self.stock_attention and self.form.operators is None) or self.stock_parts:
             clauses.add("stock attention rounds by batch size")
         clauses |= {
             f"{p.backend.name}'s attention rounds by batch size" for p in self.attention if not p.backend.row_invariant

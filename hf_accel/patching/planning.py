@@ -45,11 +45,10 @@ from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_calibration, check_in_memory, check_model
-from .encoder_decoder_survey import counts_padding, rows_hidden_in
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .over_pages import with_pages
+from .over_pages import decoder_form, with_dtype_readers, with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import check_other_quantizer, input_embedding, sites_for, split_of
 from .twin import twin
@@ -83,10 +82,7 @@ def make_plan(
     no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
     no_cache = no_cache or pages_refusal(inner, config.cache)
     stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
-    check_other_quantizer(inner, config)
-    check_calibration(config.weights)
-    check_in_memory(inner, config.weights)
-    check_takes_nf4(inner, config.weights)
+    _check_weights(inner, config)
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
@@ -95,13 +91,16 @@ def make_plan(
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
+    fused = with_dtype_readers(inner, linears, fused)
+    form = decoder_form(inner, stock_cache, stock_loop)
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
         config=config,
         linears=linears,
         attention=attention,
-        fused=fused if stock_cache else with_pages(inner, config, fused),
+        form=form,
+        fused=fused if stock_cache else with_pages(inner, config, fused, form),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,
@@ -118,9 +117,15 @@ def make_plan(
     )
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it out")
-    hides_rows = None if stock_cache else rows_hidden_in(inner)
-    counts = stock_loop is None and counts_padding(inner)
-    return replace(plan, lines=tuple(explain(plan)), hides_rows=hides_rows, counts_padding=counts)
+    return replace(plan, lines=tuple(explain(plan)))
+
+
+def _check_weights(model: PreTrainedModel, config: PatchConfig) -> None:
+    """Raise UnsupportedError unless the model's weights can be replaced as the config says."""
+    check_other_quantizer(model, config)
+    check_calibration(config.weights)
+    check_in_memory(model, config.weights)
+    check_takes_nf4(model, config.weights)
 
 
 def _kind(model: PreTrainedModel) -> str:
@@ -178,7 +183,7 @@ def _plan_sites(
     model: PreTrainedModel, config: WeightConfig, where: _Where, eight_bits: Collection[str]
 ) -> Iterable[LinearPlan]:
     """Plan each site. Raises UnsupportedError if embedding= was asked for and cannot be met."""
-    sites, embedding_stays = sites_for(model, config)
+    sites, embedding_stays = sites_for(model, config, device_type=where.device_type)
     planned = []
     for site in sites:
         kept = site.config_in(config, eight_bits)

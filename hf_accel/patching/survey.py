@@ -20,10 +20,12 @@ from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
 from ..models import spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.code import source_of
-from ..recognition.generation_code import inference_code
+from ..recognition.generation_code import reads_weight_of
 from ..recognition.unchanged import has_own_forward
-from ..tensors import is_plain_tensor, is_sharded
+from ..tensors import is_plain_tensor, is_sharded, model_device
+from ..undo.journal import original_class
 from .check import check_linear_names, hook_refusal, is_offloaded
+from .encoder_groups import with_finer_groups
 from .weight_sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
 
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
@@ -67,13 +69,18 @@ def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Linear
             yield kind(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
 
-def sites_for(model: PreTrainedModel, config: WeightConfig) -> tuple[list[LinearSite], str | None]:
+def sites_for(
+    model: PreTrainedModel, config: WeightConfig, *, device_type: str | None = None
+) -> tuple[list[LinearSite], str | None]:
     """Return all sites for a config, and why the embedding stays as it is although `config` may quantize it.
 
+    device_type: where the weights will be, if the model is on meta still.
     Raises UnsupportedError for names in skip= and for groups that do not fit.
     """
     check_linear_names(model, config)
     sites = list(linear_sites(model, config.skip))
+    if config.leaves_groups and (device_type or model_device(model).type) in ("cpu", "meta"):
+        sites = with_finer_groups(model, sites)
     experts = list(experts_sites(model, config.skip))
     if config.layout.group_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows
         _check_groups(sites, config.bits, config.layout.group_size)
@@ -176,9 +183,9 @@ def _reason_to_skip(
 
 
 def weight_is_read(model: PreTrainedModel, name: str) -> bool:
-    """Return whether the parent's forward reads the weight itself (T5's `wo`), and would dequantize it each time."""
+    """Return whether the parent's forward reads the weight itself, and would dequantize it each time."""
     parent, _, own_name = name.rpartition(".")
-    return f"self.{own_name}.weight" in inference_code(type(model.get_submodule(parent)).forward)
+    return reads_weight_of(original_class(model.get_submodule(parent)).forward, own_name)
 
 
 def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..config import WeightConfig
+from ..config import GroupSize, WeightConfig
 from ..linear import (
     BackendChoice,
     ExpertWeights,
@@ -41,7 +41,8 @@ class LinearSite:
     name: of the layer that will hold the weight. module: the one that holds it now, as its parameter `key`.
     is_tied: the weight is the input embedding's too. skip: one clause why the module stays, or None.
     embeddings: the names of those that look their rows up in the quantized weight from now on.
-    remark: what the plan says of a weight that is quantized, as a clause.
+    remark: what the plan says of a weight that is quantized, as a clause. group_size: that of 8 bits where a config
+    leaves it to the model.
     """
 
     name: str
@@ -52,6 +53,7 @@ class LinearSite:
     key: str = "weight"
     embeddings: tuple[str, ...] = ()
     remark: str | None = None
+    group_size: GroupSize | None = None
 
     is_within: ClassVar[bool] = False  # whether the layer is a part of the module that takes the place
     is_read_whole: ClassVar[bool] = True  # by a decode step
@@ -139,7 +141,10 @@ class LinearSite:
 
         eight_bits: names of weights that get 8 bits besides those that `config` names.
         """
-        return config.for_head if self.is_head else config.for_linear(self.name, also=eight_bits)
+        if self.is_head:
+            return config.for_head
+        kept = config.for_linear(self.name, also=eight_bits)
+        return replace(kept, group_size=self.group_size) if self.group_size and kept.leaves_groups else kept
 
     def refusal(self, config: WeightConfig) -> str | None:
         """Return why such a weight cannot be held as its `config` says, as one clause; None if it can."""

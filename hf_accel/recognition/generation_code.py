@@ -62,6 +62,24 @@ def inference_code(forward: Any) -> str:
     return ast.unparse(_WithoutTraining().visit(copy.deepcopy(tree)))
 
 
+def reads_weight_of(forward: Any, name: str) -> bool:
+    """Return whether code reads the numbers of the weight of a layer that its module has under a name."""
+    return f"self.{name}.weight" in _without_dtypes(forward, name)
+
+
+def reads_dtype_of(forward: Any, name: str) -> bool:
+    """Return whether code reads the dtype of the weight of such a layer, and nothing else of the weight."""
+    return f"self.{name}.weight" in inference_code(forward) and not reads_weight_of(forward, name)
+
+
+def _without_dtypes(forward: Any, name: str) -> str:
+    """Return the code without questions about the dtype of a weight, and whether it is a tensor."""
+    weight, code = f"self.{name}.weight", inference_code(forward)
+    for question in (f"isinstance({weight}, torch.Tensor)", f"{weight}.dtype"):
+        code = code.replace(question, "")
+    return code
+
+
 class _WithoutTraining(ast.NodeTransformer):
     """Removes the bodies of `if self.training` and of `if self.training and ...`."""
 

@@ -11,9 +11,10 @@ from .kinds import (
     sharing_refusal,
     windows_of_pages,
 )
-from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass, TokensBefore
+from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass
 from .paged import PagedCache
 from .room import fixed_settings, share_settings
+from .tokens_before import TokensBefore
 
 __all__ = [
     "NOT_PAGED",

@@ -44,7 +44,7 @@ def encoder_sites(
         return [], []
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
-    for name, layer, attention in _layers(model):
+    for name, layer, attention in attending_layers(model):
         if any(is_within(name, site.name) for site in sites):
             continue
         is_ours, attends = attention in ours, code_of(attention).attends
@@ -69,7 +69,7 @@ def _is_sdpa(model: PreTrainedModel, module: nn.Module) -> bool:
     return stock_implementation(model, module) == SDPA
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+def attending_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """The modules of lists in which one module attends, with their names and this module; outer ones come first."""
     for place, parent in model.named_modules():
         if not isinstance(parent, nn.ModuleList):
@@ -164,7 +164,7 @@ def _refusal(
         if place.masks is Masks.CAUSAL_WITH_FLAG:
             form = replace(form, plain=(("is_causal", bool, True),))
         trace = Trace(dtype, attention=ATTENTION_NAME)
-        trace.layer(layer, _width(attention), form)
+        trace.layer(layer, width_of(attention), form)
         causal = attend_of(trace)[2]
         if place.masks is Masks.CAUSAL and not causal:
             raise UntraceableError("its tokens see those before them alone")
@@ -178,7 +178,7 @@ def _refusal(
     return None
 
 
-def _width(attention: nn.Module) -> int:
+def width_of(attention: nn.Module) -> int:
     """Return the size of the hidden states that an attention module is given: the inputs of its first product."""
     for module in attention.modules():
         if isinstance(module, nn.Linear):

@@ -14,6 +14,7 @@ from ...cache.once import OnceGroup
 from ...cache.states import StateGroup
 from ..beam_search import BeamSearch, BeamSettings
 from ..sequence import Sequence
+from .beam_scores import process_of
 from .generation_state import LoopCall
 from .processing import BY_ROW, STATEFUL, is_stock
 
@@ -55,7 +56,7 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
         early_stopping=config.early_stopping,
         samples=config.do_sample,
         stop_ids=torch.cat(stop_ids).to(device) if stop_ids else torch.empty(0, dtype=torch.int64, device=device),
-        process=call.processors if len(call.processors) else None,
+        process=process_of(call.processors),
         stops=_stops(others) if others else None,
         drops_ended=_drops_ended(call),
         keeps_scores=_returns(call, "output_scores"),
@@ -123,14 +124,11 @@ def _drops_ended(call: LoopCall) -> bool:
     """Return whether nothing can tell that prompts whose results are certain are computed no longer."""
     if call.config.return_dict_in_generate or not all(type(criterion) in BY_BEAM for criterion in call.criteria):
         return False
-    return all(
-        is_stock(processor)
-        and type(processor).__name__ not in BY_ROW
-        and not any(
-            isinstance(value, Tensor) and value.ndim for value in (getattr(processor, "prompt_ignore_length", None),)
-        )
-        for processor in call.processors
-    )
+    return all(is_stock(each) and not _depends_on_row(each) for each in call.processors)
+
+
+def _depends_on_row(processor: Any) -> bool:
+    return type(processor).__name__ in BY_ROW or isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
 
 
 def _has_room(call: LoopCall) -> bool:

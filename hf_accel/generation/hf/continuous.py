@@ -415,7 +415,7 @@ def _model_for_stock(model: Any) -> PreTrainedModel:
     because transformers stores a kept manager on it.
     """
     state = state_of(model).generation
-    if attention_refusal(model) is not None or state.operators is not None:
+    if attention_refusal(model) is not None or state.form.operators is not None:
         return model
     salt = weights_salt(model)
     if state.attending is None or state.attending[0] != salt:

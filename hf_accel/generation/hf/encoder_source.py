@@ -14,7 +14,6 @@ from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
 from ...models import layers_config
 from ...tensors import model_device
-from ...undo.state import state_of
 from ..prompt_inputs import RequestInputs
 from .generation_state import LoopCall
 
@@ -90,7 +89,7 @@ def encoder_output(model: Any, given: Mapping[str, Any]) -> Tensor:
 
 
 def _hides(call: LoopCall) -> bool:
-    return bool(state_of(call.model).generation.hides_rows)
+    return bool(call.state.form.hides_rows)
 
 
 def _states(call: LoopCall) -> Any:

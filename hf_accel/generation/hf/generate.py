@@ -78,7 +78,7 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
         else torch.randint(2**62, (len(call.input_ids),)).tolist()
     )
     sequences: list[Sequence] = []
-    brings = call.has_encoder or call.has_more_than_ids
+    brings = call.has_encoder or call.has_more_than_ids or any(inputs)
     attended = sources(call) if call.has_encoder else [None] * len(call.input_ids)
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())

@@ -90,7 +90,7 @@ class LoopCall:
         """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
         if self.has_encoder:
             return False
-        return other_input(self.inputs) is not None or self.state.prepares
+        return other_input(self.inputs) is not None or self.state.form.prepares
 
     @property
     def mask(self) -> Tensor | None:
@@ -126,6 +126,27 @@ class LoopCall:
         return 0 if pad is None else int(pad)
 
 
+@dataclass(frozen=True)
+class DecoderForm:
+    """The form in which ragged passes call a model's decoder. It is planned once, and families differ in it.
+
+    prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
+        coordinates for the position of each token; None for one.
+    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
+    counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
+    operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
+    """
+
+    prepares: bool = False
+    planes: int | None = None
+    hides_rows: bool | None = None
+    counts_padding: bool = False
+    operators: Any = None
+
+
+STOCK_FORM = DecoderForm()
+
+
 @dataclass
 class GenerationState:
     """The state for generate() of one patched model.
@@ -136,8 +157,7 @@ class GenerationState:
     passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
-    prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
-        coordinates for the position of each token; None for one.
+    form: how ragged passes call the decoder.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
@@ -149,17 +169,13 @@ class GenerationState:
     agreement: what the processes that run the model decide by.
     runner: a GraphedRunner with its pages that was kept for the next call of generate(), see kept_runners.py.
     context: the ranks that share out the blocks of caches; None if each cache is whole.
-    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
-    counts_padding: whether the model counts positions by itself, and padding in front of a prompt with them.
-    operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """
 
     cache: CacheConfig | None
     cache_name: str = "past_key_values"
     speculative: SpeculativeConfig | None = None
     ragged_refusal: str | None = None
-    prepares: bool = False
-    planes: int | None = None
+    form: DecoderForm = STOCK_FORM
     invariant_rows: int | None = None
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
@@ -176,9 +192,6 @@ class GenerationState:
     runner: Any = None
     agreement: ProcessAgreement = ALONE
     context: SharedContext | None = None
-    hides_rows: bool | None = None
-    counts_padding: bool = False
-    operators: Any = None
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # an engine that nobody holds may end
 
     def __getstate__(self) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def model_refusal_of_graphs(model: nn.Module) -> str | None:
     state = find_state(model)
     if state is not None and state.generation.agreement.size > 1:
         return SPLIT
-    if state is not None and state.generation.operators is not None:
+    if state is not None and state.generation.form.operators is not None:
         return OPERATORS_ON_HOST
     for name, module in model.named_modules():
         if has_own_forward(module):

@@ -348,7 +348,7 @@ class AcceleratedGeneration(WritesModelCard):
         cache = model_kwargs.get(self._generation_state.cache_name)
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        text_only = other_input(model_kwargs) is None and not self._generation_state.prepares
+        text_only = other_input(model_kwargs) is None and not self._generation_state.form.prepares
         text_only = text_only and ragged_refusal(self) is None  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
@@ -370,7 +370,7 @@ class AcceleratedGeneration(WritesModelCard):
         mask = None if mask is None else mask.bool()
         shareable = cache.settings.prefix_sharing and not positions_depend_on_length(self.config)  # type: ignore[attr-defined]
         # In this loop, a model that attends by operators keeps padding in its pages.
-        shareable = shareable and self._generation_state.operators is None
+        shareable = shareable and self._generation_state.form.operators is None
         if shareable and cache.has_prefixes and positions_count_tokens(model_kwargs.get("position_ids"), mask):
             cache.adopt_prefix(input_ids, mask, weights_salt(self))  # type: ignore[arg-type]
 

@@ -46,7 +46,7 @@ def inputs_of_rows(call: LoopCall) -> Sequence[PromptInputs | None]:
     rows: list[PromptInputs | None] = [None] * len(call.input_ids)
     if call.has_more_than_ids:
         return prompt_inputs(call.model, call.input_ids, call.mask, call.inputs)
-    if call.mask is None or not call.state.counts_padding:
+    if call.mask is None or not call.state.form.counts_padding:
         return rows
     for row, ids in enumerate(call.input_ids.tolist()):
         if padding := int((call.mask[row] == 0).sum()):
@@ -186,7 +186,7 @@ class _Read:
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
         self.seen = tokens_seen(calls.config, self.first.mask, self.tokens)
         state = find_state(calls.model)
-        if state is not None and state.generation.operators is not None:
+        if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
         if any(self.seen) and state is not None and state.generation.context is not None:
             raise NotRaggedError("tokens see later ones, and ranks share out its cache")

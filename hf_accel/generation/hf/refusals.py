@@ -109,9 +109,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "it is given other token ids than embeddings"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
-    operators = call.state.operators
+    operators = call.state.form.operators
     counts = operators.takes_positions if operators is not None else not model_kinds(call.model.config).is_states_alone
-    counts = counts and not call.state.counts_padding
+    counts = counts and not call.state.form.counts_padding
     if counts and not more and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
     if call.has_beams:

@@ -1,0 +1,30 @@
+"""The answer of a ragged pass to a decoder that asks its cache how many tokens are before those of the pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TokensBefore:
+    """The number of tokens before a pass over many sequences, which is another one for each of its N tokens.
+
+    Decoders add it to counts within the pass. To a count along the columns, [N], each token adds the tokens before
+    it, and not those of the pass that belong to other sequences; a count of queries, [N, 1], is the same. In a count
+    [1, N] of the tokens that are no padding, each token counts itself alone. An integer, the columns of the pass,
+    becomes the largest number of tokens.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions  # [N] int64: the tokens of its own sequence before each token
+
+    def __radd__(self, count: Tensor | int) -> Any:
+        if not isinstance(count, Tensor):
+            return count + int(self.positions.max()) + 1 - len(self.positions)
+        if count.ndim == 1 or len(count) > 1:
+            return count - torch.arange(len(count), device=count.device).view_as(count) + self.positions.view_as(count)
+        return count.diff(dim=-1, prepend=count.new_zeros(len(count), 1)) + self.positions
+
+    __add__ = __radd__

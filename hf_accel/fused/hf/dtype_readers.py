@@ -1,0 +1,68 @@
+"""Modules whose code asks for the dtype of a weight that is quantized: T5 converts the input of `wo` to it.
+
+A quantized layer makes its weight in floating point when it is asked for it, which takes longer than the product. Here
+the module's own code runs with a stand-in for the layer, whose weight has a dtype and no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from ...recognition.generation_code import reads_dtype_of
+from ...undo.journal import Mixin, original_class
+from ...undo.state import FUSED
+from .sites import FusedSite
+
+DTYPE_READER = "dtype reader"  # the kind in the plan
+
+
+class ReadsDtypes(Mixin):
+    """A mixin for a module that reads the dtypes of the weights of some of its layers, and no numbers of them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        own = super().forward  # type: ignore[misc]
+        if is_compiling():  # a compiler could not follow into the stand-ins
+            return own(*args, **kwargs)
+        return own.__func__(_Shown(self, self.__dict__[FUSED]), *args, **kwargs)
+
+
+class _Shown:
+    """Stands for a module, with stand-ins for layers of these names."""
+
+    def __init__(self, module: Any, names: tuple[str, ...]) -> None:
+        self._module, self._names = module, names
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return _WithoutNumbers(value) if name in self._names else value
+
+
+class _WithoutNumbers:
+    """Stands for a linear layer whose weight has a dtype alone."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._layer(*args, **kwargs)
+
+    @property
+    def weight(self) -> Tensor:
+        dtype = getattr(self._layer, "compute_dtype", None) or self._layer.weight.dtype
+        return torch.empty(0, dtype=dtype, device="meta")
+
+
+def dtype_readers(model: nn.Module, quantized: Container[nn.Module]) -> Iterator[FusedSite]:
+    """Find the modules that read the dtype of the weight of a layer that is quantized."""
+    for name, module in model.named_modules():
+        forward = original_class(module).forward
+        layers = {key: child for key, child in module.named_children() if child in quantized}
+        names = tuple(key for key in layers if reads_dtype_of(forward, key))
+        if names:
+            yield FusedSite(name, module, DTYPE_READER, ReadsDtypes, names)
