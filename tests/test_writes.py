@@ -45,6 +45,8 @@ WRITERS = {
     "estimate.shapes": {"dict", "submodule"},
     "fused.hf.convolutions": {"class"},
     "fused.hf.delta_rules": {"class", "dict"},
+    "fused.hf.delta_attention": {"class", "dict"},
+    "fused.hf.indexers": {"class", "dict"},
     "fused.hf.operator_models": {"class", "dict"},
     "fused.hf.selective_scans": {"class", "dict"},
     "fused.hf.state_spaces": {"class", "dict"},

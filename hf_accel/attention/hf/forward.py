@@ -21,7 +21,7 @@ from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
 from .bias import bias_over_pages
 from .latents import expanded
 from .mask import as_known, chunk_of, mask_forward, numbers_of
-from .selected import SELECTED, RaggedSelection, attend_selected, masked
+from .selected import SELECTED, RaggedSelection, attend_selected, masked, selectable
 from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.
@@ -216,10 +216,9 @@ def _selected(
 ) -> Tensor:  # fmt: skip
     """Compute attention of a ragged pass over the tokens of a selection."""
 
-    def backend(values: Tensor) -> AttentionBackend:
-        return _backend(module, query, values, options, paged=None)
-
-    out = attend_selected(backend, module, query, paged=paged, options=options, selection=selection, mask=mask)
+    kv = selectable(module, paged, options, mask)
+    backend = _backend(module, query, kv.v.transpose(0, 1)[None], options, paged=None)
+    out = attend_selected(backend, query, kv, paged=paged, options=options, selection=selection)
     return out.to(query.dtype).contiguous()
 
 

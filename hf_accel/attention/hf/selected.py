@@ -51,30 +51,30 @@ def masked(mask: Tensor | None, indices: Tensor, columns: int) -> Tensor | None:
 
 
 def attend_selected(
-    backend: Any, module: Any, query: Tensor, *, paged: PagedKV, options: AttentionOptions, selection: RaggedSelection,
-    mask: Tensor | None,
+    backend: Any, query: Tensor, kv: KV, *, paged: PagedKV, options: AttentionOptions, selection: RaggedSelection
 ) -> Tensor:  # fmt: skip
     """Compute attention of a ragged pass [1, H, N, D] over the tokens of a selection -> [1, N, H, Dv].
 
-    backend: returns one for values [1, H, T, Dv]. Raises NotRaggedError if the mask says more than causal attention.
+    kv: of all tokens of the sequences, see `selectable`. backend: computes it.
     """
-    if window_of(mask) != (True, None) or paged.window is not None or options.dropout:
-        raise NotRaggedError("it selects tokens, and has a mask of its own, or drops weights")
     ragged = paged.group_step.ragged
     starts, ends = ragged.cu_q.tolist(), [0, *accumulate(ragged.kv_len.tolist())]
-    kv = _made(module, paged)
     q, parts = paged.step.tokens(query), []
-    chosen_backend = backend(kv.v.transpose(0, 1)[None])
     for queries, keys, seen in zip(pairwise(starts), pairwise(ends), selection.seen, strict=True):
         rows = q[slice(*queries)].transpose(0, 1)[None]
         own = KV(*(x[slice(*keys)].transpose(0, 1)[None] for x in (kv.k, kv.v)))
         given = options if seen is None else options._replace(causal=False)
-        parts.append(chosen_backend.dense(rows, own, given, mask=None if seen is None else seen[None, None])[0])
+        parts.append(backend.dense(rows, own, given, mask=None if seen is None else seen[None, None])[0])
     return paged.step.columns(torch.cat(parts), query.shape[0])
 
 
-def _made(module: Any, paged: PagedKV) -> KV:
-    """Return K and V [M, H, D] of all tokens of the sequences, end to end."""
+def selectable(module: Any, paged: PagedKV, options: AttentionOptions, mask: Tensor | None) -> KV:
+    """Return K and V [M, H, D] of all tokens of the sequences of a pass, end to end.
+
+    Raises NotRaggedError if the mask says more than causal attention.
+    """
+    if window_of(mask) != (True, None) or paged.window is not None or options.dropout:
+        raise NotRaggedError("it selects tokens, and has a mask of its own, or drops weights")
     held = paged.held()
     if paged.rank is not None:
         return expanded(module, held)

@@ -66,7 +66,7 @@ def _steps_of(module: nn.Module) -> str | None:
     return STEPS if len(loads) == 1 and len(uses) == 2 and IN_STEPS in ast.unparse(tree) else None
 
 
-def counts_padding(model: nn.Module, columns: int) -> bool:
+def moves_with_padding(model: nn.Module, columns: int) -> bool:
     """Return whether transformers' code gives tokens behind padding other results, in a batch of so many columns."""
     found = [module for module in model.modules() if isinstance(module, CountedAttention)]
     steps = ((module, vars(module)[FUSED]) for module in found)

@@ -85,7 +85,7 @@ class _StoredError(Exception):
 
 
 class _Storing:
-    """What an indexer takes for a cache, which stores its keys and ends it."""
+    """It stands for a cache before an indexer: it stores the keys and ends the indexer."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -96,7 +96,7 @@ class _Storing:
 
 
 class _Held:
-    """What an indexer takes for a cache, which has the keys of its tokens already."""
+    """It stands for a cache before an indexer: it has the keys of the tokens already."""
 
     def __init__(self, keys: Tensor) -> None:
         self._keys = keys
@@ -154,7 +154,7 @@ def _agrees(module: Any) -> bool:
     seen = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
     try:
         expected = _sets(original_class(module).forward(theirs, x, q, tables, seen, None), seen)
-        return all(torch.equal(expected, _sets_in_passes(ours, x, q, tables, cuts)) for cuts in ((9,), (6, 1, 2)))
+        return all(torch.equal(expected, _sets_in_passes(ours, (x, q), tables, cuts)) for cuts in ((9,), (6, 1, 2)))
     except Exception:  # the code of the module does something that is not known
         return False
 
@@ -164,7 +164,10 @@ def _sets(indices: Tensor, seen: Tensor) -> Tensor:
     return torch.zeros_like(seen).scatter_(-1, indices.long(), True) & seen
 
 
-def _sets_in_passes(ours: Any, x: Tensor, q: Tensor, tables: tuple[Tensor, Tensor], cuts: tuple[int, ...]) -> Tensor:
+def _sets_in_passes(
+    ours: Any, inputs: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor], cuts: tuple[int, ...]
+) -> Tensor:
+    x, _ = inputs
     size = {"block_size": 4, "growable": True, "prefix_sharing": False, "quantized": None}
     pages = Pages([PageGroup(window=None, num_blocks=4, **size)])
     cache, sequences = RaggedCache(pages.groups, [(0,)]), [pages.begin() for _ in x]
@@ -175,7 +178,7 @@ def _sets_in_passes(ours: Any, x: Tensor, q: Tensor, tables: tuple[Tensor, Tenso
             pages.append(sequence, count)
         cache.step = pages.step([TokenRange(each, start, count) for each in sequences])
         part, stop = slice(start, start + count), start + count
-        rows = (given[:, part].reshape(1, -1, given.shape[-1]) for given in (x, q))
+        rows = (given[:, part].reshape(1, -1, given.shape[-1]) for given in inputs)
         placed = tuple(table[:, part].repeat(1, len(x), 1) for table in tables)
         chosen: RaggedSelection = ours(*rows, placed, None, None, past_key_values=cache)
         for number, own in enumerate(chosen.seen):

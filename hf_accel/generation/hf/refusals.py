@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache, model_kinds
 from ...errors import HfAccelWarning, UnsupportedError
-from ...fused.hf.counted_positions import counts_padding
+from ...fused.hf.counted_positions import moves_with_padding
 from ...models import vocabulary_size
 from ...undo.state import state_of
 from ..prompt_inputs import other_input
@@ -111,7 +111,7 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
     columns = call.prompt_columns + call.config.max_length - call.num_columns
-    if mask is not None and not bool(mask.all()) and counts_padding(call.model, columns):
+    if mask is not None and not bool(mask.all()) and moves_with_padding(call.model, columns):
         return "its attention counts padding in the positions of tokens"
     operators = call.state.form.operators
     counts = operators.takes_positions if operators is not None else not model_kinds(call.model.config).is_states_alone
