@@ -72,8 +72,8 @@ def attention_forward(
     selection = kwargs.pop(SELECTED, None)
     if isinstance(selection, Tensor):
         paged = getattr(key, PAGED_HANDLE, None)
-        columns = key.shape[2] if paged is None or attention_mask is None else attention_mask.shape[-1]
-        attention_mask, selection = masked(attention_mask, selection, columns), None
+        num_keys = key.shape[2] if paged is None or attention_mask is None else attention_mask.shape[-1]
+        attention_mask, selection = masked(attention_mask, selection, num_keys), None
     if is_recorded():
         mask = numbers_of(attention_mask)  # one of ours was made outside of what is compiled
         return recorded_attention(

@@ -57,7 +57,7 @@ def known_delta_attention(module: nn.Module) -> DeltaAttention | None:
         return None
     of_module = {"A_log", "dt_bias"} if ONE_DECAY in decay else set()
     numbers = [getattr(module, name, None) for name in (HEADS if of_module else SAME_HEADS)]
-    numbers.append(getattr(module, "layer_idx", None))  # type: ignore[arg-type]
+    numbers.append(getattr(module, "layer_idx", None))
     if module._parameters.keys() != of_module or not all(isinstance(number, int) for number in numbers):
         return None
     norm = gated_norm(module.o_norm)  # type: ignore[arg-type]

@@ -52,7 +52,8 @@ class PagedIndexer(Mixin):
         lengths = ragged.kv_len.tolist()
         if max(lengths, default=0) <= own.index_topk:
             return RaggedSelection([None] * len(lengths))
-        keys, found = layer.index_keys(), []
+        keys = layer.index_keys()
+        found: list[Tensor | None] = []
         ends = [0, *accumulate(lengths)]
         for queries, (first, stop) in zip(pairwise(ragged.cu_q.tolist()), pairwise(ends), strict=True):
             if stop - first <= own.index_topk:
@@ -168,8 +169,10 @@ def _sets_in_passes(
     ours: Any, inputs: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor], cuts: tuple[int, ...]
 ) -> Tensor:
     x, _ = inputs
-    size = {"block_size": 4, "growable": True, "prefix_sharing": False, "quantized": None}
-    pages = Pages([PageGroup(window=None, num_blocks=4, **size)])
+    group = PageGroup(
+        window=None, num_blocks=4, block_size=4, growable=True, prefix_sharing=False, quantized=None
+    )  # fmt: skip
+    pages = Pages([group])
     cache, sequences = RaggedCache(pages.groups, [(0,)]), [pages.begin() for _ in x]
     total, start = x.shape[1], 0
     found = torch.zeros(len(x), total, total, dtype=torch.bool)
