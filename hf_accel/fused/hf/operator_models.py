@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -177,19 +178,30 @@ def _tried(
         lambda: _in_passes(ours, trial, ids, (5, 1, 3)),
         CLOSE,
     )
-    same = same and (
-        takes_positions
-        or agree(lambda: _padded(stock, ids), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE)
+    same = same and agree(
+        lambda: _padded(stock, ids, takes_positions), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE
     )
     return (known, bias) if same and known.spec is not None else unknown
 
 
-def _padded(model: Any, ids: Tensor) -> Tensor:
-    """Return the logits of ids [B, Q] with padding on the left."""
-    padding = ids[:, :3]
+def _padded(model: Any, ids: Tensor, takes_positions: bool) -> Tensor:
+    """Return the logits of ids [B, Q] with padding on the left, the last of them computed as generated tokens are."""
+    padding, cache, results = ids[:, :3], DynamicCache(), []
+    shown = torch.cat([padding, ids], dim=1)
     mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], dim=1)
-    logits: Tensor = model(input_ids=torch.cat([padding, ids], dim=1), attention_mask=mask, use_cache=False).logits
-    return logits[:, 3:]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    ends = [shown.shape[1] - 2, shown.shape[1] - 1, shown.shape[1]]
+    for start, end in pairwise([0, *ends]):
+        inputs = {"position_ids": positions[:, start:end]} if takes_positions else {}
+        output = model(
+            input_ids=shown[:, start:end],
+            attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+            **inputs,
+        )
+        results.append(output.logits)
+    return torch.cat(results, dim=1)[:, padding.shape[1] :]
 
 
 def _in_passes(model: Any, known: OperatorModel, ids: Tensor, counts: tuple[int, ...]) -> Tensor:
