@@ -17,7 +17,7 @@ from ..kernels.cpu.row_kernels import activate, rms_norm
 from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ..undo.journal import original_class
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # of gates, by the names in modules
+GATE_ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # of gates, by the names in modules
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def gated_norm(norm: nn.Module) -> GatedNorm | None:
     if weight is None or weight.ndim != 1 or weight.dtype not in FLOATS:
         return None
     own = vars(norm)
-    activation = ACTIVATIONS.get(own.get("activation", "silu"))
+    activation = GATE_ACTIVATIONS.get(own.get("activation", "silu"))
     if activation is None:
         return None
     counts = {1, own.get("n_groups") or 1, len(weight) // (own.get("group_size") or len(weight))}

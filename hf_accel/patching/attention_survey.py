@@ -34,8 +34,9 @@ from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
-from ..recognition.code import attention_code, code_of, source_of
+from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
+from ..recognition.source import source_of
 from ..tensors import model_device
 from .encoder_decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of

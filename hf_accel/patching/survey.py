@@ -19,8 +19,8 @@ from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
 from ..models import spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
-from ..recognition.code import source_of
 from ..recognition.generation_code import reads_weight_of
+from ..recognition.source import source_of
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded, model_device
 from ..undo.journal import original_class

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
-import inspect
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,28 +29,8 @@ from .cache_code import (
     takes_given_keys,
     updates_of,
 )
-
-
-@lru_cache(maxsize=8192)
-def source_of(function: Any) -> str | None:
-    """Return the source of a function or a class; None if there is none, as for code that was typed at a prompt."""
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return None
-
-
-@lru_cache(maxsize=8192)
-def tree_of(function: Any) -> ast.FunctionDef | None:
-    """Return the definition of a function, which must not be changed; None for a lambda or without readable source."""
-    code = source_of(function)
-    if code is None:
-        return None
-    try:
-        node = ast.parse(textwrap.dedent(code)).body[0]
-    except SyntaxError:  # a piece of a line
-        return None
-    return node if isinstance(node, ast.FunctionDef) else None
+from .selected_code import SELECTED, selects_tokens
+from .source import tree_of
 
 
 @lru_cache(maxsize=4096)
@@ -164,13 +142,6 @@ def with_functions(forward: Any, functions: dict[str, Callable[..., Any]]) -> Fu
     return copy
 
 
-@lru_cache(maxsize=1024)
-def normalized(function: Any) -> tuple[str, ...]:
-    """Return the lines of a function's code as ast.unparse writes them, without blanks around them."""
-    tree = tree_of(function)
-    return () if tree is None else tuple(line.strip() for line in ast.unparse(tree).splitlines())
-
-
 # -- attention: is it known to be right for ours? ------------------------------------------------------
 
 # The keywords that our attention function applies, and those that stock's sdpa ignores as well.
@@ -230,7 +201,8 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     attends = any(calls.values())
     refusals: list[str] = []
     unpaged: list[str] = []
-    known = CALL_KEYWORDS | ({SELECTED} if _selects(kind) else set())
+    forward: Any = kind.forward  # type: ignore[attr-defined]
+    known = CALL_KEYWORDS | ({SELECTED} if selects_tokens(forward) else set())
     for function in functions:
         found = (clause for call in calls[id(function)] for clause in _call_refusals(function, call, known))
         refusals += [f"{name} {clause}" for clause in found]
@@ -361,19 +333,6 @@ def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
 def _assigned_to(function: ast.FunctionDef, name: str) -> list[ast.expr | None]:
     """Return the values that are assigned to a variable, alone or with others."""
     return [value for value, target in assignments(function) if name in names_in(target)]
-
-
-SELECTED = "indices"  # the keyword of the tokens that are attended to
-SELECTS = re.compile(  # what transformers' code does with them where no function takes them
-    r"index_mask = topk_indices\.new_ones\(\(batch_size, seq_length, key_states\.shape\[-?2\]\), dtype=torch\.bool\)"
-    r"\.scatter\(-1, topk_indices\.long\(\), False\)\.unsqueeze\(1\)"
-)
-
-
-def _selects(kind: type) -> bool:
-    """Return whether a module's attention function may be given the tokens that it attends to, and how is known."""
-    lines = normalized(kind.forward)  # type: ignore[attr-defined]
-    return any(map(SELECTS.fullmatch, lines)) and "attention_mask = attention_mask & ~index_mask" in lines
 
 
 def _call_refusals(function: ast.FunctionDef, call: ast.Call, known: frozenset[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .code import source_of, tree_of
+from .source import source_of, tree_of
 
 # All that a method may name: transformers' own method, and how many logits a pass returns.
 HARMLESS_NAMES = frozenset({"super", "prepare_inputs_for_generation", "config", "num_logits_to_keep"})

@@ -34,7 +34,9 @@ def asked(**given: Any) -> dict[str, Any]:
 def test_every_keyword_and_field_has_an_option() -> None:
     keywords = {field.name for field in dataclasses.fields(PatchConfig)} - {"explicit"} - LEFT_OUT.keys()
     assert {option.keyword for option in PATCH_OPTIONS} == keywords
-    fields = {f"{name}.{field.name}" for name, kind in CONFIGS.items() for field in dataclasses.fields(kind)}
+    fields = {
+        f"{name}.{field.name}" for name, kind in CONFIGS.items() for field in dataclasses.fields(kind) if field.init
+    }
     options = {f"{option.keyword}.{option.field}" for option in PATCH_OPTIONS if option.field}
     assert fields - options == {name for name in LEFT_OUT if "." in name} and options <= fields
 

@@ -15,13 +15,14 @@ from ...errors import UnsupportedError
 from ...kernels.layouts import KV, AttentionOptions, Ragged
 from ...recognition.cache_code import POSITION_BIAS
 from ...recognition.code import CALL_KEYWORDS
+from ...recognition.selected_code import SELECTED
 from ...tensors import is_recorded, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
 from .bias import bias_over_pages
 from .latents import expanded
 from .mask import as_known, chunk_of, mask_forward, numbers_of
-from .selected import SELECTED, RaggedSelection, attend_selected, masked, selectable
+from .selected import RaggedSelection, attend_selected, masked, selectable
 from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.

@@ -18,8 +18,6 @@ from ...kernels.layouts import KV, AttentionOptions
 from .latents import expanded
 from .mask import numbers_of, window_of
 
-SELECTED = "indices"  # the keyword of attention functions
-
 
 @dataclass(frozen=True)
 class RaggedSelection:

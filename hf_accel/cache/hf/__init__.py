@@ -11,8 +11,9 @@ from .kinds import (
     sharing_refusal,
     windows_of_pages,
 )
-from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RaggedCache, RecurrentPass
+from .layers import PAGED_HANDLE, CacheOverPages, PagedKV, RecurrentPass
 from .paged import PagedCache
+from .ragged import RaggedCache
 from .room import fixed_settings, share_settings
 from .tokens_before import TokensBefore
 

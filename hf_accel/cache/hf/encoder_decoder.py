@@ -13,7 +13,8 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ..group import PageGroup, Step
 from ..once import OnceGroup, OnceStep
-from .layers import CacheOverPages, LayerOverPages, PagedKV, RaggedCache, as_attended
+from .layers import CacheOverPages, LayerOverPages, PagedKV, as_attended
+from .ragged import RaggedCache
 from .tokens_before import TokensBefore
 
 

@@ -1,7 +1,7 @@
 """The layers of a paged cache: how a pass stores and reads K and V, and what other layers keep of their tokens.
 
-A cache shows its pages to the attention function as a PagedKV, an attribute on K. RaggedCache is the cache of a ragged
-pass. PagedCache, in paged.py, is the cache of transformers' own loops.
+A cache shows its pages to the attention function as a PagedKV, an attribute on K. RaggedCache, in ragged.py, is the
+cache of a ragged pass, and PagedCache, in paged.py, that of transformers' own loops.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import NotRaggedError, UnsupportedError
-from ...kernels.layouts import KV, PositionBias
+from ...kernels.layouts import KV
 from ...tensors import product_dtype
 from ..group import GroupStep, PageGroup, Step
 from ..latent_pages import attended, joined, parted
 from ..states import StateStep
 from ..storage import KVStorage
 from .kinds import NOT_PAGED
-from .tokens_before import TokensBefore
 
 PAGED_HANDLE = "_hf_accel_paged"  # the name of the attribute of K that holds its PagedKV
 
@@ -134,7 +133,7 @@ class LayerOverPages(CacheLayerMixin):
         return torch.cat(read_with_zeros(storage, slots), dim=-1).squeeze(-2).transpose(-1, -2)
 
     def keep_index_keys(self, x: Tensor) -> None:
-        """Store the keys [B, Q, D] of an indexer, one half in the place of keys and the other in that of values."""
+        """Store the keys [B, Q, D] of an indexer, one half as keys and the other as values."""
         unread, self.cache.unread = self.cache.unread, None  # attention reads its pages after the indexer did
         step: Step = self.cache.step_for(self, x[:, None])
         self.store(step, *x[:, None].chunk(2, dim=-1))
@@ -319,71 +318,3 @@ def bypassed(layer_idx: int, what: str = "K") -> str:
 
 
 # -- one pass over the tokens of many sequences, end to end in one row ---------------------------------
-
-
-class RaggedLayer(LayerOverPages):
-    """One layer of a RaggedCache.
-
-    It tells the model that it is empty, so that the model makes no mask. The Step says what each token attends to.
-    """
-
-    is_sliding = False
-    is_initialized = says_what_is_seen = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store K and V [1, Hkv, N, D] of the pass's tokens, and return them; K carries a PagedKV."""
-        self.cache.check_read()
-        keys, values = as_attended(key_states, value_states)
-        return self.store(self.cache.step, keys, values).attach(keys), values
-
-    def slots_seen(self, step: Step) -> Tensor:
-        slots: Tensor = self.cache.slots_before(self.group_index)
-        return slots[None]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return 1 if self.cache.one_column else query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-
-class RaggedCache(CacheOverPages):
-    """The past_key_values of a ragged pass.
-
-    step: says which slots the pass writes and reads. one_column: whether it tells the model of one key alone, for a
-    model that makes masks which nobody reads. bias: what its attention adds to scores by positions. positions: of the
-    N tokens of the pass, int64.
-    before: for a model that counts positions by itself, the tokens before each token; None for one that is given them.
-    """
-
-    step: Step
-    positions: Tensor
-    bias: PositionBias | None = None
-    before: TokensBefore | None = None
-
-    def __init__(
-        self, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], *, one_column: bool = False
-    ) -> None:
-        self.one_column = one_column
-        self._groups = groups
-        self._slots_before: tuple[Step | None, dict[int, Tensor]] = (None, {})
-        super().__init__(layers=self._lay_out(RaggedLayer, groups, groups_of_layer))
-
-    def step_for(self, layer: RaggedLayer, keys: Tensor) -> Step:
-        return self.step
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return 0 if self.before is None else self.before
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0  # for masks, of which a ragged pass needs none
-
-    def slots_before(self, group_index: int) -> Tensor:
-        """Return the slots in the window of each token, [N, window], which the layers of a group share."""
-        if self._slots_before[0] is not self.step:
-            self._slots_before = (self.step, {})
-        known, group = self._slots_before[1], self._groups[group_index]
-        if group_index not in known:
-            ragged = self.step.groups[group_index].ragged
-            known[group_index] = ragged.slots_before(group.window or 1, group.pool.block_size)
-        return known[group_index]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.hf import RaggedCache
-from ...recognition.code import code_of, tree_of
+from ...recognition.code import code_of
+from ...recognition.source import tree_of
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from .sites import FusedSite

@@ -15,9 +15,10 @@ from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import SDPA, stock_implementation
 from ...models import is_within
 from ...recognition.call_form import MASK, usual_form
-from ...recognition.code import code_of, source_of
+from ...recognition.code import code_of
 from ...recognition.mask_code import adds_to_masks
 from ...recognition.operation import UntraceableError
+from ...recognition.source import source_of
 from ...recognition.stack_trace import StackTrace
 from ...recognition.trace import WEIGHTS, Trace
 from ...recognition.unchanged import has_own_forward

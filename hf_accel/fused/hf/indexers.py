@@ -19,7 +19,7 @@ from ...attention.hf.selected import RaggedSelection
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
 from ...cache.pages import Pages, TokenRange
-from ...recognition.code import normalized
+from ...recognition.source import lines_of
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...undo.journal import Mixin, mixed_class, original_class
 from .convolutions import trial_linear
@@ -28,7 +28,7 @@ from .sites import FusedSite
 INDEXER = "indexer"  # the kind in the plan
 MOST_DRAFTED = 16  # tokens of a sequence that are computed one by one
 PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
-SIZES = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk", "layer_idx")
+INDEXER_SIZES = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk", "layer_idx")
 # What is read of its code: it stores its keys, and returns those with the highest scores.
 STORES = "k = past_key_values.update_indexer(k, self.layer_idx)"
 SELECTS = "topk = min(self.index_topk, index_scores.shape[-1])"
@@ -124,9 +124,9 @@ def is_known_indexer(module: nn.Module) -> bool:
     """Return whether a module is an indexer, by its code and by what it returns for random input."""
     if module._modules.keys() != PARTS or module._parameters:
         return False
-    if not all(isinstance(getattr(module, name, None), int) for name in SIZES):
+    if not all(isinstance(getattr(module, name, None), int) for name in INDEXER_SIZES):
         return False
-    lines = normalized(original_class(module).forward)
+    lines = lines_of(original_class(module).forward)
     return all(lines.count(line) == 1 for line in (STORES, SELECTS, RETURNS)) and _agrees(module)
 
 
@@ -145,7 +145,7 @@ def _agrees(module: Any) -> bool:
     vars(parts["k_norm"]).update(normalized_shape=(dim,))
     theirs, ours = (unwatched_twin(module, _modules=parts) for _ in range(2))
     for twin in (theirs, ours):
-        vars(twin).update(zip(SIZES, (heads, dim, rotated, most, 0), strict=True), hidden_size=width)
+        vars(twin).update(zip(INDEXER_SIZES, (heads, dim, rotated, most, 0), strict=True), hidden_size=width)
         vars(twin).update(q_lora_rank=rank, softmax_scale=dim**-0.5)
     ours.__class__ = mixed_class(PagedIndexer, original_class(module))
     tokens = 9

@@ -26,7 +26,7 @@ from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
-from ..gated_norms import ACTIVATIONS, GatedNorm
+from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
 from .convolutions import causal_refusal, require_pages
 
 
@@ -97,7 +97,7 @@ class Recurrence(ABC):
         """Return whether a norm still has the eps and the activation that were tried."""
         own = vars(norm)
         same = own.get("variance_epsilon", self.norm.eps) == self.norm.eps
-        return same and ACTIVATIONS.get(own.get("activation", self.norm.activation)) == self.norm.activation
+        return same and GATE_ACTIVATIONS.get(own.get("activation", self.norm.activation)) == self.norm.activation
 
     @abstractmethod
     def asked(self, module: Any) -> str | None:

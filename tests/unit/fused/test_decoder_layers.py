@@ -20,7 +20,7 @@ from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.fused.hf.sites import KIND
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.row_kernels import add
-from hf_accel.undo.state import FUSED
+from hf_accel.undo.state import FUSED, state_of
 from tests.families.models import build, families
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
@@ -76,7 +76,8 @@ def logits_of(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, new: i
         options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
         model.generate(torch.tensor(prompts[:1]), **options)
         ids, mask = padded(prompts)
-        model.generate(ids, attention_mask=mask, num_beams=2, **options)
+        cache = hf_accel.PagedCache(model.config, state_of(model).config.cache)  # padding in it keeps stock's loop
+        model.generate(ids, attention_mask=mask, num_beams=2, past_key_values=cache, **options)
         cache = hf_accel.PagedCache(model.config)
         for chunk in (slice(0, 1), slice(1, 4), slice(4, 5)):  # of two rows of one length
             tokens = torch.tensor([prompts[0], prompts[0][::-1]])[:, chunk]

@@ -148,7 +148,7 @@ def test_refusal(device: str, environment: str, clause: str | None, monkeypatch:
 def test_the_plan_says_so(device: str, capturable: bool, stock_loop: str | None, choice: str, reason: str) -> None:
     planned = SimpleNamespace(backend=SimpleNamespace(name="some", capturable=capturable))
     model = SimpleNamespace(device=torch.device(device))
-    fused = SimpleNamespace(operators=None)
-    plan: Any = SimpleNamespace(model=model, attention=[planned], fused=fused, stock_loop=stock_loop, agreement=ALONE)
+    form = SimpleNamespace(operators=None)
+    plan: Any = SimpleNamespace(model=model, attention=[planned], form=form, stock_loop=stock_loop, agreement=ALONE)
     line = _graphs_line(plan)
     assert line.choice == choice and line.reason.startswith(reason)

@@ -1,0 +1,80 @@
+"""RaggedCache: the cache of a ragged pass, whose tokens are of many sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...kernels.layouts import PositionBias
+from ..group import PageGroup, Step
+from .layers import CacheOverPages, LayerOverPages, as_attended
+from .tokens_before import TokensBefore
+
+
+class RaggedLayer(LayerOverPages):
+    """One layer of a RaggedCache.
+
+    It tells the model that it is empty, so that the model makes no mask. The Step says what each token attends to.
+    """
+
+    is_sliding = False
+    is_initialized = says_what_is_seen = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store K and V [1, Hkv, N, D] of the pass's tokens, and return them; K carries a PagedKV."""
+        self.cache.check_read()
+        keys, values = as_attended(key_states, value_states)
+        return self.store(self.cache.step, keys, values).attach(keys), values
+
+    def slots_seen(self, step: Step) -> Tensor:
+        slots: Tensor = self.cache.slots_before(self.group_index)
+        return slots[None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return 1 if self.cache.one_column else query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+class RaggedCache(CacheOverPages):
+    """The past_key_values of a ragged pass.
+
+    step: says which slots the pass writes and reads. one_column: whether it tells the model of one key alone, for a
+    model that makes masks which nobody reads. bias: what its attention adds to scores by positions. positions: of the
+    N tokens of the pass, int64.
+    before: for a model that counts positions by itself, the tokens before each token; None for one that is given them.
+    """
+
+    step: Step
+    positions: Tensor
+    bias: PositionBias | None = None
+    before: TokensBefore | None = None
+
+    def __init__(
+        self, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], *, one_column: bool = False
+    ) -> None:
+        self.one_column = one_column
+        self._groups = groups
+        self._slots_before: tuple[Step | None, dict[int, Tensor]] = (None, {})
+        super().__init__(layers=self._lay_out(RaggedLayer, groups, groups_of_layer))
+
+    def step_for(self, layer: RaggedLayer, keys: Tensor) -> Step:
+        return self.step
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return 0 if self.before is None else self.before
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0  # for masks, of which a ragged pass needs none
+
+    def slots_before(self, group_index: int) -> Tensor:
+        """Return the slots in the window of each token, [N, window], which the layers of a group share."""
+        if self._slots_before[0] is not self.step:
+            self._slots_before = (self.step, {})
+        known, group = self._slots_before[1], self._groups[group_index]
+        if group_index not in known:
+            ragged = self.step.groups[group_index].ragged
+            known[group_index] = ragged.slots_before(group.window or 1, group.pool.block_size)
+        return known[group_index]
