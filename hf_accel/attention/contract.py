@@ -83,10 +83,13 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True)
 class PlannedAttention:
-    """The record that patch() leaves on an attention module: the backend that the plan chose, and its spec."""
+    """The record that patch() leaves on an attention module: the backend that the plan chose, its spec, and whether
+    the module was causal.
+    """
 
     backend: AttentionBackend
     spec: AttentionSpec
+    is_causal: bool = True
 
 
 def must_be_traced(*operands: Tensor | None) -> bool:

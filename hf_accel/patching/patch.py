@@ -255,8 +255,9 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
         if config._attn_implementation != ATTENTION_NAME:  # one that transformers does not know of
             config._attn_implementation_internal = ATTENTION_NAME
     for attention in todo.attention:
-        planned = PlannedAttention(attention.backend, attention.site.spec)
-        journal.attribute(attention.site.module, BACKEND_ATTRIBUTE, planned)
+        module, spec = attention.site.module, attention.site.spec
+        planned = PlannedAttention(attention.backend, spec, bool(getattr(module, "is_causal", True)))
+        journal.attribute(module, BACKEND_ATTRIBUTE, planned)
 
 
 def _fuse(todo: Plan, journal: Journal) -> None:

@@ -90,20 +90,26 @@ class Journal:
         """
         holders = self._holders(root)
         interrupt: KeyboardInterrupt | None = None
-        while self.writes:
+        done = False
+        while not done:
             try:
-                self._take_back(self.writes[-1], holders)
-                self.writes.pop()  # after, so that nothing is forgotten; to take a write back twice does no harm
+                while self.writes:
+                    self._take_back(self.writes[-1], holders)
+                    self.writes.pop()  # after, so that nothing is forgotten; to take a write back twice does no harm
+                done = True
             except KeyboardInterrupt as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
     def _holders(self, root: nn.Module | None) -> Holders:
-        """id of a module -> the modules that hold it now, and by which names."""
+        """id of a module -> the modules that hold it now, and by which names. The last ones are those that modules of
+        ours have replaced, which come back.
+        """
         owners = [write.owner for write in self.writes if write.container == "_modules"]
+        replaced = [write.old for write in self.writes if isinstance(write.old, nn.Module)]
         holders: Holders = {}
-        for parent in {m: None for top in (owners if root is None else [root]) for m in top.modules()}:
+        for parent in {m: None for top in (*(owners if root is None else [root]), *replaced) for m in top.modules()}:
             for name, child in parent._modules.items():
                 holders.setdefault(id(child), []).append((parent, name))
         return holders
@@ -126,8 +132,7 @@ class Journal:
             return entries, write.key
         places = holders.get(id(write.new), [])
         current = entries.get(write.key)
-        # Its owner may hold it and be out of the tree: another module has taken its place, and holds the same one.
-        if current is write.new or (not places and current is write.old):  # or it was taken back already
+        if (write.owner, write.key) in places or (not places and current is write.old):  # taken back already
             return entries, write.key
         if places:
             parent, name = places[0]

@@ -215,7 +215,7 @@ class Engine:
         refusal = stateful_refusal(functions, prompt, vocabulary_size(self.model))
         if refusal is not None:
             text = f"requests with this processor are decoded without drafts, because {refusal}; this is said once"
-            warn_once(state_of(self.model).generation, refusal, text, stack_level=5)
+            warn_once(state_of(self.model).generation, refusal, text)
         return refusal is None
 
     @property

@@ -31,7 +31,6 @@ from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
 from .model_runner import adopt_prefix, weights_salt
 from .refusals import (
-    STACK_LEVEL,
     call_refusal,
     changed_refusal,
     drafts_refusal,
@@ -147,7 +146,7 @@ class AcceleratedGeneration(WritesModelCard):
             return output
         if state.call is not None and state.call.requires_speculation:
             _refuse_speculation(refusal)
-        report_stock_loop(state, refusal, stack_level=STACK_LEVEL + 1)
+        report_stock_loop(state, refusal)
         if state.call is not None and state.call.own_cache:
             give_stock_cache(call)
         prepared = (call.input_ids, call.processors, call.criteria, call.config)

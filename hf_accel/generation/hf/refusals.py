@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -147,24 +148,24 @@ def _only_left_padded(mask: Tensor) -> bool:
 
 # -- reports: in the statistics of each call, and as a warning once ------------------------------------------
 
-STACK_LEVEL = 8  # the number of frames from a warning of _sample() to the line that calls generate()
+OURS = ("hf_accel", "transformers", "torch", "contextlib")  # code between a user's line and a warning
 
 
-def report_stock_loop(state: GenerationState, refusal: str, *, stack_level: int = STACK_LEVEL) -> None:
+def report_stock_loop(state: GenerationState, refusal: str) -> None:
     """Report that transformers' loop is used. Nothing is warned about that the plan says already, and if the user has
     chosen to have no paged cache."""
     _note(state, "loop", f"stock: {refusal}")
     if refusal not in (state.ragged_refusal, NO_PAGES):
         said = "; this is said once, and for each call in hf_accel.stats(model)['loop']"
         text = f"generate() runs transformers' own loop, which is slower, because {refusal}{said}"
-        warn_once(state, refusal, text, stack_level=stack_level)
+        warn_once(state, refusal, text)
 
 
 def report_no_drafts(state: GenerationState, refusal: str) -> None:
     _note(state, "drafts", f"none: {refusal}")
     said = "; this is said once, and for each call in hf_accel.stats(model)['drafts']"
     text = f"generate() decodes without drafts, because {refusal}{said}"
-    warn_once(state, refusal, text, stack_level=STACK_LEVEL + 1)
+    warn_once(state, refusal, text)
 
 
 def _note(state: GenerationState, name: str, text: str) -> None:
@@ -172,8 +173,11 @@ def _note(state: GenerationState, name: str, text: str) -> None:
         state.call.statistics[name] = text
 
 
-def warn_once(state: GenerationState, refusal: str, text: str, *, stack_level: int = STACK_LEVEL) -> None:
-    """Warn with `text`, but only once for each reason and model."""
+def warn_once(state: GenerationState, refusal: str, text: str) -> None:
+    """Warn with `text` at the user's line, but only once for each reason and model."""
     if refusal not in state.warned:
         state.warned.add(refusal)
-        warnings.warn(text, HfAccelWarning, stacklevel=stack_level)
+        frame, level = sys._getframe(), 1
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in OURS:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, HfAccelWarning, stacklevel=level)

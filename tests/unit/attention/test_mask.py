@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
-from hf_accel.attention.hf.mask import CausalMask, mask_forward, window_of
+from hf_accel.attention.hf.mask import CausalMask, as_known, mask_forward, window_of
 
 ROWS, QUERIES, KEYS, WINDOW = 2, 4, 6, 3
 COLUMNS = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
@@ -168,9 +168,19 @@ def all_to_all(*_: Any) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("changed", [{"q_offset": 9}, {"allow_is_causal_skip": False}, {"mask_function": all_to_all}])
+def test_a_mask_that_a_model_changes_is_known_no_longer() -> None:
+    asked = arguments(COLUMNS, window=WINDOW, queries=QUERIES) | {"allow_is_causal_skip": False}
+    mask = mask_forward(**asked)
+    assert as_known(mask) is not None
+    mask[..., -1] = True
+    expected = sdpa_mask(**asked)
+    expected[..., -1] = True
+    assert as_known(mask) is None and torch.equal(mask | False, expected)
+
+
+@pytest.mark.parametrize("changed", [{"q_offset": 9}, {"mask_function": all_to_all}])
 def test_another_kind_of_mask_is_stock_s(changed: dict[str, Any]) -> None:
-    """Queries behind the last column, a mask that a model changes, another function."""
+    """Queries behind the last column, another function."""
     asked = arguments(COLUMNS, window=WINDOW, queries=QUERIES) | changed
     mask = mask_forward(**asked)
     assert type(mask) is Tensor

@@ -252,7 +252,7 @@ def test_code_that_cannot_be_read_is_not_known() -> None:
         ("jetmoe", "JetMoeAttention", "changes K or V"),
         ("doge", "DogeAttention", "changes the mask"),
         ("inkling", "InklingAttention", "passes position_bias="),
-        ("hy_v4", "HYV4Attention", "passes indices="),
+        ("hy_v4", "HYV4Attention", None),
         ("git", "GitSelfAttention", "computes attention by itself"),
         ("mllama", "MllamaTextCrossAttention", "uses past_key_values.layers"),
         ("deepseek_v3", "DeepseekV3Attention", None),
