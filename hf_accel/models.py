@@ -12,6 +12,7 @@ from torch import nn
 
 from .errors import UnsupportedError
 from .tensors import is_sharded
+from .undo.journal import original_class
 
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -157,8 +158,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 def cache_name(model: object) -> str:
     """Return the name of the cache among the arguments of a model, patched or not."""
-    kind: Any = type(model)
-    return _cache_name(getattr(kind, "original_class", kind))
+    return _cache_name(original_class(model))
 
 
 @lru_cache(maxsize=256)

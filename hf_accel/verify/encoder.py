@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import HfAccelError, UnsupportedError
 from ..patching.check import transformers_model
 from ..patching.patch import is_patched, stock_twin
+from ..undo.journal import original_class
 from ..undo.state import state_of
 from .certificate import Agreement, Certificate, EncoderCost, PassVerdict
 from .encoded import compare_vectors, encoder_batches, encoder_vectors, padding_id
@@ -55,7 +56,7 @@ def verify_encoder(
 
 def unpatched_class(model: Any) -> Any:
     """Return the class that a model has when it is not patched."""
-    return getattr(type(model), "original_class", type(model))
+    return original_class(model)
 
 
 def _check(model: PreTrainedModel) -> None:

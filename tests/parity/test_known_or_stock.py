@@ -227,3 +227,22 @@ def test_attention_that_came_with_loading_has_a_stock_to_go_back_to() -> None:
     for ours, theirs in zip(weights, expected, strict=True):
         assert torch.allclose(ours.transpose(1, 2)[rows], theirs.transpose(1, 2)[rows], atol=1e-5)
     assert PADDING == 0
+
+
+def test_a_model_that_does_not_hand_on_its_cache() -> None:
+    """Each token would be computed as if it was the first one."""
+
+    class Forgets(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    stock, model = build("llama"), patched()
+    expected = tokens(stock, "single")
+    model.model = Forgets(model.model)
+    assert torch.equal(tokens(model, "single", use_cache=False), expected)
+    with pytest.raises(Exception, match="no layer of LlamaForCausalLM keeps anything"):
+        model.generate_batch([inputs("single")["input_ids"][0].tolist()], max_new_tokens=2)

@@ -60,6 +60,11 @@ class RaggedCache(CacheOverPages):
         self._slots_before: tuple[Step | None, dict[int, Tensor]] = (None, {})
         super().__init__(layers=self._lay_out(RaggedLayer, groups, groups_of_layer))
 
+    @property
+    def is_kept(self) -> bool:
+        """Return whether a layer has kept something in its pages, as those of a model that is given the cache do."""
+        return any(group.storages for group in self._groups)
+
     def step_for(self, layer: RaggedLayer, keys: Tensor) -> Step:
         return self.step
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from transformers import PreTrainedModel
 
 from ...recognition.generation_code import reads_dtype_of
 from ...undo.journal import Mixin, original_class
@@ -59,8 +60,12 @@ class _WithoutNumbers:
 
 
 def dtype_readers(model: nn.Module, quantized: Container[nn.Module]) -> Iterator[FusedSite]:
-    """Find the modules that read the dtype of the weight of a layer that is quantized."""
+    """Find the modules that read the dtype of the weight of a layer that is quantized, except for models: what
+    transformers has put around their code asks more of them than a stand-in has.
+    """
     for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            continue
         forward = original_class(module).forward
         layers = {key: child for key, child in module.named_children() if child in quantized}
         names = tuple(key for key in layers if reads_dtype_of(forward, key))

@@ -40,7 +40,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if torch.compiler.is_compiling() or is_compiled(model):
         return
     if args:
-        kwargs = dict(zip(_parameters(model.original_class), args, strict=False)) | kwargs
+        kwargs = dict(zip(_parameters(original_class(model)), args, strict=False)) | kwargs
     cache, ids = kwargs.get(state_of(model).generation.cache_name), kwargs.get("input_ids")
     _check_context(model, cache, kwargs)
     source = kwargs.get("inputs_embeds") if ids is None else ids
@@ -265,6 +265,8 @@ class ModelRunner:
         finally:
             self.cache.known_pass = None
         self.cache.check_read()
+        if not self.cache.is_kept:
+            raise NotRaggedError(f"no layer of {type(self.model).__name__} keeps anything in the cache of a pass")
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
 
