@@ -330,6 +330,23 @@ def test_a_window_in_the_models_masks_is_not_known(monkeypatch: pytest.MonkeyPat
     assert isinstance(operator_model(model), str)
 
 
+def test_a_model_whose_generated_tokens_see_padding() -> None:
+    """As those of GIT do without an image: its pages hold no padding that they could see."""
+
+    class SeesPadding(GPTJForCausalLM):
+        def forward(
+            self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+        ) -> Any:
+            if attention_mask is not None and input_ids.shape[1] < attention_mask.shape[1]:
+                attention_mask = torch.ones_like(attention_mask)
+            return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+
+    model = model_of("gptj")
+    assert isinstance(operator_model(model), OperatorModel)
+    model.__class__ = SeesPadding
+    assert isinstance(operator_model(model), str)
+
+
 def test_scores_without_a_mask_are_not_known() -> None:
     """A pass may have one token of each sequence alone, where a mask would hide nothing."""
     model = hf_accel.patch(model_of("gptj"), weights=None)

@@ -86,7 +86,7 @@ def attention_forward(
         bias = None if kwargs.get(POSITION_BIAS) is None else bias_over_pages(module, kwargs.pop(POSITION_BIAS), paged)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     ours = as_known(attention_mask)
-    if ours is not None and (query.shape[2] == 1 or _goes_by_the_step(module, paged)):
+    if ours is not None and (query.shape[2] == 1 or _follows_the_step(module, paged)):
         causal = True  # a last token sees all others
     columns = None if paged is not None else (query.shape[2], key.shape[2])
     unknown = _unknown(module, attention_mask, columns, causal=causal, kwargs=kwargs)
@@ -211,7 +211,7 @@ def _compressed(module: Any, query: Tensor, options: AttentionOptions, *, paged:
     return step.columns(out, query.shape[0])
 
 
-def _goes_by_the_step(module: nn.Module, paged: PagedKV | None) -> bool:
+def _follows_the_step(module: nn.Module, paged: PagedKV | None) -> bool:
     """Return whether a module that is not causal was so when it was planned, and a pass says what its tokens see.
 
     In such a pass the plan has read what they see from stock's masks.
