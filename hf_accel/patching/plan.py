@@ -14,6 +14,7 @@ from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
 from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
+from ..fused.hf.indexers import INDEXER
 from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, Dropped, FusedSite
 from ..fused.projections import UNLIMITED
@@ -172,6 +173,8 @@ class Plan(Printed):
         }
         if any(p.site.spec.window is not None for p in self.attention):
             clauses.add("attention within a window rounds by what the cache has dropped")
+        if any(site.kind == INDEXER for site in self.fused.sites):
+            clauses.add("an indexer's choice between nearly equal tokens depends on how a prompt is cut")
         if self.split is not None and self.agreement.size > 2:
             clauses.add("sums over more than two ranks round by their place in a pass")
         if self.context is not None:

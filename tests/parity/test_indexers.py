@@ -179,3 +179,9 @@ def test_other_code_is_not_known() -> None:
     assert "selects tokens by other indexers than those that are known" in reason
     hf_accel.patch(model, weights=None)
     assert [alone(model, prompt) for prompt in PROMPTS] == expected
+
+
+def test_the_plan_says_that_a_choice_depends_on_how_a_prompt_is_cut() -> None:
+    assert any("indexer's choice" in clause for clause in hf_accel.plan(model_of(), weights=None).variant)
+    with pytest.raises(hf_accel.UnsupportedError, match="indexer's choice"):
+        hf_accel.plan(model_of(), weights=None, deterministic=True)
