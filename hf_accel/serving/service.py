@@ -219,7 +219,8 @@ class Service:
         """Return the error that a client gets when its choice has failed with `error`."""
         if not self.engine.is_live:
             return unavailable(f"the engine has ended: {error}", RETRY_SECONDS)
-        return ApiError(500, f"the request failed: {error}")
+        status = 400 if isinstance(error, UnsupportedError) else 500
+        return ApiError(status, f"the request failed: {error}")
 
     def close(self) -> None:
         """End the engine, and with it all requests."""

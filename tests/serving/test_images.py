@@ -115,6 +115,12 @@ def test_answers_are_those_of_generate(running: Running, client: openai.OpenAI) 
     assert both.usage.prompt_tokens == one.usage.prompt_tokens + 4  # tokens of an image
 
 
+def test_words_that_stand_for_an_image_too_many(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="refuses this prompt: "):
+        asked(client, question(url(picture("red")), words="<image> import "))
+    assert asked(client, question()).choices[0].message.content  # it ends no other request
+
+
 def test_other_forms(running: Running, client: openai.OpenAI) -> None:
     """A stream, several choices, and /v1/responses."""
     red = url(picture("red"), "bmp")
