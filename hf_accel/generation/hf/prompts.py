@@ -86,6 +86,8 @@ def read_inputs(model: PreTrainedModel, tokens: list[int], inputs: RequestInputs
             inputs.prompt = request_inputs(model, tokens, inputs.unread)
         except NotRaggedError as error:
             raise UnsupportedError(f"this prompt cannot run ragged: {error}; use model.generate()") from error
+        except UnsupportedError:
+            raise
         except ValueError as error:  # as for another number of images than the tokens stand for
             raise UnsupportedError(f"{type(model).__name__} refuses this prompt: {error}") from error
     inputs.unread = None
