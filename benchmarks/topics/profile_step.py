@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_accel.cache.hf.layers import RaggedLayer
+from hf_accel.cache.hf.ragged import RaggedLayer
 from hf_accel.cli.measurement import time_generate
 from hf_accel.fused import layer_programme
 from hf_accel.fused.hf.layer_calls import TracedForward
