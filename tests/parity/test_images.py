@@ -255,6 +255,6 @@ def test_another_number_of_images_than_the_words_say_is_an_error_of_the_request(
     wrong = {**given, "pixel_values": given["pixel_values"].repeat(2, 1, 1, 1)}
     with Engine(patched(LLAVA)) as engine:
         bad, good = engine.submit(wrong, max_new_tokens=4), engine.submit(given, max_new_tokens=4)
-        with pytest.raises(UnsupportedError, match="refuses this prompt: .*do not match"):
+        with pytest.raises(UnsupportedError, match=r"refuses this prompt: .*do not match"):
             bad.result(WAIT)
         assert good.result(WAIT).tokens == expected(LLAVA, given, 4)

@@ -116,7 +116,7 @@ def test_answers_are_those_of_generate(running: Running, client: openai.OpenAI) 
 
 
 def test_words_that_stand_for_an_image_too_many(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="refuses the messages: .*image"):
+    with pytest.raises(openai.BadRequestError, match=r"refuses the messages: .*image"):
         asked(client, question(url(picture("red")), words="<image> import "))
     assert asked(client, question()).choices[0].message.content  # it ends no other request
 
