@@ -385,13 +385,27 @@ def _same_attentions(name: str, expected: list[Tensor], actual: list[Tensor], ma
 
 
 def _generates(name: str, *, settings: Callable[[Case], dict[str, Any]], shapes: str = "padded") -> None:
-    """shapes: "padded", the batch of it; "alone", its longest prompt; "all", over_shapes."""
+    """shapes: "padded", the batch of it; "all", over_shapes."""
 
     @feature(name, *GENERATING)
     def compare(case: Case) -> Outcome:
         if shapes == "all":
             return over_shapes(case, lambda inputs: _same_text(case, inputs, settings))
-        return _same_text(case, case.prompts(alone=shapes == "alone"), settings)
+        return _same_text(case, case.prompts(), settings)
+
+
+def _drafts(name: str, settings: Callable[[Case], dict[str, Any]]) -> None:
+    """settings: with which transformers drafts, which should change no token of greedy search."""
+
+    @feature(name, *GENERATING)
+    def compare(case: Case) -> Outcome:
+        inputs = case.prompts(alone=True)
+        try:
+            return _same_text(case, inputs, settings)
+        except Wrong:
+            greedy = by_stock(lambda: generate(case.stock, inputs, return_dict_in_generate=True, output_logits=True))
+            same_tokens(greedy, generate(case.patched, inputs, **settings(case)), _prompt_columns(case, inputs))
+            raise StockCannot("its drafts change its own greedy tokens") from None
 
 
 def _same_text(case: Case, inputs: dict[str, Tensor], settings: Callable[[Case], dict[str, Any]]) -> Outcome:
@@ -440,8 +454,8 @@ def _same_beams(case: Case, inputs: dict[str, Tensor]) -> Outcome:
 
 _generates("no cache", settings=lambda case: {"use_cache": False})
 _generates("static cache", settings=lambda case: {"cache_implementation": "static"}, shapes="all")
-_generates("prompt lookup", settings=lambda case: {"prompt_lookup_num_tokens": 3}, shapes="alone")
-_generates("assistant", settings=lambda case: {"assistant_model": case.fresh(seed=1)}, shapes="alone")
+_drafts("prompt lookup", lambda case: {"prompt_lookup_num_tokens": 3})
+_drafts("assistant", lambda case: {"assistant_model": case.fresh(seed=1)})
 
 
 @feature("image: forward", "vision")
