@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -52,6 +53,7 @@ def stock_attention(
     """
     name, eager = name_before_patch(module), eager_function(module)
     weights = bool(options.get("output_attentions")) or collects_attentions()
+    weights = weights and (eager is None or query.shape[1] == kv.k.shape[1] or _shares_heads(eager))
     if eager is None or (name != EAGER and not weights):
         function = AttentionInterface()[SDPA if name == EAGER else name]
         result = function(module, query, kv.k, kv.v, None if left_out else mask, **options)
@@ -62,6 +64,12 @@ def stock_attention(
         options["scaling"] = query.shape[-1] ** -0.5
     out, scores = eager(module, query, kv.k, kv.v, full, **options)
     return out, scores
+
+
+def _shares_heads(eager: Any) -> bool:
+    """Return whether an eager function repeats heads of keys. That of some files is for layers with as many heads."""
+    code = getattr(inspect.unwrap(eager), "__code__", None)
+    return code is None or any("repeat" in name or name == "expand" for name in code.co_names)
 
 
 def _is_causal(module: nn.Module, name: str, options: dict[str, Any]) -> bool:
