@@ -10,10 +10,9 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...cache.hf import RaggedCache
+from ...cache.hf import RaggedCache, TokensBefore
 from ...recognition.code import code_of
 from ...recognition.source import tree_of
 from ...undo.journal import Mixin, original_class
@@ -26,7 +25,7 @@ IN_STEPS = f"torch.floor((positions.float() + 1.0) / self.{STEPS})"  # the one u
 
 
 class CountedCache:
-    """A RaggedCache to whose `get_seq_length` numbers 0, 1, .. are added."""
+    """A RaggedCache that answers how many tokens are before each token of a pass."""
 
     def __init__(self, cache: RaggedCache) -> None:
         self._cache = cache
@@ -34,10 +33,9 @@ class CountedCache:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return the position of each of N tokens less its number in the pass, [N] int64."""
-        positions = self._cache.positions
-        return positions - torch.arange(len(positions), device=positions.device)
+    def get_seq_length(self, layer_idx: int = 0) -> TokensBefore:
+        """Return what makes the numbers 0, 1, .. of a pass, added to it, the position of each token."""
+        return TokensBefore(self._cache.positions)
 
 
 class CountedAttention(Mixin):
