@@ -52,7 +52,7 @@ WRITERS = {
     "fused.hf.state_spaces": {"class", "dict"},
     "fused.hf.sites": {"class", "dict"},
     "patching.twin": {"dict"},
-    "patching.encoder_decoder_survey": {"dict"},
+    "patching.decoder_survey": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},
     # notes on a tensor of one forward pass, and on a process that is being started

@@ -38,7 +38,7 @@ from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
 from ..tensors import model_device
-from .encoder_decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
+from .decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.

@@ -17,7 +17,7 @@ from ..fused.hf.recurrences import state_sites
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.prompts import own_methods, text_form
 from .attention_survey import known_operators
-from .encoder_decoder_survey import counts_padding, rows_hidden_in
+from .decoder_survey import counts_padding, rows_hidden_in
 from .plan import FusedPlan, LinearPlan
 
 
