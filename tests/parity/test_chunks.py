@@ -13,21 +13,20 @@ from transformers.masking_utils import create_chunked_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_accel
-from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+from hf_accel import CacheConfig, PagedCache, UnsupportedError
 from hf_accel.attention.hf.mask import CausalMask, as_known, chunk_of
 from hf_accel.cache.chunks import chunks_of
 from hf_accel.fused.hf.counted_positions import CountedAttention
 
 from .families import VOCABULARY
 from .snapshot import snapshot
-from .speculating import OracleDrafter, requests
 from .together import (
     NEW_TOKENS,
     PROMPTS,
-    WAIT,
     alone,
+    check_preemption,
+    check_programme,
     check_sampling,
-    check_served,
     check_together,
     in_passes,
     padded,
@@ -73,25 +72,11 @@ def test_random_programmes_of_requests(seed: int) -> None:
     own |= {"floor_scale": numbers.choice([3, 10, 1000]), "use_qk_norm": numbers.random() < 0.5}
     own |= {"num_key_value_heads": numbers.choice([1, 2, 4]), "attn_temperature_tuning": seed != 2}
     model = model_of(attention_chunk_size=chunk, **own)
-    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
-    lengths = [numbers.randint(1, 30) for _ in prompts]
-    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
-    cache = CacheConfig(block_size=numbers.choice([1, 2, 4]), max_tokens=numbers.choice([160, 400]))
-    hf_accel.patch(model, weights=None, cache=cache)
-    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
-    speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 3, 6])) if seed % 2 else None
-    check_served(model, prompts, expected, speculative=speculative, token_budget=numbers.choice([None, 7, 64]))
+    check_programme(model, numbers, block_sizes=[1, 2, 4], seed=seed)
 
 
 def test_preemption_and_shared_prefixes() -> None:
-    model = model_of(floor_scale=6)
-    expected = [alone(model, prompt, 40) for prompt in PROMPTS]
-    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=140))
-    with Engine(model) as engine:
-        for _ in range(2):
-            jobs = [engine.submit(prompt, max_new_tokens=40) for prompt in PROMPTS]
-            assert [job.result(WAIT).tokens for job in jobs] == expected
-        assert engine.stats["preemptions"] > 0 and engine.stats["prefix_hits"] > 0
+    check_preemption(model_of(floor_scale=6))
 
 
 def test_padding_that_transformers_counts() -> None:

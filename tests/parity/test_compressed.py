@@ -21,7 +21,20 @@ from hf_accel.kernels.layouts import Ragged
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import OracleDrafter, requests
-from .together import NEW_TOKENS, PROMPTS, WAIT, alone, check_sampling, check_together, in_passes, padded, together
+from .together import (
+    NEW_TOKENS,
+    PROMPTS,
+    WAIT,
+    alone,
+    check_forks,
+    check_preemption,
+    check_sampling,
+    check_together,
+    check_weights_of_attention,
+    in_passes,
+    padded,
+    together,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -96,14 +109,7 @@ def test_named_drafters(drafter: str) -> None:
 
 
 def test_preemption_and_shared_prefixes() -> None:
-    model = model_of("DeepseekV3")
-    expected = [alone(model, prompt, 40) for prompt in PROMPTS]
-    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=140))
-    with Engine(model) as engine:
-        for _ in range(2):
-            jobs = [engine.submit(prompt, max_new_tokens=40) for prompt in PROMPTS]
-            assert [job.result(WAIT).tokens for job in jobs] == expected
-        assert engine.stats["preemptions"] > 0 and engine.stats["prefix_hits"] > 0
+    check_preemption(model_of("DeepseekV3"))
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
@@ -134,26 +140,11 @@ def test_passes_over_a_paged_cache(side: str, cuts: list[int], gradients: bool) 
 
 
 def test_attention_weights_are_stocks() -> None:
-    model, ids = model_of(attn_implementation="eager"), torch.randint(1, VOCABULARY, (2, 9))
-    expected = model(ids, output_attentions=True).attentions
-    hf_accel.patch(model, weights=None)
-    found = model(ids, output_attentions=True, past_key_values=PagedCache(model.config)).attentions
-    for theirs, ours in zip(expected, found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    check_weights_of_attention(model_of(attn_implementation="eager"), torch.randint(1, VOCABULARY, (2, 9)))
 
 
 def test_a_cache_goes_back_and_forks() -> None:
-    model = hf_accel.patch(model_of(), weights=None)
-    ids = torch.randint(1, VOCABULARY, (2, 30))
-    whole = model(ids).logits
-    cache = PagedCache(model.config)
-    model(ids[:, :20], past_key_values=cache)
-    fork = copy.deepcopy(cache)
-    model(torch.randint(1, VOCABULARY, (2, 5)), past_key_values=cache)
-    cache.crop(-5)
-    for each in (cache, fork):
-        logits = model(ids[:, 20:], past_key_values=each).logits
-        torch.testing.assert_close(logits, whole[:, 20:], rtol=1e-4, atol=1e-4)
+    check_forks(hf_accel.patch(model_of(), weights=None))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from hf_accel.fused.hf.convolutions import PagedConvolution, is_known_convolutio
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import OracleDrafter, requests
-from .together import PROMPTS, WAIT, alone, check_sampling, check_together, in_passes, padded, together
+from .together import PROMPTS, WAIT, alone, check_forks, check_sampling, check_together, in_passes, padded, together
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
@@ -96,17 +95,7 @@ def test_passes_over_a_paged_cache(side: str, cuts: list[int]) -> None:
 
 
 def test_a_cache_goes_back_and_forks() -> None:
-    model = hf_accel.patch(model_of(tokens=4), weights=None)
-    ids = torch.randint(1, VOCABULARY, (2, 30))
-    whole = model(ids).logits
-    cache = PagedCache(model.config)
-    model(ids[:, :20], past_key_values=cache)
-    fork = copy.deepcopy(cache)
-    model(torch.randint(1, VOCABULARY, (2, 5)), past_key_values=cache)
-    cache.crop(-5)
-    for each in (cache, fork):
-        logits = model(ids[:, 20:], past_key_values=each).logits
-        torch.testing.assert_close(logits, whole[:, 20:], rtol=1e-4, atol=1e-4)
+    check_forks(hf_accel.patch(model_of(tokens=4), weights=None))
 
 
 def test_inputs_of_convolutions_are_never_quantized() -> None:

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import hf_accel
-from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
+from hf_accel import PagedCache
 from hf_accel.cache.hf.state_sizes import state_sizes
 from hf_accel.fused.hf.delta_attention import DeltaAttention
 from hf_accel.fused.hf.recurrences import known_recurrence
@@ -20,8 +20,16 @@ from hf_accel.kernels.cpu import refusal
 
 from .families import VOCABULARY
 from .snapshot import snapshot
-from .speculating import OracleDrafter, requests
-from .together import PROMPTS, WAIT, alone, check_sampling, check_served, check_together, in_passes, together
+from .together import (
+    PROMPTS,
+    alone,
+    check_preemption,
+    check_programme,
+    check_sampling,
+    check_together,
+    in_passes,
+    together,
+)
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
 
@@ -89,25 +97,11 @@ def test_random_programmes_of_requests(seed: int) -> None:
     else:
         own |= {"linear_num_heads": numbers.choice([1, 3]), "linear_head_dim": numbers.choice([4, 20])}
     model = model_of(kind, layers, **own)
-    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
-    lengths = [numbers.randint(1, 30) for _ in prompts]
-    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
-    cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([160, 400]))
-    hf_accel.patch(model, weights=None, cache=cache)
-    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
-    speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 3, 6])) if seed % 2 else None
-    check_served(model, prompts, expected, speculative=speculative, token_budget=numbers.choice([None, 7, 64]))
+    check_programme(model, numbers, block_sizes=[1, 4, 16], seed=seed)
 
 
 def test_preemption_and_shared_prefixes() -> None:
-    model = model_of()
-    expected = [alone(model, prompt, 40) for prompt in PROMPTS]
-    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=140))
-    with Engine(model) as engine:
-        for _ in range(2):
-            jobs = [engine.submit(prompt, max_new_tokens=40) for prompt in PROMPTS]
-            assert [job.result(WAIT).tokens for job in jobs] == expected
-        assert engine.stats["preemptions"] > 0 and engine.stats["prefix_hits"] > 0
+    check_preemption(model_of())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -12,14 +11,24 @@ import transformers
 from torch import Tensor
 
 import hf_accel
-from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
+from hf_accel import PagedCache
 from hf_accel.attention.hf.selected import masked
 from hf_accel.fused.hf.indexers import PagedIndexer, is_known_indexer
 
 from .families import VOCABULARY
 from .snapshot import snapshot
-from .speculating import OracleDrafter, requests
-from .together import PROMPTS, WAIT, alone, check_sampling, check_served, check_together, in_passes, together
+from .together import (
+    PROMPTS,
+    alone,
+    check_forks,
+    check_preemption,
+    check_programme,
+    check_sampling,
+    check_together,
+    check_weights_of_attention,
+    in_passes,
+    together,
+)
 
 # Many heads of an indexer: where each of them gives a key nothing, keys are equal, and it is chance which is selected.
 SIZES: dict[str, Any] = {
@@ -60,25 +69,11 @@ def test_random_programmes_of_requests(seed: int) -> None:
     numbers = random.Random(seed)
     sizes = {"kv_lora_rank": (8, 18), "index_topk": (3, 12, 40), "index_n_heads": (24, 40), "index_head_dim": (8, 12)}
     model = model_of([*KINDS][seed % len(KINDS)], **{name: numbers.choice(given) for name, given in sizes.items()})
-    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
-    lengths = [numbers.randint(1, 30) for _ in prompts]
-    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
-    cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([160, 400]))
-    hf_accel.patch(model, weights=None, cache=cache)
-    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
-    speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 3, 6])) if seed % 2 else None
-    check_served(model, prompts, expected, speculative=speculative, token_budget=numbers.choice([None, 7, 64]))
+    check_programme(model, numbers, block_sizes=[1, 4, 16], seed=seed)
 
 
 def test_preemption_and_shared_prefixes() -> None:
-    model = model_of()
-    expected = [alone(model, prompt, 40) for prompt in PROMPTS]
-    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=140))
-    with Engine(model) as engine:
-        for _ in range(2):
-            jobs = [engine.submit(prompt, max_new_tokens=40) for prompt in PROMPTS]
-            assert [job.result(WAIT).tokens for job in jobs] == expected
-        assert engine.stats["preemptions"] > 0 and engine.stats["prefix_hits"] > 0
+    check_preemption(model_of())
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -96,26 +91,11 @@ def test_passes_over_a_paged_cache(side: str, cuts: list[int]) -> None:
 
 
 def test_attention_weights_are_stocks() -> None:
-    model, ids = model_of(attn_implementation="eager"), torch.randint(1, VOCABULARY, (2, 20))
-    expected = model(ids, output_attentions=True).attentions
-    hf_accel.patch(model, weights=None)
-    found = model(ids, output_attentions=True, past_key_values=PagedCache(model.config)).attentions
-    for theirs, ours in zip(expected, found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    check_weights_of_attention(model_of(attn_implementation="eager"), torch.randint(1, VOCABULARY, (2, 20)))
 
 
 def test_a_cache_goes_back_and_forks() -> None:
-    model = hf_accel.patch(model_of(), weights=None)
-    ids = torch.randint(1, VOCABULARY, (2, 30))
-    whole = model(ids).logits
-    cache = PagedCache(model.config)
-    model(ids[:, :20], past_key_values=cache)
-    fork = copy.deepcopy(cache)
-    model(torch.randint(1, VOCABULARY, (2, 5)), past_key_values=cache)
-    cache.crop(-5)
-    for each in (cache, fork):
-        logits = model(ids[:, 20:], past_key_values=each).logits
-        torch.testing.assert_close(logits, whole[:, 20:], rtol=1e-3, atol=1e-3)
+    check_forks(hf_accel.patch(model_of(), weights=None), near=1e-3)
 
 
 def test_a_model_that_is_not_patched_reads_what_it_wrote() -> None:

@@ -31,6 +31,7 @@ from .together import (
     PROMPTS,
     WAIT,
     alone,
+    check_forks,
     check_sampling,
     check_served,
     check_together,
@@ -189,18 +190,7 @@ def test_padding_behind_tokens_stays_on_transformers_cache() -> None:
 
 
 def test_a_cache_goes_back_and_forks() -> None:
-    model = hf_accel.patch(model_of(), weights=None)
-    ids = torch.randint(1, VOCABULARY, (2, 30))
-    whole = model(ids).logits
-    cache = PagedCache(model.config)
-    model(ids[:, :20], past_key_values=cache)
-    fork = copy.deepcopy(cache)
-    model(torch.randint(1, VOCABULARY, (2, 5)), past_key_values=cache)
-    cache.crop(-3)
-    cache.crop(-2)
-    for each in (cache, fork):
-        logits = model(ids[:, 20:], past_key_values=each).logits
-        torch.testing.assert_close(logits, whole[:, 20:], rtol=1e-4, atol=1e-4)
+    check_forks(hf_accel.patch(model_of(), weights=None), crops=(3, 2))
 
 
 def test_a_state_that_was_not_kept() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +11,10 @@ import torch
 from torch import Tensor
 
 import hf_accel
-from hf_accel import Engine
+from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
 
-from .speculating import requests
+from .families import VOCABULARY
+from .speculating import OracleDrafter, requests
 
 PROMPTS = requests(5, longest=40, seed=6, shared=9)
 NEW_TOKENS = 20
@@ -77,6 +80,59 @@ def check_served(model: Any, prompts: Sequence[list[int]], expected: Sequence[li
         samples = engine.submit(prompts[1], max_new_tokens=lengths[1], n=3)
         assert [sample.tokens for sample in samples.results(WAIT)] == [expected[1]] * 3
     assert engine.stats["blocks_used"] == 0
+
+
+def check_programme(model: Any, numbers: random.Random, *, block_sizes: Sequence[int], seed: int) -> None:
+    """Patch a model, and require its tokens for requests of random lengths, with random drafts, pools and chunks.
+
+    numbers: draws them. Requests with an odd seed have drafts.
+    """
+    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
+    lengths = [numbers.randint(1, 30) for _ in prompts]
+    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
+    cache = CacheConfig(block_size=numbers.choice(block_sizes), max_tokens=numbers.choice([160, 400]))
+    hf_accel.patch(model, weights=None, cache=cache)
+    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
+    speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 3, 6])) if seed % 2 else None
+    check_served(model, prompts, expected, speculative=speculative, token_budget=numbers.choice([None, 7, 64]))
+
+
+def check_preemption(model: Any) -> None:
+    """Patch a model with a small pool, and require its tokens of an Engine that preempts and shares prefixes."""
+    expected = [alone(model, prompt, 40) for prompt in PROMPTS]
+    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=140))
+    with Engine(model) as engine:
+        for _ in range(2):
+            jobs = [engine.submit(prompt, max_new_tokens=40) for prompt in PROMPTS]
+            assert [job.result(WAIT).tokens for job in jobs] == expected
+        assert engine.stats["preemptions"] > 0 and engine.stats["prefix_hits"] > 0
+
+
+def check_forks(model: Any, *, near: float = 1e-4, crops: Sequence[int] = (5,)) -> None:
+    """Require of a patched model that its cache goes back, and that a copy of it goes on by itself.
+
+    crops: five columns, taken back in so many steps.
+    """
+    ids = torch.randint(1, VOCABULARY, (2, 30))
+    whole = model(ids).logits
+    cache = PagedCache(model.config)
+    model(ids[:, :20], past_key_values=cache)
+    fork = copy.deepcopy(cache)
+    model(torch.randint(1, VOCABULARY, (2, 5)), past_key_values=cache)
+    for count in crops:
+        cache.crop(-count)
+    for each in (cache, fork):
+        logits = model(ids[:, 20:], past_key_values=each).logits
+        torch.testing.assert_close(logits, whole[:, 20:], rtol=near, atol=near)
+
+
+def check_weights_of_attention(model: Any, ids: Tensor) -> None:
+    """Patch a model of eager attention, and require the attention weights that it gave before, over pages."""
+    expected = model(ids, output_attentions=True).attentions
+    hf_accel.patch(model, weights=None)
+    found = model(ids, output_attentions=True, past_key_values=PagedCache(model.config)).attentions
+    for theirs, ours in zip(expected, found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def check_sampling(model: Any) -> None:
