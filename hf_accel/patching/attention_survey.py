@@ -13,9 +13,9 @@ from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.latents import is_known_expansion
 from ..attention.hf.stock import (
-    answer_once,
     attention_refusals,
     eager_agrees,
+    module_codes,
     modules_outside,
     stock_implementation,
     stock_parts,
@@ -32,6 +32,7 @@ from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
+from ..recognition.asked import answer_once
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
@@ -50,6 +51,10 @@ WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask
 
 def model_attention_refusal(model: PreTrainedModel) -> str | None:
     """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
+    return answer_once(_model_attention_refusal, model)
+
+
+def _model_attention_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
@@ -74,6 +79,10 @@ def attends_nowhere(model: PreTrainedModel) -> bool:
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """List the modules that call an attention function of transformers' interface, without parts that keep theirs."""
+    return list(answer_once(_attention_modules, model))
+
+
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
@@ -102,8 +111,8 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         return operator_refusal(model, refusal)
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
-    for module in model.modules():
-        unpaged = code_of(module).unpaged
+    for _, module, code in module_codes(model):
+        unpaged = code.unpaged
         if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
             continue
         known = known_recurrence(module)
@@ -261,6 +270,10 @@ class AttentionSite:
 
 def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
     """List the decoder's self-attention modules, with what each needs of a backend."""
+    return list(answer_once(_attention_sites, model, quantized_kv))
+
+
+def _attention_sites(model: PreTrainedModel, quantized_kv: bool) -> list[AttentionSite]:
     config = layers_config(model.config)
     try:
         windows = model_kinds(config).mask_windows

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
-from ..attention.hf.stock import answer_once, stock_implementation
+from ..attention.hf.stock import stock_implementation
 from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
 from ..cache.hf.kinds import LayerKind, model_kinds
@@ -30,6 +30,7 @@ from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
 from ..generation.hf.model_runner import ModelRunner, counts_positions
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import layers_config
+from ..recognition.asked import answer_once
 from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
