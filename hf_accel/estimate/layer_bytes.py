@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,8 @@ from ..models import head_dim, num_kv_heads
 class AttentionLayer:
     """One layer that attends; `tokens` are what a query sees of a sequence (at most the layer's window).
 
-    caches: whether it keeps keys and values for later tokens; else each query sees tokens on both sides.
+    caches: whether it keeps keys and values for later tokens; else each query sees tokens on both sides. is_fixed:
+    whether they are of an input of one length, as the frames of a sound, however long the context is.
     """
 
     heads: int
@@ -27,6 +28,7 @@ class AttentionLayer:
     head_dim: int
     tokens: int
     caches: bool = True
+    is_fixed: bool = False
 
     def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
         """Return the bytes of the keys and values of one sequence.
@@ -50,6 +52,17 @@ class AttentionLayer:
         if self.caches:
             pairs -= self.tokens * (self.tokens - 1) // 2
         return 4 * self.heads * self.head_dim * pairs
+
+
+class SourceLayer(AttentionLayer):
+    """One layer of a decoder that attends to an encoder's output, of which it keeps keys and values once.
+
+    tokens: those of the source.
+    """
+
+    def prefill_operations(self, context: int) -> int:
+        """Return the operations of the first token, which is all that a decoder computes with its source."""
+        return self.decode_operations
 
 
 class ConvolutionLayer(AttentionLayer):
@@ -118,6 +131,23 @@ def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
     window = getattr(config, "local_attention", None) or context  # ModernBERT's, of both sides together
     seen = {True: min(context, window), False: context}
     return [_layer(config, tokens=seen["sliding" in kind], caches=False) for kind in kinds]
+
+
+def encoder_decoder_layers(config: Any, *, context: int, source: int | None) -> list[AttentionLayer]:
+    """Return the layers of an encoder, and those of its decoder: each attends to its own tokens and to the source.
+
+    context: tokens of the decoder. source: those of the encoder's input if it has one length; None: the context.
+    """
+    tokens, fixed = source or context, source is not None
+    encoder, decoder = config.get_text_config(encoder=True), config.get_text_config(decoder=True)
+    count = getattr(decoder, "num_decoder_layers", None) or decoder.num_hidden_layers  # T5 has both
+    kept = attention_layers(decoder, context=context)
+    own = [kept[min(index, len(kept) - 1)] for index in range(count)]
+    shape = _layer(decoder, tokens=tokens)
+    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    crossing = [SourceLayer(**sizes, tokens=tokens, is_fixed=fixed) for _ in range(count)]
+    read = [replace(layer, is_fixed=fixed) for layer in encoder_layers(encoder, context=tokens)]
+    return [*read, *own, *crossing]
 
 
 def _convolution(config: Any, *, tokens: int) -> AttentionLayer:

@@ -184,8 +184,12 @@ def _reuse_refusal(model: PreTrainedModel) -> str | None:
     indexers = sum(kind.indexes for own in kinds for kind in own)
     if indexers and indexers != sum(map(is_known_indexer, model.modules())):
         return f"{type(model).__name__} selects tokens by other indexers than those that are known"
+    # The layers of an encoder, of which there may be more than of its decoder, keep nothing.
+    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
     for site in attention_sites(model, quantized_kv=False):
         index: Any = site.module.layer_idx
+        if site.module in encoder:
+            continue
         if (index >= len(kinds) or not kinds[index]) and not code_of(site.module).reuses:
             return f"{type(site.module).__name__} keeps no keys and values, and attends to some in a way of its own"
     return None
