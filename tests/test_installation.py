@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from hf_accel.cli.serve import NEEDED
 from hf_accel.kernels.cpu.build import BuildError, find_compiler
 
 ROOT = Path(__file__).parent.parent
@@ -210,3 +215,43 @@ def test_source_distribution(tree: Path, tmp_path: Path) -> None:
     sources = {str(p.relative_to(tree)) for p in (tree / KERNELS / "src").rglob("*") if p.is_file()}
     assert {"setup.py", "pyproject.toml", "LICENSE", "NOTICE", str(KERNELS / "build.py")} | sources <= names
     assert str(LIBRARY) not in names
+
+
+# -- extras ------------------------------------------------------------------------------------------------
+
+MODULES = {"PIL": "pillow"}  # names of packages that are not those of their modules
+# What an extra of transformers brings through its own packages, which need them to work at all.
+BROUGHT = {"starlette": "fastapi", "pydantic": "fastapi", "pydantic_core": "fastapi"}
+
+
+def requirements(lines: list[str]) -> set[str]:
+    """The names of packages, with those of transformers' own extra in place of its name."""
+    found: set[str] = set()
+    for line in lines:
+        name, extra = re.match(r"([\w.-]+)(?:\[(\w+)\])?", line).groups()  # type: ignore[union-attr]
+        if extra is not None:
+            asked = [each for each in metadata.requires(name) or () if f"extra == '{extra}'" in each.replace('"', "'")]
+            found |= requirements(asked)
+        found.add(name.lower().replace("-", "_"))
+    return found
+
+
+def imported(folder: Path) -> set[str]:
+    """The first parts of the modules that the files of a folder import by their whole names."""
+    found: set[str] = set()
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(str(node.module).partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"hf_accel"}
+
+
+def test_the_serve_extra_has_what_the_server_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    there = requirements([*project["dependencies"], *project["optional-dependencies"]["serve"]])
+    names = {MODULES.get(name, BROUGHT.get(name, name)) for name in imported(ROOT / "hf_accel" / "serving")}
+    assert {"pillow", "prometheus_client", "fastapi"} <= names
+    assert names - {"tokenizers"} <= there, names - there  # which transformers itself needs
+    assert {MODULES.get(name, name) for name in NEEDED} <= there

@@ -80,7 +80,7 @@ def _checked_topic(topic: str | None, path: str) -> str:
     if topic == "encode" and not encodes:
         raise BadInputError(f"bench encode is for encoders, and {path} is none; choose another topic")
     if topic != "encode":
-        check_text_model(path, "bench", decoder_only=True)
+        check_text_model(path, "bench")
     return topic
 
 

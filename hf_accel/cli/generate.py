@@ -36,7 +36,7 @@ def generate(
     *,
     asked: Asked,
 ) -> None:
-    """Write on from a prompt, token by token as they come.
+    """Write on from a prompt, or from what an encoder reads of it, token by token as they come.
 
     Without options, the model's generation_config.json decides how tokens are chosen.
 
@@ -69,7 +69,8 @@ def generate(
         **sampling_of(model.generation_config, given, seed=seed),
         **({"stop_strings": stop, "tokenizer": tokenizer} if stop else {}),
     )  # fmt: skip
-    new = output[0, inputs["input_ids"].shape[1] :].tolist()
+    begun = model.config.is_encoder_decoder  # with a token of its own; the prompt was for the encoder
+    new = output[0, 1 if begun else inputs["input_ids"].shape[1] :].tolist()
     if asked.output.json:
         statistics = {name: value for name, value in hf_accel.stats(model).items() if not isinstance(value, list)}
         written = tokenizer.decode(new, skip_special_tokens=True)

@@ -74,12 +74,17 @@ def time_generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, streamer=stopwatch, **length, **keywords
     )
     total = time.perf_counter() - start
-    assert output.shape[1] == prompt.shape[1] + num_new
+    assert output.shape[1] == begun_with(model, prompt) + num_new
     first, last = stopwatch.times[1], stopwatch.times[-1]  # the prompt is handed out before
     per_step = (last - first) / max(1, num_new - 1)
     if prompt.device.type != "cpu" and num_new > 1:
         per_step = statistics.median(later - sooner for sooner, later in pairwise(stopwatch.times[1:]))
     return Generation(total, first - start, per_step)
+
+
+def begun_with(model: Any, prompt: Tensor) -> int:
+    """Return how many tokens of generate()'s rows are not new: those of a prompt [B, T], or one of a decoder's own."""
+    return 1 if model.config.is_encoder_decoder else prompt.shape[1]
 
 
 def finish(device: str) -> None:
@@ -238,7 +243,8 @@ class Served:
 
 
 def one_padded_batch(model: Any, workload: Requests) -> Served:
-    """Run one generate() over all prompts, padded on the left, until the longest has ended.
+    """Run one generate() over all prompts, padded on the left (for an encoder on the right), until the longest has
+    ended.
 
     Tokens after a row's own end are dropped, which costs nothing: only ending rows one by one would be faster, and
     generate() cannot.
@@ -246,11 +252,14 @@ def one_padded_batch(model: Any, workload: Requests) -> Served:
     width = max(map(len, workload.prompts))
     rows = [[0] * (width - len(prompt)) + prompt for prompt in workload.prompts]
     seen = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in workload.prompts]
+    if model.config.is_encoder_decoder:
+        rows = [prompt + [0] * (width - len(prompt)) for prompt in workload.prompts]
+        seen = [one[::-1] for one in seen]
     ids, mask = (torch.tensor(numbers, device=model.device) for numbers in (rows, seen))
     start = time.perf_counter()
     output = model.generate(ids, attention_mask=mask, generation_config=greedy_config(max(workload.lengths)))
     seconds = time.perf_counter() - start
-    found = output[:, width:].tolist()
+    found = output[:, begun_with(model, ids) :].tolist()
     return Served(seconds, [row[:length] for row, length in zip(found, workload.lengths, strict=True)])
 
 

@@ -90,11 +90,8 @@ def _first(text: str) -> str:
     return re.split(r"(?<=[a-z)'])\. ", text, maxsplit=1)[0].rstrip(".") or "no reason given"
 
 
-def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> None:
-    """Raise BadInputError for a model that does not write on from a text, before its weights are loaded.
-
-    decoder_only: whether one with an encoder is refused too.
-    """
+def check_text_model(path: str, command: str) -> None:
+    """Raise BadInputError for a model that writes nothing from a text, before its weights are loaded."""
     place = checked_path(path)
     if place.endswith(".gguf"):
         return
@@ -103,8 +100,7 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
     from hf_accel.estimate.shapes import class_of
 
     with explained(path):
-        config = AutoConfig.from_pretrained(place)
-        kind = class_of(config)
+        kind = class_of(AutoConfig.from_pretrained(place))
     if not issubclass(kind, PreTrainedModel):  # an auto class, which finds out
         return
     where = f"{command}: {kind.__name__}"
@@ -117,10 +113,6 @@ def check_text_model(path: str, command: str, *, decoder_only: bool = False) -> 
         raise BadInputError(
             f"{where} starts from {kind.main_input_name} and not from a text; call its generate() in Python, after "
             "hf_accel.patch(model)"
-        )
-    if decoder_only and config.is_encoder_decoder:
-        raise BadInputError(
-            f"{where} has an encoder, and this command is for decoder-only models; hf-accel generate runs it"
         )
 
 

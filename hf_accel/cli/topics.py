@@ -205,17 +205,22 @@ def tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
 @torch.no_grad()
 def memory(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes) -> list[dict[str, Any]]:
     """Measure bytes of weights, and of keys and values after a prompt. ratio: to stock's."""
-    prompt: Any = tokens(model, sizes.batch, sizes.context)
-    stock: Any = DynamicCache(config=model.config)
-    model(input_ids=prompt, past_key_values=stock, use_cache=True, logits_to_keep=1)
     plan = hf_accel.plan(model, **keywords)
     held = {"weights": (plan.bytes_before, plan.bytes_after)}
-    stock_kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
-    patched: Any = hf_accel.patch(twin(model), **{**keywords, "keep_original": True})
-    patched.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
-    held["keys and values"] = (stock_kv, int(hf_accel.stats(patched).get("kv_bytes", stock_kv)))
+    if not model.config.is_encoder_decoder:  # which keeps nothing after an answer, since no other could share it
+        held["keys and values"] = _kept_after(model, keywords, tokens(model, sizes.batch, sizes.context))
     return [
         {"name": name, "what": what, "bytes": size, "ratio": before / size}
         for what, (before, after) in held.items()
         for name, size in ((BASELINE, before), (PATCHED, after))
     ]
+
+
+def _kept_after(model: Any, keywords: Mapping[str, Any], prompt: Tensor) -> tuple[int, int]:
+    """Return the bytes of keys and values that stock and a patched model keep of a prompt [B, T]."""
+    stock: Any = DynamicCache(config=model.config)
+    model(input_ids=prompt, past_key_values=stock, use_cache=True, logits_to_keep=1)
+    stock_kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
+    patched: Any = hf_accel.patch(twin(model), **{**keywords, "keep_original": True})
+    patched.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
+    return stock_kv, int(hf_accel.stats(patched).get("kv_bytes", stock_kv))

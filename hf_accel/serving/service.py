@@ -152,6 +152,11 @@ class Service:
         if asked is not None and asked != self.name:
             raise ApiError(404, f"the model {asked[:200]!r} is not served here, but {self.name!r} is", field="model")
 
+    @property
+    def has_encoder(self) -> bool:
+        """True if an encoder reads the prompts, and the answers begin without them."""
+        return bool(self.engine.model.config.is_encoder_decoder)
+
     async def in_thread(self, work: Callable[[], Found]) -> Found:
         """Run tokenization outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
@@ -204,15 +209,17 @@ class Service:
         longest, context, most = self.limits.max_prompt_tokens, self.context, self.limits.max_new_tokens
         if longest is not None and num_prompt > longest:
             raise ApiError(400, f"the prompt has {num_prompt} tokens; this server takes {longest}")
-        if context is not None and num_prompt >= context:
+        # Of a source the context of the encoder holds all; an answer to it has one of its own, with a token to begin.
+        taken = 1 if self.has_encoder else num_prompt
+        if context is not None and num_prompt + (not self.has_encoder) > context:
             raise ApiError(400, f"the prompt has {num_prompt} tokens; the model's context holds {context}")
         wanted = asked.new_tokens
         if wanted is not None and most is not None and wanted > most:
             raise ApiError(400, f"{wanted} new tokens are asked for; this server gives {most} a request")
-        if wanted is not None and context is not None and num_prompt + wanted > context:
-            message = f"the prompt has {num_prompt} tokens and {wanted} are asked for; the context holds {context}"
+        if wanted is not None and context is not None and taken + wanted > context:
+            message = f"the prompt has {taken} tokens and {wanted} are asked for; the context holds {context}"
             raise ApiError(400, message)
-        room = DEFAULT_NEW_TOKENS if context is None else context - num_prompt
+        room = DEFAULT_NEW_TOKENS if context is None else context - taken
         return wanted or min(DEFAULT_NEW_TOKENS, room, most or DEFAULT_NEW_TOKENS)
 
     def failure(self, error: BaseException) -> ApiError:

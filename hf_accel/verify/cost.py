@@ -58,14 +58,21 @@ def measure_cost(
 
 
 def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
-    """Yield log-probabilities [chunk, V], float32, of the token after each of ids [1, T] but the last."""
+    """Yield log-probabilities [chunk, V], float32, of the token after each of ids [1, T] but the last.
+
+    An encoder, where there is one, reads them too.
+    """
     ids = ids[:, :-1].to(model.device)
     if getattr(model, "_is_stateful", False):  # recurrent: not in parts
         yield model(input_ids=ids).logits[0].float().log_softmax(-1)
         return
-    cache = new_cache(model)
+    more, own, cache = {}, "input_ids", None
+    if model.config.is_encoder_decoder:
+        more, own = {"encoder_outputs": model.get_encoder()(input_ids=ids)}, "decoder_input_ids"
+    else:
+        cache = new_cache(model)
     for chunk in ids.split(CHUNK_TOKENS, dim=1):
-        output: Any = model(input_ids=chunk, past_key_values=cache, use_cache=True)
+        output: Any = model(**{own: chunk}, **more, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         yield output.logits[0].float().log_softmax(-1)
 

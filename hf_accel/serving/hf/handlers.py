@@ -59,7 +59,9 @@ class OfEngine(BaseHandler):
         """Return the prompt of a chat. Raises ApiError (400) for messages that the chat template refuses."""
         tokenizer = self.service.tokenizer
         if tokenizer.chat_template is None:
-            raise ApiError(400, "the model has no chat template; use /v1/completions, or start with --chat-template")
+            reads = ", and reads its prompts with an encoder" if self.service.has_encoder else ""
+            way_out = "use /v1/completions, or start with --chat-template"
+            raise ApiError(400, f"the model has no chat template{reads}; {way_out}")
         given = asked.chat_template_kwargs or {}
         if RESERVED & given.keys():
             name = min(RESERVED & given.keys())
