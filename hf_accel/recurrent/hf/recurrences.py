@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from ...fused.hf.sites import FusedSite
-from ...kernels import cpu
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
 from .selective_scans import known_selective_scan
@@ -16,14 +14,6 @@ from .state_pass import PagedRecurrence, Recurrence
 from .state_spaces import known_state_space
 
 RECURRENCE = "recurrence"  # the kind in the plan
-
-
-def recurrent_pages_refusal(device: torch.device) -> str | None:
-    """Return why recurrent layers on a device cannot read pages, as one clause; None if they can."""
-    if device.type not in ("cpu", "meta"):
-        return "whose states are read in pages on a CPU alone"
-    # Without our kernel, a prompt would take longer than transformers' own code needs for it.
-    return None if cpu.refusal() is None else f"whose states only our kernels read in pages ({cpu.refusal()})"
 
 
 def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
