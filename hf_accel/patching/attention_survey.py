@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +79,12 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
+def attends_in_decoder_alone(model: PreTrainedModel, sites: Sequence[AttentionSite]) -> bool:
+    """Return whether a model that generates text attends in these modules alone, and each of them is causal."""
+    known = {site.module for site in sites if getattr(site.module, "is_causal", True)}
+    return model.can_generate() and known.issuperset(attention_modules(model)) and not attention_refusals(model)
+
+
 def _function_refusal(model: PreTrainedModel) -> str | None:
     """Return a clause if a function that attends in the model does not compute what ours does.
 
@@ -126,9 +133,10 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
 
 def known_operators(model: PreTrainedModel) -> OperatorModel | None:
     """Return what is known of a model that attends by torch's operators, if its pages can be read that way."""
+    if model_attention_refusal(model) is None or split_of(model) is not None:
+        return None
     known = answer_once(operator_model, model)
-    is_ours = isinstance(known, OperatorModel) and model_attention_refusal(model) is not None
-    return known if is_ours and split_of(model) is None else None  # type: ignore[return-value]
+    return known if isinstance(known, OperatorModel) else None
 
 
 def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
@@ -152,8 +160,9 @@ def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | N
     compressed: whether the config says that it caches compressed keys.
     """
     for module in attention_modules(model):
-        known = is_known_expansion(module)
-        if code_of(module).caches and known is not compressed:
+        code = code_of(module)
+        known = bool(code.expands) and is_known_expansion(module)
+        if code.caches and known is not compressed:
             return f"{type(module).__name__} makes K and V of what it caches in a way of its own"
     if not compressed:
         return None

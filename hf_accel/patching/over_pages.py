@@ -18,8 +18,9 @@ from ..fused.hf.dtype_readers import dtype_readers
 from ..fused.hf.indexers import indexer_sites
 from ..fused.hf.operator_models import operator_sites
 from ..fused.hf.part_activations import part_activations
-from ..fused.hf.sites import FusedSite
+from ..fused.site import FusedSite
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
+from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
 from ..recurrent.hf.convolutions import convolution_sites
 from ..recurrent.hf.recurrences import recurrence_sites
@@ -41,8 +42,8 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         prepares=prepares,
         planes=None if texts is None else texts.planes,
         reads_texts=texts is not None and not texts.is_ids,
-        hides_rows=rows_hidden_in(model),
-        counts_padding=stock_loop is None and counts_padding(model),
+        hides_rows=rows_hidden_in(model) if model.config.is_encoder_decoder else None,
+        counts_padding=stock_loop is None and counts_positions(model) and counts_padding(model),
         operators=known_operators(model),
     )
 

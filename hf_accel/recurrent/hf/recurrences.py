@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...fused.hf.sites import FusedSite
+from ...fused.site import FusedSite, SiteKind
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
 from .selective_scans import known_selective_scan
 from .state_pass import PagedRecurrence, Recurrence
 from .state_spaces import known_state_space
 
-RECURRENCE = "recurrence"  # the kind in the plan
+RECURRENCE = SiteKind("recurrence", "recurrent layers", "states in pages", computes_all=True, convolves=True)
 
 
 def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:

@@ -46,7 +46,7 @@ def test_kv_bytes(dtype, quantized, per_vector):
 def test_layers_with_and_without_a_window():
     layers = attention_layers(GEMMA2_2B, context=5000)
     assert [layer.tokens for layer in layers] == [4096, 5000] * 13
-    assert {(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers} == {(8, 4, 256)}
+    assert {layer.numbers for layer in layers} == {Numbers(8, 4, keys=256, values=256)}
 
 
 def test_layers_that_reuse_keys_and_values_keep_none():
