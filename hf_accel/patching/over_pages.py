@@ -30,13 +30,15 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         return STOCK_FORM
     prepares = stock_loop is None and bool(own_methods(model))
     texts = text_form(model) if prepares else None
+    operators = known_operators(model)
     return DecoderForm(
         prepares=prepares,
         planes=None if texts is None else texts.planes,
         reads_texts=texts is not None and not texts.is_ids,
         hides_rows=rows_hidden_in(model),
-        counts_padding=stock_loop is None and counts_padding(model),
-        operators=known_operators(model),
+        counts_padding=stock_loop is None
+        and (counts_padding(model) if operators is None else operators.counts_padding),
+        operators=operators,
     )
 
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from ...attention import AttentionSpec, choose_backend
 from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
 from ...cache.group import PageGroup
-from ...cache.hf import RaggedCache
+from ...cache.hf import RaggedCache, TokensBefore
 from ...cache.pages import Pages, TokenRange
 from ...config import PatchConfig
 from ...errors import UnsupportedError
@@ -39,6 +39,8 @@ OPERATORS = "operators"  # the kind in the plan
 BIASES = ("alibi", "position_bias")  # the names of parameters that take a bias of positions
 SHORT, LONG = 6, 4096  # lengths for which masks and biases are looked at
 CLOSE = Tolerance(of_largest=1e-4)
+COUNTS = 5, 1, 3  # the tokens of each sequence in the passes of a trial
+PADDING = 3  # the columns in front of prompts in a trial
 LEAST_COLUMNS = 1024  # of a bias's table
 
 
@@ -61,11 +63,15 @@ class OperatorModel:
 
     sites: what is known of its attention modules, by name. takes_positions: whether its forward takes position_ids.
     bias: what its attention adds to scores, for sequences of as many tokens as there are columns; None for nothing.
+    counts: whether it counts positions by itself, from the tokens that its cache holds. counts_padding: whether it
+    counts padding in front of a prompt with them.
     """
 
     sites: dict[str, OperatorAttention]
     takes_positions: bool
     bias: PositionBias | None
+    counts: bool = False
+    counts_padding: bool = False
 
     @property
     def specs(self) -> list[AttentionSpec]:
@@ -78,13 +84,17 @@ class OperatorModel:
         given: dict[str, Any] = {"input_ids": ids[None], "attention_mask": ids.new_ones(1, 1)}
         return given | {"position_ids": positions[None]} if self.takes_positions else given
 
+    def before(self, positions: Tensor) -> TokensBefore | None:
+        """Return the tokens before those of a pass with these positions [N], which its cache tells a model that counts
+        them."""
+        return TokensBefore(positions) if self.counts else None
+
     def bias_for(self, model: PreTrainedModel, length: int) -> PositionBias | None:
         """Return the bias for sequences of up to `length` tokens. Raises UnsupportedError if the model makes none."""
         if self.bias is None or self.bias.table.shape[1] >= length:
             return self.bias
-        name, known = next(iter(self.sites.items()))
         old, by_distance = self.bias
-        found = _bias_of(model, name, known, max(LEAST_COLUMNS, 2 * length))
+        found = _bias_of(model, self, max(LEAST_COLUMNS, 2 * length))
         table = old if found is None else found.table
         columns = table.shape[1]
         kept = table[:, columns - old.shape[1] :] if by_distance else table[:, : old.shape[1]]
@@ -108,17 +118,32 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     if model.config.is_encoder_decoder or sorted(indices) != list(range(layers or 0)):
         return f"{type(model).__name__} attends by itself in other places than its decoder's layers"
     takes_positions = "position_ids" in parameter_names(original_class(model).forward)
-    found: dict[Any, OperatorAttention] = {}
-    sites, bias = {}, None
+    known = _known(model, names, OperatorModel({}, takes_positions, None))
+    if takes_positions or isinstance(known, OperatorModel):
+        return known
+    counting = _known(model, names, OperatorModel({}, takes_positions, None, counts=True))
+    return counting if isinstance(counting, OperatorModel) else known
+
+
+def _known(model: PreTrainedModel, names: list[str], form: OperatorModel) -> OperatorModel | str:
+    """Return what is known of a model whose modules with these names attend, or why nothing is, as one clause.
+
+    form: how it is called, without sites.
+    """
+    found: dict[Any, OperatorModel] = {}
+    sites = {}
     for name in names:
         kind = _kind(model.get_submodule(name))
         if kind not in found:
-            made = _tried(model, name, takes_positions)
+            made = _tried(model, name, form)
             if isinstance(made, str):
                 return made
-            found[kind], bias = made
-        sites[name] = replace(found[kind])
-    return OperatorModel(sites, takes_positions, bias)
+            found[kind] = made
+        sites[name] = replace(next(iter(found[kind].sites.values())))
+    counts_padding = {each.counts_padding for each in found.values()}
+    if len(counts_padding) > 1:
+        return f"layers of {type(model).__name__} differ in what they make of padding"
+    return replace(next(iter(found.values())), sites=sites)
 
 
 def operator_sites(model: PreTrainedModel, known: OperatorModel | None, config: PatchConfig) -> Iterator[FusedSite]:
@@ -151,21 +176,22 @@ def _kind(module: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _tried(
-    model: PreTrainedModel, name: str, takes_positions: bool
-) -> tuple[OperatorAttention, PositionBias | None] | str:
-    """Try an attention module; returns what is known of it and the model's bias, or why nothing is, as one clause."""
+def _tried(model: PreTrainedModel, name: str, form: OperatorModel) -> OperatorModel | str:
+    """Try an attention module; returns what is known of the model with it alone, or why nothing is, as one clause.
+
+    form: how the model is called, without sites.
+    """
     module: Any = model.get_submodule(name)
     parameters = parameter_names(original_class(module).forward)
     mask = next((each for each in parameters if "mask" in each and "encoder" not in each), None)
     known = OperatorAttention(None, None, mask, next((each for each in parameters if each in BIASES), None))
     unknown = f"{type(module).__name__} computes attention in a way that is not known"
+    trial = replace(form, sites={name: known})
     try:
-        bias = _bias_of(model, name, known, 2 * SHORT)
-        shorter = _bias_of(model, name, known, SHORT)
-        _bias_of(model, name, known, LONG)  # where a window in a mask shows
-        bias = _aligned(shorter, bias)
-        trial = OperatorModel({name: known}, takes_positions, bias)
+        bias = _bias_of(model, trial, 2 * SHORT)
+        shorter = _bias_of(model, trial, SHORT)
+        _bias_of(model, trial, LONG)  # where a window in a mask shows
+        trial.bias = _aligned(shorter, bias)
         stock, ours = one_layer_model(model, name), one_layer_model(model, name)
         inner = ours.get_submodule(_path(model, name))
         inner.__class__ = mixed_class(PagedOperators, type(inner))
@@ -174,25 +200,27 @@ def _tried(
         return f"{unknown} ({_first_line(error)})"
     ids = (RandomNumbers()(2, 9) * 1e3).long() % ROWS
     same = agree(
-        lambda: stock(input_ids=ids, use_cache=False).logits,
-        lambda: _in_passes(ours, trial, ids, (5, 1, 3)),
-        CLOSE,
+        lambda: stock(input_ids=ids, use_cache=False).logits, lambda: _in_passes(ours, trial, ids), CLOSE
     )
-    same = same and agree(
-        lambda: _padded(stock, ids, takes_positions), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE
+    if not same or known.spec is None:
+        return unknown
+    if agree(lambda: _padded(stock, ids, form), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE):
+        return trial
+    trial.counts_padding = form.counts and agree(
+        lambda: _padded(stock, ids, form), lambda: _in_passes(ours, trial, ids, first=PADDING), CLOSE
     )
-    return (known, bias) if same and known.spec is not None else unknown
+    return trial if trial.counts_padding else unknown
 
 
-def _padded(model: Any, ids: Tensor, takes_positions: bool) -> Tensor:
+def _padded(model: Any, ids: Tensor, form: OperatorModel) -> Tensor:
     """Return the logits of ids [B, Q] with padding on the left, the last of them computed as generated tokens are."""
-    padding, cache, results = ids[:, :3], DynamicCache(), []
+    padding, cache, results = ids[:, :PADDING], DynamicCache(), []
     shown = torch.cat([padding, ids], dim=1)
     mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     ends = [shown.shape[1] - 2, shown.shape[1] - 1, shown.shape[1]]
     for start, end in pairwise([0, *ends]):
-        inputs = {"position_ids": positions[:, start:end]} if takes_positions else {}
+        inputs = {"position_ids": positions[:, start:end]} if form.takes_positions else {}
         output = model(
             input_ids=shown[:, start:end],
             attention_mask=mask[:, :end],
@@ -204,20 +232,24 @@ def _padded(model: Any, ids: Tensor, takes_positions: bool) -> Tensor:
     return torch.cat(results, dim=1)[:, padding.shape[1] :]
 
 
-def _in_passes(model: Any, known: OperatorModel, ids: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Compute logits [B, Q, V] of ids [B, Q] in passes over so many tokens of each sequence."""
+def _in_passes(model: Any, known: OperatorModel, ids: Tensor, *, first: int = 0) -> Tensor:
+    """Compute logits [B, Q, V] of ids [B, Q] in passes over a few tokens of each sequence.
+
+    first: the position of the first token of each.
+    """
     group = PageGroup(
         window=None, num_blocks=4, block_size=4, growable=True, prefix_sharing=False, quantized=None
     )  # fmt: skip
     pages = Pages([group])
     cache, sequences = RaggedCache(pages.groups, [(0,)], one_column=True), [pages.begin() for _ in ids]
     results, start = [], 0
-    for count in counts:
+    for count in COUNTS:
         for sequence in sequences:
             pages.append(sequence, count)
         cache.step = pages.step([TokenRange(sequence, start, count) for sequence in sequences])
         cache.bias = known.bias
-        positions = torch.arange(start, start + count).repeat(len(ids))
+        positions = torch.arange(first + start, first + start + count).repeat(len(ids))
+        cache.before = known.before(positions)
         inputs = known.inputs(ids[:, start : start + count].flatten(), positions)
         logits = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits
         results.append(logits.view(len(ids), count, -1))
@@ -260,15 +292,29 @@ class _Catch(nn.Module):
         raise _Given(args, kwargs)
 
 
-def _given(model: PreTrainedModel, name: str, length: int) -> dict[str, Any]:
-    """Return what the model gives to an attention module for the last of `length` tokens of one sequence."""
+class _LongCache(DynamicCache):
+    """A cache that holds so many tokens that a table of positions may be too small: code that counts hears of none."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return TokensBefore(torch.zeros(1, dtype=torch.int64))
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        held: int = self.layers[0].get_seq_length()
+        return held
+
+
+def _given(model: PreTrainedModel, known: OperatorModel, length: int) -> dict[str, Any]:
+    """Return what the model gives to its first known module for the last of `length` tokens of one sequence."""
+    name = next(iter(known.sites))
     layer = DynamicLayer()
     layer.keys = layer.values = torch.zeros(1, 1, 1, 1).expand(1, 1, length - 1, 1)
     layer.dtype, layer.device, layer.is_initialized = torch.float32, torch.device("cpu"), True
-    cache = DynamicCache()
+    cache = _LongCache() if known.counts else DynamicCache()
     cache.layers = [layer]
     inputs: dict[str, Any] = {"input_ids": torch.ones(1, 1, dtype=torch.int64), "past_key_values": cache}
-    if "position_ids" in parameter_names(original_class(model).forward):
+    if known.counts:
+        inputs["attention_mask"] = torch.ones(1, length, dtype=torch.int64)
+    if known.takes_positions:
         inputs["position_ids"] = torch.zeros(1, 1, dtype=torch.int64)
     try:
         one_layer_model(model, name, _Catch())(**inputs, use_cache=True)
@@ -280,12 +326,13 @@ def _given(model: PreTrainedModel, name: str, length: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _bias_of(model: PreTrainedModel, name: str, known: OperatorAttention, length: int) -> PositionBias | None:
+def _bias_of(model: PreTrainedModel, form: OperatorModel, length: int) -> PositionBias | None:
     """Return what the model gives to be added to the scores of the last of `length` tokens; None for nothing.
 
-    Sets known.masks_biased. Raises UnsupportedError if that token may not see all tokens.
+    Sets masks_biased of its first known module. Raises UnsupportedError if that token may not see all tokens.
     """
-    given = _given(model, name, length)
+    known = next(iter(form.sites.values()))
+    given = _given(model, form, length)
     mask, bias = (given.get(name) if name else None for name in (known.mask, known.bias))
     numbers = None
     if isinstance(mask, Tensor) and mask.is_floating_point():

@@ -253,6 +253,7 @@ class ModelRunner:
             given = self._tokens(inputs, rows)
         else:
             given = self.operators.inputs(inputs.ids, inputs.positions)
+            self.cache.before = self.operators.before(inputs.positions)
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
             output = self._called(rows, len(inputs.ids))(
