@@ -98,7 +98,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     if not model.can_generate():
         return f"{name} does not generate text"
     refusal = None if attends_nowhere(model) else model_attention_refusal(model)
-    if refusal is not None:
+    if refusal is not None or known_operators(model) is not None:
         return operator_refusal(model, refusal)
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
@@ -132,14 +132,13 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
 def known_operators(model: PreTrainedModel) -> OperatorModel | None:
     """Return what is known of a model that attends by torch's operators, if its pages can be read that way."""
     known = answer_once(operator_model, model)
-    is_ours = isinstance(known, OperatorModel) and model_attention_refusal(model) is not None
-    return known if is_ours and split_of(model) is None else None  # type: ignore[return-value]
+    return known if isinstance(known, OperatorModel) and split_of(model) is None else None
 
 
-def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
-    """Return why a model whose attention cannot be ours cannot read pages, as one clause; None if it can.
+def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
+    """Return why a model that reads pages by code of its own cannot do so, as one clause; None if it can.
 
-    refusal: why its attention cannot be ours.
+    refusal: why its attention cannot be ours; None if it can, and code between it and the cache is its own.
     """
     if known_operators(model) is None:
         known = answer_once(operator_model, model)
@@ -148,7 +147,9 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    return None if kinds.distinct == (LayerKind(None),) else refusal
+    if kinds.distinct == (LayerKind(None),):
+        return None
+    return refusal or f"{type(model).__name__} keeps other things than keys and values of all tokens"
 
 
 def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | None:

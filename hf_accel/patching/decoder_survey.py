@@ -8,19 +8,18 @@ where the tokens behind padding stand.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
-from ..attention.hf.stock import answer_once, stock_implementation
+from ..attention.hf.stock import answer_once, set_implementation, stock_implementation
 from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
 from ..cache.hf.kinds import LayerKind, model_kinds
@@ -217,12 +216,7 @@ def _tried(model: PreTrainedModel, implementation: str | None) -> Any:
     if model.config.is_encoder_decoder:
         lengths[_name_of(model, model.get_encoder())] = 0
     small = first_layers_model(model, lengths, token=_pad_token(model))
-    configs: dict[int, Any] = {}
-    for module in small.modules():
-        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            own = configs.setdefault(id(config), copy.deepcopy(config))
-            own._attn_implementation_internal = implementation or stock_implementation(model, decoder)
-            vars(module)["config"] = own
+    set_implementation(small, implementation or stock_implementation(model, decoder))
     return small
 
 

@@ -17,13 +17,17 @@ from torch import Tensor, nn
 
 from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache
 from ...errors import NotRaggedError
-from ...kernels.layouts import AttentionOptions, PositionBias
+from ...kernels.layouts import KV, AttentionOptions, PositionBias
 from ...recognition.operation import UntraceableError
 from ...recognition.scores import AddedBias, Scores, TransposedKeys
+from ...tensors import product_dtype
 from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
-from .forward import choose_again
+from .forward import KNOWN_KEYWORDS, choose_again
+from .page_heads import PageHeads, Pairs, page_heads, shared_out
 
+# The keywords of an attention function that change what is computed.
+ATTENDS_OTHERWISE = ("dropout", "softcap", "s_aux", "sinks", "sliding_window", "cu_seq_lens_q", "output_attentions")
 ONE_COLUMN = 1  # the number of keys that code reads: it makes masks and biases as large as that
 
 
@@ -89,18 +93,22 @@ class HidingMask:
 
 
 class Cached:
-    """Keys or values that came out of the cache, of which code may only change the shape and the dtype.
+    """Keys or values that came out of the cache, of which code may only change the shape, the dtype and the heads.
 
-    They are [1, heads, one, dim], or [heads, one, dim] if they are `flat`.
+    They are [1, heads, one, dim], or [heads, one, dim] if they are `flat`. heads: for each of these, the head of the
+    cache that it is.
     """
 
-    def __init__(self, own: OperatorPass, tensor: Tensor, *, flat: bool = False) -> None:
+    def __init__(
+        self, own: OperatorPass, tensor: Tensor, *, flat: bool = False, heads: tuple[int, ...] | None = None
+    ) -> None:
         self.own, self.tensor, self.dtype, self.device = own, tensor, tensor.dtype, tensor.device
         self.flat = flat
+        self.heads = tuple(range(tensor.shape[1])) if heads is None else heads
 
     @property
     def shape(self) -> tuple[int, ...]:
-        sizes = (*self.tensor.shape[:-2], ONE_COLUMN, self.tensor.shape[-1])
+        sizes = (1, len(self.heads), ONE_COLUMN, self.tensor.shape[-1])
         return sizes[1:] if self.flat else sizes
 
     def size(self, dim: int | None = None) -> Any:
@@ -110,12 +118,24 @@ class Cached:
         count = len(sizes[0] if len(sizes) == 1 else sizes)
         if count not in (3, 4):
             raise UntraceableError("it reshapes keys or values in another way than into heads")
-        return type(self)(self.own, self.tensor, flat=count == 3)
+        return type(self)(self.own, self.tensor, flat=count == 3, heads=self.heads)
 
     reshape = view
 
     def contiguous(self) -> Cached:
         return self
+
+    def repeat(self, *counts: int) -> Cached:
+        if self.flat or len(counts) != 4 or (counts[0], *counts[2:]) != (1, 1, 1):
+            raise UntraceableError("it repeats something else than heads")
+        return type(self)(self.own, self.tensor, heads=self.heads * counts[1])
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Cached, ...]:
+        count, rest = divmod(len(self.heads), chunks)
+        if self.flat or dim not in (1, -3) or rest:
+            raise UntraceableError("it cuts something else than heads")
+        parts = (self.heads[first : first + count] for first in range(0, len(self.heads), count))
+        return tuple(type(self)(self.own, self.tensor, heads=part) for part in parts)
 
     def to(self, dtype: Any) -> Cached:
         if dtype not in (self.own.dtype, torch.float32):
@@ -127,9 +147,17 @@ class Cached:
             raise AttributeError(name)
         raise UntraceableError(f"it calls Tensor.{name}")
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.chunk and args and isinstance(args[0], cls):
+            return args[0].chunk(*args[1:], **(kwargs or {}))
+        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
 
 class CachedKeys(Cached):
-    """The keys, which code may transpose and multiply queries by."""
+    """The keys, which code may transpose and multiply queries by, or hand to a function that attends."""
 
     def transpose(self, first: int, second: int) -> TransposedKeys:
         if {first, second} not in ({-1, -2}, {1, 2}, {2, 3}):
@@ -139,23 +167,21 @@ class CachedKeys(Cached):
     def scores_of(self, query: Any) -> Scores:
         return Scores(self.own, query, self)
 
+    def attended(self, module: nn.Module, query: Tensor, values: Any, mask: Any, **given: Any) -> tuple[Tensor, None]:
+        """Attend as a function of transformers' AttentionInterface; returns [1, N, Hq, Dv] and no weights."""
+        return self.own.attend_as_interface(module, query, KV(self, values), mask, **given), None  # type: ignore[arg-type]
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is F.scaled_dot_product_attention and len(args) == 3 and isinstance(args[1], cls):
             return args[1].own.attend_as_sdpa(*args, **(kwargs or {}))
-        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 class CachedValues(Cached):
     """The values, which code may multiply by weights."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
 
 class OperatorPass:
@@ -172,14 +198,16 @@ class OperatorPass:
         self.window: int | None = None
         self.bias: AddedBias | None = None
         self.used: AttentionSpec | None = None
+        self.layer_idx: int | None = None
+        self._attended: Any = None  # queries, options, where their keys stand, and what attention over the pages gave
 
     # -- what the code asks of its cache -----------------------------------------------------------------
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any) -> tuple[CachedKeys, CachedValues]:
-        keys, self.values = self.cache.update(keys, values, layer_idx)
-        self.paged: PagedKV = getattr(keys, PAGED_HANDLE)
-        self.dtype = keys.dtype
-        return CachedKeys(self, keys), CachedValues(self, self.values)
+        if self.layer_idx is not None:
+            raise UntraceableError("it updates its cache more than once")
+        self.layer_idx, self.dtype = layer_idx, product_dtype(keys)
+        return CachedKeys(self, keys), CachedValues(self, values)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -212,19 +240,60 @@ class OperatorPass:
 
     def attend_by(self, scores: Scores, values: Any) -> Tensor:
         """Attend over the pages; returns [1, H, N, Dv], or [H, N, Dv] for values without the first dimension."""
-        mine = isinstance(values, CachedValues) and values.own is self and scores.key.own is self
-        if not mine or not scores.is_masked or self.used is not None:
+        if not scores.is_masked or self.used is not None:
             raise UntraceableError("it attends without a mask, or more than once")
-        query, step = scores.query, self.paged.step
-        heads = query.reshape(1, -1, *query.shape[-2:])
+        query = scores.query.reshape(1, -1, *scores.query.shape[-2:])
         options = AttentionOptions(scores.factor, window=self.window, bias=self._bias_of(scores))
-        spec = self.used = self._spec(heads, options)
-        self.paged.check_values(self.values)
-        backend = self._backend(spec)
-        tokens = step.tokens(heads.to(self.dtype))
-        out: Tensor = backend.paged(tokens, self.paged.storage.pages, self.paged.group_step.ragged, options)
-        out = step.columns(out, 1).transpose(1, 2)
+        out = self._attend(query, scores.key, values, options)
         return out[0] if values.flat else out
+
+    def attend_as_interface(
+        self, module: nn.Module, query: Tensor, kv: KV, mask: Any, *, scaling: float | None = None, **given: Any
+    ) -> Tensor:
+        """Attend as our attention function does in a ragged pass of a causal module; returns [1, N, Hq, Dv].
+
+        Code may call it more than once with the same queries and keys, and other values.
+        """
+        causal = given.pop("is_causal", None)
+        hides = (getattr(module, "is_causal", True) if causal is None else causal) if mask is None else mask is self.mask
+        read = KNOWN_KEYWORDS - {*ATTENDS_OTHERWISE}
+        if not hides or any(name not in read and _is_given(value) for name, value in given.items()):
+            raise UntraceableError("it attends in another way than causally")
+        options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        return self._attend(query, kv.k, kv.v, options).transpose(1, 2).contiguous()
+
+    def _attend(self, query: Tensor, keys: Any, values: Any, options: AttentionOptions) -> Tensor:
+        """Attend over the pages with queries [1, Hq, N, D]; returns [1, Hq, N, Dv]."""
+        if not all(isinstance(each, Cached) and each.own is self for each in (keys, values)):
+            raise UntraceableError("it attends to other keys or values than those of its cache")
+        count = query.shape[1]
+        pairs = Pairs(shared_out(keys.heads, count), shared_out(values.heads, count))
+        if self._attended is None:
+            self._store(keys.tensor, values.tensor, page_heads(pairs, keys.tensor.shape[1]))
+        reading = self.heads.reading(pairs)
+        if self._attended is None:
+            out = self._over_pages(reading.queries(query), options)
+            self._attended = query, options, reading.slots.keys, out
+        asked, known, slots, out = self._attended
+        if asked is not query or known != options or slots != reading.slots.keys:
+            raise UntraceableError("it attends more than once, and not with the same weights")
+        return reading.results(out)
+
+    def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
+        """Write the keys and values of the pass to the pages, with the heads that are read together in one."""
+        assert self.layer_idx is not None
+        self.heads = heads
+        keys, self.values = self.cache.update(heads.stored(keys), heads.stored(values), self.layer_idx)
+        self.paged: PagedKV = getattr(keys, PAGED_HANDLE)
+
+    def _over_pages(self, query: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend over the pages; returns [1, H, N, Dv] of their wider heads, where they have these."""
+        step, spec = self.paged.step, self._spec(query, options)
+        self.used = spec
+        self.paged.check_values(self.values)
+        tokens = step.tokens(query.to(self.dtype))
+        out: Tensor = self._backend(spec).paged(tokens, self.paged.storage.pages, self.paged.group_step.ragged, options)
+        return step.columns(out, 1).transpose(1, 2)
 
     def _backend(self, spec: AttentionSpec) -> AttentionBackend:
         """Return the planned backend, or another if the model has another dtype by now, for example."""
@@ -281,6 +350,11 @@ def without_weights(result: Any) -> Any:
     if not isinstance(result, tuple):
         return result
     return tuple(None if isinstance(each, Scores) else each for each in result)
+
+
+def _is_given(value: Any) -> bool:
+    """Return whether a keyword of attention asks for something."""
+    return isinstance(value, Tensor) or bool(value)
 
 
 def _shares(buffer: Tensor | None, other: Any) -> bool:

@@ -1,5 +1,6 @@
 """Models whose layers attend by torch's operators, and not by transformers' attention functions: Falcon, GPT-J, BLOOM
-and others. In a ragged pass their own code runs, and attends over pages (attention/hf/operator_pass.py).
+and others; and those whose layers call these functions with other keys and values than the cache returns: JetMoe and
+DiffLlama. In a ragged pass their own code runs, and attends over pages (attention/hf/operator_pass.py).
 
 A model is known by a trial: with one of its layers and random numbers, passes over the tokens of several sequences in
 one row give what the model gives for each sequence without a cache.
@@ -18,7 +19,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ...attention import AttentionSpec, choose_backend
+from ...attention.hf.forward import register
 from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
+from ...attention.hf.stock import ATTENTION_NAME, set_implementation
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache, TokensBefore
 from ...cache.pages import Pages, TokenRange
@@ -27,7 +30,7 @@ from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
 from ...models import layers_config
 from ...recognition.call_form import parameter_names
-from ...recognition.operator_code import attends_by_operators
+from ...recognition.operator_code import attends_by_operators, attends_to_changed_keys
 from ...recognition.small_model import LAYER_INDICES, ROWS, one_layer_model
 from ...recognition.trial import RandomNumbers, Tolerance, agree
 from ...tensors import model_device
@@ -72,6 +75,7 @@ class OperatorModel:
     bias: PositionBias | None
     counts: bool = False
     counts_padding: bool = False
+    by_interface: bool = False
 
     @property
     def specs(self) -> list[AttentionSpec]:
@@ -81,7 +85,9 @@ class OperatorModel:
     def inputs(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         """Return the inputs of a ragged pass for ids and positions [N]. The mask is as large as the one column that
         the RaggedCache tells of."""
-        given: dict[str, Any] = {"input_ids": ids[None], "attention_mask": ids.new_ones(1, 1)}
+        given: dict[str, Any] = {"input_ids": ids[None]}
+        if not self.by_interface:
+            given["attention_mask"] = ids.new_ones(1, 1)
         return given | {"position_ids": positions[None]} if self.takes_positions else given
 
     def before(self, positions: Tensor) -> TokensBefore | None:
@@ -111,6 +117,9 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     """Return what is known of a model that attends by operators, or why nothing is, as one clause; None for a model
     that does not attend by operators."""
     names = [name for name, module in model.named_modules() if attends_by_operators(type(module))]  # type: ignore[arg-type]
+    by_interface = not names
+    if by_interface:
+        names = [name for name, module in model.named_modules() if attends_to_changed_keys(module)]
     if not names:
         return None
     layers = getattr(layers_config(model.config), "num_hidden_layers", None)
@@ -118,10 +127,11 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     if model.config.is_encoder_decoder or sorted(indices) != list(range(layers or 0)):
         return f"{type(model).__name__} attends by itself in other places than its decoder's layers"
     takes_positions = "position_ids" in parameter_names(original_class(model).forward)
-    known = _known(model, names, OperatorModel({}, takes_positions, None))
+    form = OperatorModel({}, takes_positions, None, by_interface=by_interface)
+    known = _known(model, names, form)
     if takes_positions or isinstance(known, OperatorModel):
         return known
-    counting = _known(model, names, OperatorModel({}, takes_positions, None, counts=True))
+    counting = _known(model, names, replace(form, counts=True))
     return counting if isinstance(counting, OperatorModel) else known
 
 
@@ -193,6 +203,9 @@ def _tried(model: PreTrainedModel, name: str, form: OperatorModel) -> OperatorMo
         _bias_of(model, trial, LONG)  # where a window in a mask shows
         trial.bias = _aligned(shorter, bias)
         stock, ours = one_layer_model(model, name), one_layer_model(model, name)
+        if form.by_interface:
+            register()
+            set_implementation(ours, ATTENTION_NAME)
         inner = ours.get_submodule(_path(model, name))
         inner.__class__ = mixed_class(PagedOperators, type(inner))
         vars(inner)[FUSED] = known
@@ -241,7 +254,8 @@ def _in_passes(model: Any, known: OperatorModel, ids: Tensor, *, first: int = 0)
         window=None, num_blocks=4, block_size=4, growable=True, prefix_sharing=False, quantized=None
     )  # fmt: skip
     pages = Pages([group])
-    cache, sequences = RaggedCache(pages.groups, [(0,)], one_column=True), [pages.begin() for _ in ids]
+    cache = RaggedCache(pages.groups, [(0,)], one_column=not known.by_interface)
+    sequences = [pages.begin() for _ in ids]
     results, start = [], 0
     for count in COUNTS:
         for sequence in sequences:

@@ -146,7 +146,8 @@ def weights_salt(model: nn.Module) -> bytes:
 def attention_refusal(model: Any) -> str | None:
     """Return why a patched model cannot read pages, as one clause; None if it can."""
     now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
-    if now == ATTENTION_NAME or keeps_states_alone(model.config) or operators_of(model) is not None:
+    known = operators_of(model)
+    if now == ATTENTION_NAME or keeps_states_alone(model.config) or (known is not None and not known.by_interface):
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
 
@@ -194,7 +195,8 @@ class ModelRunner:
         self.model: Any = model
         self.groups_of_layer = groups_of_layer
         self.operators = operators_of(model)
-        self.cache = RaggedCache(groups, groups_of_layer, one_column=self.operators is not None)
+        one_column = self.operators is not None and not self.operators.by_interface
+        self.cache = RaggedCache(groups, groups_of_layer, one_column=one_column)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
         self._cache_name = cache_name(model)
