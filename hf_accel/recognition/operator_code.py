@@ -6,7 +6,8 @@ import ast
 from functools import lru_cache
 from typing import Any
 
-from .cache_code import CHANGES_KEYS, MORE_THAN_ONCE
+from .cache_code import CACHE_NAMES, CHANGES_KEYS, MORE_THAN_ONCE
+from .call_form import parameter_names
 from .code import BY_ITSELF, attention_code, code_of, functions_of
 
 
@@ -17,6 +18,14 @@ def attends_by_operators(kind: type) -> bool:
     functions = functions_of(kind, frozenset()) if refusal is not None and refusal.endswith(BY_ITSELF) else None
     nodes = (node for function in functions or () for node in ast.walk(function))
     return any(isinstance(node, ast.Attribute) and node.attr == "update" for node in nodes)
+
+
+@lru_cache(maxsize=4096)
+def attends_without_cache(kind: type) -> bool:
+    """Return whether modules of a class attend by torch's operators, and take no cache."""
+    refusal, forward = attention_code(kind).refusal, getattr(kind, "forward", None)
+    by_itself = refusal is not None and refusal.endswith(BY_ITSELF) and forward is not None
+    return by_itself and not CACHE_NAMES & {*parameter_names(forward)}
 
 
 def attends_to_changed_keys(module: Any) -> bool:

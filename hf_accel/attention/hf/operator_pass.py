@@ -8,18 +8,20 @@ over the pages. What is not known raises NotRaggedError.
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache
 from ...errors import NotRaggedError
 from ...kernels.layouts import KV, AttentionOptions, PositionBias
 from ...recognition.operation import UntraceableError
-from ...recognition.scores import AddedBias, Scores, TransposedKeys
+from ...recognition.scores import PRODUCTS, AddedBias, Scores, TransposedKeys
 from ...tensors import product_dtype
 from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
@@ -28,6 +30,7 @@ from .page_heads import PageHeads, Pairs, page_heads, shared_out
 
 # The keywords of an attention function that change what is computed.
 ATTENDS_OTHERWISE = ("dropout", "softcap", "s_aux", "sinks", "sliding_window", "cu_seq_lens_q", "output_attentions")
+LOW = -1e4  # what code without a cache adds to the scores of hidden keys
 ONE_COLUMN = 1  # the number of keys that code reads: it makes masks and biases as large as that
 
 
@@ -37,6 +40,8 @@ class OperatorAttention:
 
     spec: of its attention. backend: None while it is tried. mask, bias: the names of the parameters of its forward
     that take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
+    layer: its number among the layers, if its code takes no cache, and multiplies queries by the keys of a pass alone;
+    None for any other.
     """
 
     spec: AttentionSpec | None
@@ -44,21 +49,24 @@ class OperatorAttention:
     mask: str | None
     bias: str | None
     masks_biased: bool = False
+    layer: int | None = None
     _windows: dict[int, tuple[Any, int, int | None]] = field(default_factory=dict)
 
     def window_in(self, buffer: Tensor) -> int | None:
-        """Return the window of a mask that a module keeps, bool [1, 1, M, M]; None for all tokens before.
+        """Return the window of a mask that a module keeps, [1, 1, M, M] of bool, or of ones and zeros; None for all
+        tokens before.
 
         Raises UntraceableError for any other mask. Its numbers are read again when they have changed.
         """
         known = self._windows.get(id(buffer))
         if known is not None and known[0]() is buffer and known[1] == buffer._version:
             return known[2]
-        if buffer.dtype is not torch.bool or buffer.ndim != 4 or buffer.shape[:2] != (1, 1):
+        shown = buffer.bool()
+        if buffer.ndim != 4 or buffer.shape[:2] != (1, 1) or not torch.equal(shown.to(buffer.dtype), buffer):
             raise UntraceableError("it chooses scores by another condition than a mask")
-        places, last = torch.arange(buffer.shape[-1], device=buffer.device), int(buffer[0, 0, -1].sum())
+        places, last = torch.arange(buffer.shape[-1], device=buffer.device), int(shown[0, 0, -1].sum())
         window = last if last < buffer.shape[-1] else None
-        if not torch.equal(buffer[0, 0], visible(places, places, causal=True, window=window)):
+        if not torch.equal(shown[0, 0], visible(places, places, causal=True, window=window)):
             raise UntraceableError("the mask that it keeps is not that of causal attention")
         self._windows[id(buffer)] = weakref.ref(buffer), buffer._version, window
         return window
@@ -108,7 +116,7 @@ class Cached:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        sizes = (1, len(self.heads), ONE_COLUMN, self.tensor.shape[-1])
+        sizes = (1, len(self.heads), self.own.columns, self.tensor.shape[-1])
         return sizes[1:] if self.flat else sizes
 
     def size(self, dim: int | None = None) -> Any:
@@ -184,6 +192,22 @@ class CachedValues(Cached):
     """The values, which code may multiply by weights."""
 
 
+class WithoutCache(TorchFunctionMode):
+    """Sees where code that has no cache multiplies queries by keys, and gives it scores over the pages of a pass."""
+
+    def __init__(self, own: OperatorPass) -> None:
+        super().__init__()
+        self.own = own
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in PRODUCTS and self.own.layer_idx is None and all(map(_is_computed, args)):
+            query, keys = args
+            return self.own.begin(keys.transpose(-1, -2)).scores_of(query)
+        return function(*args, **(kwargs or {}))
+
+
 class OperatorPass:
     """A cache for one call of a module that attends by operators, in a ragged pass.
 
@@ -195,6 +219,7 @@ class OperatorPass:
     def __init__(self, module: nn.Module, known: OperatorAttention, cache: RaggedCache) -> None:
         self.module, self.known, self.cache = module, known, cache
         self.mask = HidingMask()
+        self.columns = ONE_COLUMN
         self.window: int | None = None
         self.bias: AddedBias | None = None
         self.used: AttentionSpec | None = None
@@ -208,6 +233,11 @@ class OperatorPass:
             raise UntraceableError("it updates its cache more than once")
         self.layer_idx, self.dtype = layer_idx, product_dtype(keys)
         return CachedKeys(self, keys), CachedValues(self, values)
+
+    def begin(self, keys: Tensor) -> CachedKeys:
+        """Take the keys [1, H, N, D] of code that has no cache."""
+        self.layer_idx, self.dtype, self.columns = self.known.layer, product_dtype(keys), keys.shape[-2]
+        return CachedKeys(self, keys)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -228,6 +258,20 @@ class OperatorPass:
         self.window = self.known.window_in(buffer)
         return scores if scores.is_masked else scores + self.mask
 
+    def keep(self, scores: Scores, kept: Tensor, others: Tensor) -> Scores:
+        """Return the scores where a mask that the module keeps is 1; others: a low number where it is 0.
+
+        That is -10,000 in the first models of this kind. Scores that are far above it have no use of what it hides.
+        """
+        buffer = next((b for b in self.module._buffers.values() if _shares(b, kept)), None)
+        low = others.min()
+        if buffer is None or self.window is not None or not (low <= LOW or bool(kept.all())):
+            raise UntraceableError("it multiplies scores by more than a number")
+        if not torch.equal(others, low * (1 - kept)):
+            raise UntraceableError("it adds something else to scores than a mask and a bias")
+        self.window = self.known.window_in(buffer)
+        return scores + self.mask
+
     def attend_as_sdpa(self, query: Tensor, keys: Any, values: Any, **given: Any) -> Tensor:
         """Attend as torch's scaled_dot_product_attention does with the mask of the call, or with is_causal."""
         masked = given.pop("attn_mask", None) is self.mask or given.get("is_causal") is True
@@ -242,6 +286,8 @@ class OperatorPass:
         """Attend over the pages; returns [1, H, N, Dv], or [H, N, Dv] for values without the first dimension."""
         if not scores.is_masked or self.used is not None:
             raise UntraceableError("it attends without a mask, or more than once")
+        if self.known.layer is not None and isinstance(values, Tensor) and values.ndim == 4:
+            values = CachedValues(self, values)
         query = scores.query.reshape(1, -1, *scores.query.shape[-2:])
         options = AttentionOptions(scores.factor, window=self.window, bias=self._bias_of(scores))
         out = self._attend(query, scores.key, values, options)
@@ -324,7 +370,7 @@ def run_over_pages(
 ) -> Any:
     """Call the forward of a module that attends by operators in a ragged pass.
 
-    given: its arguments by name, of which the cache is one. Raises NotRaggedError if it does what is not known.
+    given: its arguments by name, of which the cache is one if it takes one. Raises NotRaggedError if it does what is not known.
     """
     own = OperatorPass(module, known, cache)
     named: dict[str, Any] = {name: own if value is cache else value for name, value in given.items()}
@@ -333,7 +379,8 @@ def run_over_pages(
     if known.bias is not None and isinstance(named.get(known.bias), Tensor):
         named[known.bias] = own.bias = AddedBias(named[known.bias])
     try:
-        result = forward(**named)
+        with nullcontext() if known.layer is None else WithoutCache(own):
+            result = forward(**named)
         if own.used is None:
             raise UntraceableError("it does not attend")
     except UntraceableError as error:
@@ -350,6 +397,11 @@ def without_weights(result: Any) -> Any:
     if not isinstance(result, tuple):
         return result
     return tuple(None if isinstance(each, Scores) else each for each in result)
+
+
+def _is_computed(x: Any) -> bool:
+    """Return whether x can be the queries or keys of attention, [B, H, N, D]."""
+    return isinstance(x, Tensor) and x.ndim == 4 and not isinstance(x, nn.Parameter)
 
 
 def _is_given(value: Any) -> bool:

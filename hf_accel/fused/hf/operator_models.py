@@ -9,6 +9,8 @@ one row give what the model gives for each sequence without a cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -29,8 +31,9 @@ from ...config import PatchConfig
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
 from ...models import layers_config
+from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
-from ...recognition.operator_code import attends_by_operators, attends_to_changed_keys
+from ...recognition.operator_code import attends_by_operators, attends_to_changed_keys, attends_without_cache
 from ...recognition.small_model import LAYER_INDICES, ROWS, one_layer_model
 from ...recognition.trial import RandomNumbers, Tolerance, agree
 from ...tensors import model_device
@@ -47,16 +50,21 @@ PADDING = 3  # the columns in front of prompts in a trial
 LEAST_COLUMNS = 1024  # of a bias's table
 
 
+# The cache of the ragged pass that is under way in this thread, for code that takes none.
+PASSED: ContextVar[RaggedCache | None] = ContextVar("PASSED", default=None)
+
+
 class PagedOperators(Mixin):
     """A mixin for a module that attends by operators."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns. Raises NotRaggedError in a ragged pass if its code is not known."""
         given = dict(zip(parameter_names(original_class(self).forward), args, strict=False)) | kwargs
+        known: OperatorAttention = self.__dict__[FUSED]
         cache = next((value for value in given.values() if isinstance(value, RaggedCache)), None)
+        cache = PASSED.get() if known.layer is not None else cache
         if cache is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        known: OperatorAttention = self.__dict__[FUSED]
         return run_over_pages(self, known, cache, given, forward=super().forward)  # type: ignore[arg-type, misc]
 
 
@@ -76,6 +84,7 @@ class OperatorModel:
     counts: bool = False
     counts_padding: bool = False
     by_interface: bool = False
+    without_cache: bool = False
 
     @property
     def specs(self) -> list[AttentionSpec]:
@@ -89,6 +98,15 @@ class OperatorModel:
         if not self.by_interface:
             given["attention_mask"] = ids.new_ones(1, 1)
         return given | {"position_ids": positions[None]} if self.takes_positions else given
+
+    @contextmanager
+    def passing(self, cache: RaggedCache) -> Iterator[None]:
+        """Hand the cache of a ragged pass to attention that takes none, while the model is called."""
+        token = PASSED.set(cache)
+        try:
+            yield
+        finally:
+            PASSED.reset(token)
 
     def before(self, positions: Tensor) -> TokensBefore | None:
         """Return the tokens before those of a pass with these positions [N], which its cache tells a model that counts
@@ -117,17 +135,24 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     """Return what is known of a model that attends by operators, or why nothing is, as one clause; None for a model
     that does not attend by operators."""
     names = [name for name, module in model.named_modules() if attends_by_operators(type(module))]  # type: ignore[arg-type]
-    by_interface = not names
-    if by_interface:
+    by_interface = without_cache = False
+    if not names:
         names = [name for name, module in model.named_modules() if attends_to_changed_keys(module)]
+        by_interface = bool(names)
+    takes_cache = CACHE_NAMES & {*parameter_names(original_class(model).forward)}
+    if not names and model.can_generate() and not takes_cache:
+        names = [name for name, module in model.named_modules() if attends_without_cache(type(module))]  # type: ignore[arg-type]
+        without_cache = bool(names)
     if not names:
         return None
     layers = getattr(layers_config(model.config), "num_hidden_layers", None)
     indices = [_layer_index(model.get_submodule(name)) for name in names]
+    if without_cache:
+        indices = list(range(len(names)))
     if model.config.is_encoder_decoder or sorted(indices) != list(range(layers or 0)):
         return f"{type(model).__name__} attends by itself in other places than its decoder's layers"
     takes_positions = "position_ids" in parameter_names(original_class(model).forward)
-    form = OperatorModel({}, takes_positions, None, by_interface=by_interface)
+    form = OperatorModel({}, takes_positions, None, by_interface=by_interface, without_cache=without_cache)
     known = _known(model, names, form)
     if takes_positions or isinstance(known, OperatorModel):
         return known
@@ -142,14 +167,15 @@ def _known(model: PreTrainedModel, names: list[str], form: OperatorModel) -> Ope
     """
     found: dict[Any, OperatorModel] = {}
     sites = {}
-    for name in names:
+    for number, name in enumerate(names):
         kind = _kind(model.get_submodule(name))
         if kind not in found:
             made = _tried(model, name, form)
             if isinstance(made, str):
                 return made
             found[kind] = made
-        sites[name] = replace(next(iter(found[kind].sites.values())))
+        site = next(iter(found[kind].sites.values()))
+        sites[name] = replace(site, layer=number if form.without_cache else None)
     counts_padding = {each.counts_padding for each in found.values()}
     if len(counts_padding) > 1:
         return f"layers of {type(model).__name__} differ in what they make of padding"
@@ -196,6 +222,7 @@ def _tried(model: PreTrainedModel, name: str, form: OperatorModel) -> OperatorMo
     mask = next((each for each in parameters if "mask" in each and "encoder" not in each), None)
     known = OperatorAttention(None, None, mask, next((each for each in parameters if each in BIASES), None))
     unknown = f"{type(module).__name__} computes attention in a way that is not known"
+    known.layer = 0 if form.without_cache else None
     trial = replace(form, sites={name: known})
     try:
         bias = _bias_of(model, trial, 2 * SHORT)
@@ -231,7 +258,7 @@ def _padded(model: Any, ids: Tensor, form: OperatorModel) -> Tensor:
     shown = torch.cat([padding, ids], dim=1)
     mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    ends = [shown.shape[1] - 2, shown.shape[1] - 1, shown.shape[1]]
+    ends = [shown.shape[1]] if form.without_cache else [shown.shape[1] - left for left in (2, 1, 0)]
     for start, end in pairwise([0, *ends]):
         inputs = {"position_ids": positions[:, start:end]} if form.takes_positions else {}
         output = model(
@@ -265,7 +292,8 @@ def _in_passes(model: Any, known: OperatorModel, ids: Tensor, *, first: int = 0)
         positions = torch.arange(first + start, first + start + count).repeat(len(ids))
         cache.before = known.before(positions)
         inputs = known.inputs(ids[:, start : start + count].flatten(), positions)
-        logits = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits
+        with known.passing(cache):
+            logits = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits
         results.append(logits.view(len(ids), count, -1))
         start += count
     return torch.cat(results, dim=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -258,13 +259,14 @@ class ModelRunner:
             self.cache.before = self.operators.before(inputs.positions)
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
-            output = self._called(rows, len(inputs.ids))(
-                **given,
-                use_cache=True,
-                return_dict=True,
-                **{self._cache_name: self.cache},
-                **selection,
-            )
+            with nullcontext() if self.operators is None else self.operators.passing(self.cache):
+                output = self._called(rows, len(inputs.ids))(
+                    **given,
+                    use_cache=True,
+                    return_dict=True,
+                    **{self._cache_name: self.cache},
+                    **selection,
+                )
         finally:
             self.cache.known_pass = None
         self.cache.check_read()
