@@ -38,7 +38,7 @@ from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
 from ..tensors import model_device
-from .decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
+from .decoder_survey import causality_refusal, counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -94,6 +94,12 @@ def _function_refusal(model: PreTrainedModel) -> str | None:
 
 def cache_refusal(model: PreTrainedModel) -> str | None:
     """Return why generate cannot use a paged cache, as one clause; None if it can."""
+    refusal = _pages_refusal(model)
+    return refusal if refusal is None or not model.can_generate() else causality_refusal(model) or refusal
+
+
+def _pages_refusal(model: PreTrainedModel) -> str | None:
+    """Return what in the model's code keeps its cache from being paged, as one clause; None if nothing does."""
     name = type(model).__name__
     if not model.can_generate():
         return f"{name} does not generate text"
@@ -243,7 +249,8 @@ def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
     One module that is causal is enough: others may attend to an encoder's output, which a decoder alone never gets.
     Where the model's own methods prepare the calls of its decoder, they are asked what the tokens of a prompt see.
     """
-    if own_methods(model):
+    is_encoder = getattr(model.config, "is_decoder", None) is False
+    if own_methods(model) and not (is_encoder and causality_refusal(model) is not None):
         return None
     sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
     if sites and not any(getattr(site.module, "is_causal", True) for site in sites):

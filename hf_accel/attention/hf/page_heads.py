@@ -42,7 +42,7 @@ class PageHeads:
             return x
         return x[:, list(self.sets)].transpose(2, 3).flatten(-2)
 
-    def reading(self, pairs: Pairs) -> Reading:
+    def reading(self, pairs: Pairs) -> PageReading:
         """Return how heads of queries read the pages. Raises UntraceableError if one reads two of their heads, or not
         as many read each."""
         place = {head: (number, slot) for number, own in enumerate(self.sets) for slot, head in enumerate(own)}
@@ -53,10 +53,10 @@ class PageHeads:
             raise UntraceableError("not as many queries read each head of keys")
         order = sorted(range(len(numbers)), key=numbers.__getitem__)
         slots = Pairs(*(tuple(place[head][1] for head in heads) for heads in pairs))
-        return Reading(tuple(order), slots, len(self.sets[0]))
+        return PageReading(tuple(order), slots, len(self.sets[0]))
 
 
-class Reading(NamedTuple):
+class PageReading(NamedTuple):
     """How heads of queries read pages.
 
     order: the heads of queries as the heads of pages need them. slots: where in such a head the keys and the values of
