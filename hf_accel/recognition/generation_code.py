@@ -48,8 +48,9 @@ def _is_harmless(constant: Any, arguments: tuple[str, ...]) -> bool:
 
 
 def hands_on_all(model: Any, method: str) -> bool:
-    """Return whether a method that prepares the inputs of a pass hands on what it is given, all tokens included, as that
-    of a model without a cache does."""
+    """Return whether a method that prepares the inputs of a pass hands on all that it is given, as that of a model
+    without a cache does: all tokens.
+    """
     ids, given = object(), {"attention_mask": object(), "position_ids": object(), "use_cache": object()}
     try:
         found = getattr(model, method)(ids, **given)

@@ -1,4 +1,4 @@
-"""Code that takes keys and values from a cache, and attends by torch's operators, or to others that it makes of them."""
+"""Code that attends by torch's operators, or to other keys and values than its cache returns."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class Record:
     def choose(self, condition: Any, scores: Scores, other: Any) -> Scores:
         raise UntraceableError("it calls where")
 
-    def keep(self, scores: Scores, kept: Tensor, others: Tensor) -> Scores:
+    def keep(self, scores: Scores, kept: Any, others: Any) -> Scores:
         raise UntraceableError("it multiplies scores by more than a number")
 
     def attend_positions(

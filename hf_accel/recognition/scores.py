@@ -232,7 +232,7 @@ class Scores:
 
 
 class KeptScores:
-    """Scores times a tensor [1, 1, T, T] of ones and zeros, to which code adds another number in place of each zero."""
+    """Scores times a tensor [1, 1, T, T] of ones and zeros; code then adds another number in place of each zero."""
 
     def __init__(self, scores: Scores, kept: Tensor) -> None:
         self.scores, self.kept = scores, kept

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,10 +20,11 @@ from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache
 from ...errors import NotRaggedError
 from ...kernels.layouts import KV, AttentionOptions, PositionBias
 from ...recognition.operation import UntraceableError
-from ...recognition.scores import PRODUCTS, AddedBias, Scores, TransposedKeys
+from ...recognition.scores import PRODUCTS, AddedBias, Scores
 from ...tensors import product_dtype
 from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
+from .cached_stand_ins import Cached, CachedKeys, CachedValues, HidingMask
 from .forward import KNOWN_KEYWORDS, choose_again
 from .page_heads import PageHeads, Pairs, page_heads, shared_out
 
@@ -73,123 +73,6 @@ class OperatorAttention:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_windows": {}}
-
-
-class HidingMask:
-    """Stands for the mask of causal attention, which hides what comes behind a query. like: the one that was given."""
-
-    def __init__(self, like: Tensor | None = None) -> None:
-        self.shape = torch.Size() if like is None else like.shape
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def __getitem__(self, index: Any) -> HidingMask:
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> HidingMask:
-        return self
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        return NotImplemented  # the keys or the scores that it is given with know what is meant
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UntraceableError(f"it reads {name} of its mask")
-
-
-class Cached:
-    """Keys or values that came out of the cache, of which code may only change the shape, the dtype and the heads.
-
-    They are [1, heads, one, dim], or [heads, one, dim] if they are `flat`. heads: for each of these, the head of the
-    cache that it is.
-    """
-
-    def __init__(
-        self, own: OperatorPass, tensor: Tensor, *, flat: bool = False, heads: tuple[int, ...] | None = None
-    ) -> None:
-        self.own, self.tensor, self.dtype, self.device = own, tensor, tensor.dtype, tensor.device
-        self.flat = flat
-        self.heads = tuple(range(tensor.shape[1])) if heads is None else heads
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        sizes = (1, len(self.heads), self.own.columns, self.tensor.shape[-1])
-        return sizes[1:] if self.flat else sizes
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def view(self, *sizes: Any) -> Cached:
-        count = len(sizes[0] if len(sizes) == 1 else sizes)
-        if count not in (3, 4):
-            raise UntraceableError("it reshapes keys or values in another way than into heads")
-        return type(self)(self.own, self.tensor, flat=count == 3, heads=self.heads)
-
-    reshape = view
-
-    def contiguous(self) -> Cached:
-        return self
-
-    def repeat(self, *counts: int) -> Cached:
-        if self.flat or len(counts) != 4 or (counts[0], *counts[2:]) != (1, 1, 1):
-            raise UntraceableError("it repeats something else than heads")
-        return type(self)(self.own, self.tensor, heads=self.heads * counts[1])
-
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[Cached, ...]:
-        count, rest = divmod(len(self.heads), chunks)
-        if self.flat or dim not in (1, -3) or rest:
-            raise UntraceableError("it cuts something else than heads")
-        parts = (self.heads[first : first + count] for first in range(0, len(self.heads), count))
-        return tuple(type(self)(self.own, self.tensor, heads=part) for part in parts)
-
-    def to(self, dtype: Any) -> Cached:
-        if dtype not in (self.own.dtype, torch.float32):
-            raise UntraceableError("it computes in another dtype")
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UntraceableError(f"it calls Tensor.{name}")
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.chunk and args and isinstance(args[0], cls):
-            return args[0].chunk(*args[1:], **(kwargs or {}))
-        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
-
-
-class CachedKeys(Cached):
-    """The keys, which code may transpose and multiply queries by, or hand to a function that attends."""
-
-    def transpose(self, first: int, second: int) -> TransposedKeys:
-        if {first, second} not in ({-1, -2}, {1, 2}, {2, 3}):
-            raise UntraceableError("it transposes other dimensions than tokens and numbers")
-        return TransposedKeys(self)
-
-    def scores_of(self, query: Any) -> Scores:
-        return Scores(self.own, query, self)
-
-    def attended(self, module: nn.Module, query: Tensor, values: Any, mask: Any, **given: Any) -> tuple[Tensor, None]:
-        """Attend as a function of transformers' AttentionInterface; returns [1, N, Hq, Dv] and no weights."""
-        return self.own.attend_as_interface(module, query, KV(self, values), mask, **given), None  # type: ignore[arg-type]
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is F.scaled_dot_product_attention and len(args) == 3 and isinstance(args[1], cls):
-            return args[1].own.attend_as_sdpa(*args, **(kwargs or {}))
-        return super().__torch_function__(function, types, args, kwargs)
-
-
-class CachedValues(Cached):
-    """The values, which code may multiply by weights."""
 
 
 class WithoutCache(TorchFunctionMode):
@@ -301,7 +184,9 @@ class OperatorPass:
         Code may call it more than once with the same queries and keys, and other values.
         """
         causal = given.pop("is_causal", None)
-        hides = (getattr(module, "is_causal", True) if causal is None else causal) if mask is None else mask is self.mask
+        hides = (
+            (getattr(module, "is_causal", True) if causal is None else causal) if mask is None else mask is self.mask
+        )
         read = KNOWN_KEYWORDS - {*ATTENDS_OTHERWISE}
         if not hides or any(name not in read and _is_given(value) for name, value in given.items()):
             raise UntraceableError("it attends in another way than causally")
@@ -338,7 +223,9 @@ class OperatorPass:
         self.used = spec
         self.paged.check_values(self.values)
         tokens = step.tokens(query.to(self.dtype))
-        out: Tensor = self._backend(spec).paged(tokens, self.paged.storage.pages, self.paged.group_step.ragged, options)
+        out: Tensor = self._backend(spec).paged(
+            tokens, self.paged.storage.pages, self.paged.group_step.ragged, options
+        )
         return step.columns(out, 1).transpose(1, 2)
 
     def _backend(self, spec: AttentionSpec) -> AttentionBackend:
@@ -370,7 +257,8 @@ def run_over_pages(
 ) -> Any:
     """Call the forward of a module that attends by operators in a ragged pass.
 
-    given: its arguments by name, of which the cache is one if it takes one. Raises NotRaggedError if it does what is not known.
+    given: its arguments by name, of which the cache is one if it takes one. Raises NotRaggedError if it does what is
+    not known.
     """
     own = OperatorPass(module, known, cache)
     named: dict[str, Any] = {name: own if value is cache else value for name, value in given.items()}

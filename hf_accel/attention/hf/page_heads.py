@@ -1,4 +1,4 @@
-"""Which heads of keys and values stand together in a head of the pages, where code attends to them in another order
+"""Heads of keys and values that stand together in a head of the pages, where code attends to them in another order
 than that of the cache, or to the keys of one head and the values of another.
 
 Attention over pages reads the keys and the values of one head. Heads that code reads together are stored end to end as

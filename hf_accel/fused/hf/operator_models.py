@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from ...attention import AttentionSpec, choose_backend
 from ...attention.hf.forward import register
@@ -39,6 +38,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree
 from ...tensors import model_device
 from ...undo.journal import Mixin, mixed_class, original_class
 from ...undo.state import FUSED
+from .operator_bias import OperatorCall, aligned, bias_given
 from .sites import FusedSite
 
 OPERATORS = "operators"  # the kind in the plan
@@ -72,19 +72,15 @@ class PagedOperators(Mixin):
 class OperatorModel:
     """The needs of a model that attends by operators in a ragged pass.
 
-    sites: what is known of its attention modules, by name. takes_positions: whether its forward takes position_ids.
+    sites: what is known of its attention modules, by name. call: how it is called.
     bias: what its attention adds to scores, for sequences of as many tokens as there are columns; None for nothing.
-    counts: whether it counts positions by itself, from the tokens that its cache holds. counts_padding: whether it
-    counts padding in front of a prompt with them.
+    counts_padding: whether it counts positions by itself, and padding in front of a prompt with them.
     """
 
     sites: dict[str, OperatorAttention]
-    takes_positions: bool
-    bias: PositionBias | None
-    counts: bool = False
+    call: OperatorCall
+    bias: PositionBias | None = None
     counts_padding: bool = False
-    by_interface: bool = False
-    without_cache: bool = False
 
     @property
     def specs(self) -> list[AttentionSpec]:
@@ -95,9 +91,9 @@ class OperatorModel:
         """Return the inputs of a ragged pass for ids and positions [N]. The mask is as large as the one column that
         the RaggedCache tells of."""
         given: dict[str, Any] = {"input_ids": ids[None]}
-        if not self.by_interface:
+        if not self.call.by_interface:
             given["attention_mask"] = ids.new_ones(1, 1)
-        return given | {"position_ids": positions[None]} if self.takes_positions else given
+        return given | {"position_ids": positions[None]} if self.call.takes_positions else given
 
     @contextmanager
     def passing(self, cache: RaggedCache) -> Iterator[None]:
@@ -111,14 +107,14 @@ class OperatorModel:
     def before(self, positions: Tensor) -> TokensBefore | None:
         """Return the tokens before those of a pass with these positions [N], which its cache tells a model that counts
         them."""
-        return TokensBefore(positions) if self.counts else None
+        return TokensBefore(positions) if self.call.counts else None
 
     def bias_for(self, model: PreTrainedModel, length: int) -> PositionBias | None:
         """Return the bias for sequences of up to `length` tokens. Raises UnsupportedError if the model makes none."""
         if self.bias is None or self.bias.table.shape[1] >= length:
             return self.bias
         old, by_distance = self.bias
-        found = _bias_of(model, self, max(LEAST_COLUMNS, 2 * length))
+        found = bias_given(model, next(iter(self.sites.items())), self.call, max(LEAST_COLUMNS, 2 * length))
         table = old if found is None else found.table
         columns = table.shape[1]
         kept = table[:, columns - old.shape[1] :] if by_distance else table[:, : old.shape[1]]
@@ -152,30 +148,27 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     if model.config.is_encoder_decoder or sorted(indices) != list(range(layers or 0)):
         return f"{type(model).__name__} attends by itself in other places than its decoder's layers"
     takes_positions = "position_ids" in parameter_names(original_class(model).forward)
-    form = OperatorModel({}, takes_positions, None, by_interface=by_interface, without_cache=without_cache)
-    known = _known(model, names, form)
+    call = OperatorCall(takes_positions, by_interface=by_interface, without_cache=without_cache)
+    known = _known(model, names, call)
     if takes_positions or isinstance(known, OperatorModel):
         return known
-    counting = _known(model, names, replace(form, counts=True))
+    counting = _known(model, names, replace(call, counts=True))
     return counting if isinstance(counting, OperatorModel) else known
 
 
-def _known(model: PreTrainedModel, names: list[str], form: OperatorModel) -> OperatorModel | str:
-    """Return what is known of a model whose modules with these names attend, or why nothing is, as one clause.
-
-    form: how it is called, without sites.
-    """
+def _known(model: PreTrainedModel, names: list[str], call: OperatorCall) -> OperatorModel | str:
+    """Return what is known of a model whose modules with these names attend, or why nothing is, as one clause."""
     found: dict[Any, OperatorModel] = {}
     sites = {}
     for number, name in enumerate(names):
         kind = _kind(model.get_submodule(name))
         if kind not in found:
-            made = _tried(model, name, form)
+            made = _tried(model, name, call)
             if isinstance(made, str):
                 return made
             found[kind] = made
         site = next(iter(found[kind].sites.values()))
-        sites[name] = replace(site, layer=number if form.without_cache else None)
+        sites[name] = replace(site, layer=number if call.without_cache else None)
     counts_padding = {each.counts_padding for each in found.values()}
     if len(counts_padding) > 1:
         return f"layers of {type(model).__name__} differ in what they make of padding"
@@ -212,25 +205,21 @@ def _kind(module: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _tried(model: PreTrainedModel, name: str, form: OperatorModel) -> OperatorModel | str:
-    """Try an attention module; returns what is known of the model with it alone, or why nothing is, as one clause.
-
-    form: how the model is called, without sites.
-    """
+def _tried(model: PreTrainedModel, name: str, call: OperatorCall) -> OperatorModel | str:
+    """Try an attention module; returns what is known of the model with it alone, or why nothing is, as one clause."""
     module: Any = model.get_submodule(name)
     parameters = parameter_names(original_class(module).forward)
     mask = next((each for each in parameters if "mask" in each and "encoder" not in each), None)
     known = OperatorAttention(None, None, mask, next((each for each in parameters if each in BIASES), None))
     unknown = f"{type(module).__name__} computes attention in a way that is not known"
-    known.layer = 0 if form.without_cache else None
-    trial = replace(form, sites={name: known})
+    known.layer = 0 if call.without_cache else None
+    trial = OperatorModel({name: known}, call)
     try:
-        bias = _bias_of(model, trial, 2 * SHORT)
-        shorter = _bias_of(model, trial, SHORT)
-        _bias_of(model, trial, LONG)  # where a window in a mask shows
-        trial.bias = _aligned(shorter, bias)
+        bias, shorter = (bias_given(model, (name, known), call, length) for length in (2 * SHORT, SHORT))
+        bias_given(model, (name, known), call, LONG)  # where a window in a mask shows
+        trial.bias = aligned(shorter, bias)
         stock, ours = one_layer_model(model, name), one_layer_model(model, name)
-        if form.by_interface:
+        if call.by_interface:
             register()
             set_implementation(ours, ATTENTION_NAME)
         inner = ours.get_submodule(_path(model, name))
@@ -239,28 +228,26 @@ def _tried(model: PreTrainedModel, name: str, form: OperatorModel) -> OperatorMo
     except (UnsupportedError, Exception) as error:
         return f"{unknown} ({_first_line(error)})"
     ids = (RandomNumbers()(2, 9) * 1e3).long() % ROWS
-    same = agree(
-        lambda: stock(input_ids=ids, use_cache=False).logits, lambda: _in_passes(ours, trial, ids), CLOSE
-    )
+    same = agree(lambda: stock(input_ids=ids, use_cache=False).logits, lambda: _in_passes(ours, trial, ids), CLOSE)
     if not same or known.spec is None:
         return unknown
-    if agree(lambda: _padded(stock, ids, form), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE):
+    if agree(lambda: _padded(stock, ids, call), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE):
         return trial
-    trial.counts_padding = form.counts and agree(
-        lambda: _padded(stock, ids, form), lambda: _in_passes(ours, trial, ids, first=PADDING), CLOSE
+    trial.counts_padding = call.counts and agree(
+        lambda: _padded(stock, ids, call), lambda: _in_passes(ours, trial, ids, first=PADDING), CLOSE
     )
     return trial if trial.counts_padding else unknown
 
 
-def _padded(model: Any, ids: Tensor, form: OperatorModel) -> Tensor:
+def _padded(model: Any, ids: Tensor, call: OperatorCall) -> Tensor:
     """Return the logits of ids [B, Q] with padding on the left, the last of them computed as generated tokens are."""
     padding, cache, results = ids[:, :PADDING], DynamicCache(), []
     shown = torch.cat([padding, ids], dim=1)
     mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    ends = [shown.shape[1]] if form.without_cache else [shown.shape[1] - left for left in (2, 1, 0)]
+    ends = [shown.shape[1]] if call.without_cache else [shown.shape[1] - left for left in (2, 1, 0)]
     for start, end in pairwise([0, *ends]):
-        inputs = {"position_ids": positions[:, start:end]} if form.takes_positions else {}
+        inputs = {"position_ids": positions[:, start:end]} if call.takes_positions else {}
         output = model(
             input_ids=shown[:, start:end],
             attention_mask=mask[:, :end],
@@ -281,7 +268,7 @@ def _in_passes(model: Any, known: OperatorModel, ids: Tensor, *, first: int = 0)
         window=None, num_blocks=4, block_size=4, growable=True, prefix_sharing=False, quantized=None
     )  # fmt: skip
     pages = Pages([group])
-    cache = RaggedCache(pages.groups, [(0,)], one_column=not known.by_interface)
+    cache = RaggedCache(pages.groups, [(0,)], one_column=not known.call.by_interface)
     sequences = [pages.begin() for _ in ids]
     results, start = [], 0
     for count in COUNTS:
@@ -314,91 +301,3 @@ def _path(model: nn.Module, name: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-
-
-# -- what the model gives to its attention -------------------------------------------------------------
-
-
-class _Given(Exception):
-    """The arguments that an attention module was given."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__("a trial ends here")
-        self.given = args, kwargs
-
-
-class _Catch(nn.Module):
-    """Takes the place of an attention module, and raises what it is given."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Given(args, kwargs)
-
-
-class _LongCache(DynamicCache):
-    """A cache that holds so many tokens that a table of positions may be too small: code that counts hears of none."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return TokensBefore(torch.zeros(1, dtype=torch.int64))
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        held: int = self.layers[0].get_seq_length()
-        return held
-
-
-def _given(model: PreTrainedModel, known: OperatorModel, length: int) -> dict[str, Any]:
-    """Return what the model gives to its first known module for the last of `length` tokens of one sequence."""
-    name = next(iter(known.sites))
-    layer = DynamicLayer()
-    layer.keys = layer.values = torch.zeros(1, 1, 1, 1).expand(1, 1, length - 1, 1)
-    layer.dtype, layer.device, layer.is_initialized = torch.float32, torch.device("cpu"), True
-    cache = _LongCache() if known.counts else DynamicCache()
-    cache.layers = [layer]
-    inputs: dict[str, Any] = {"input_ids": torch.ones(1, 1, dtype=torch.int64), "past_key_values": cache}
-    if known.counts:
-        inputs["attention_mask"] = torch.ones(1, length, dtype=torch.int64)
-    if known.takes_positions:
-        inputs["position_ids"] = torch.zeros(1, 1, dtype=torch.int64)
-    try:
-        one_layer_model(model, name, _Catch())(**inputs, use_cache=True)
-    except _Given as caught:
-        args, kwargs = caught.given
-        parameters = parameter_names(original_class(model.get_submodule(name)).forward)
-        return dict(zip(parameters, args, strict=False)) | kwargs
-    raise UnsupportedError("the model does not call its attention")
-
-
-@torch.no_grad()
-def _bias_of(model: PreTrainedModel, form: OperatorModel, length: int) -> PositionBias | None:
-    """Return what the model gives to be added to the scores of the last of `length` tokens; None for nothing.
-
-    Sets masks_biased of its first known module. Raises UnsupportedError if that token may not see all tokens.
-    """
-    known = next(iter(form.sites.values()))
-    given = _given(model, form, length)
-    mask, bias = (given.get(name) if name else None for name in (known.mask, known.bias))
-    numbers = None
-    if isinstance(mask, Tensor) and mask.is_floating_point():
-        if bool((mask < -1e4).any()):
-            raise UnsupportedError("its mask hides more than the tokens behind a query")
-        known.masks_biased = bool(mask.count_nonzero())
-        numbers = mask if known.masks_biased else None
-    elif isinstance(mask, Tensor) and bool((mask != mask.flatten()[0]).any()):
-        raise UnsupportedError("its mask hides more than the tokens behind a query")
-    if numbers is None and isinstance(bias, Tensor):
-        numbers = bias
-    if numbers is None:
-        return None
-    table = numbers.select(-2, numbers.shape[-2] - 1).reshape(-1, numbers.shape[-1])[:, -length:].float()
-    return PositionBias(table.contiguous(), by_distance=False)
-
-
-def _aligned(shorter: PositionBias | None, longer: PositionBias | None) -> PositionBias | None:
-    """Return the longer bias, with what two lengths show: whether it is one of distances."""
-    if shorter is None or longer is None:
-        return None
-    count = shorter.table.shape[1]
-    if torch.equal(shorter.table, longer.table[:, :count]):
-        return longer
-    if torch.equal(shorter.table, longer.table[:, -count:]):
-        return longer._replace(by_distance=True)
-    raise UnsupportedError("its bias depends on more than positions or distances")

@@ -148,7 +148,11 @@ def attention_refusal(model: Any) -> str | None:
     """Return why a patched model cannot read pages, as one clause; None if it can."""
     now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
     known = operators_of(model)
-    if now == ATTENTION_NAME or keeps_states_alone(model.config) or (known is not None and not known.by_interface):
+    if (
+        now == ATTENTION_NAME
+        or keeps_states_alone(model.config)
+        or (known is not None and not known.call.by_interface)
+    ):
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
 
@@ -196,7 +200,7 @@ class ModelRunner:
         self.model: Any = model
         self.groups_of_layer = groups_of_layer
         self.operators = operators_of(model)
-        one_column = self.operators is not None and not self.operators.by_interface
+        one_column = self.operators is not None and not self.operators.call.by_interface
         self.cache = RaggedCache(groups, groups_of_layer, one_column=one_column)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
@@ -255,8 +259,9 @@ class ModelRunner:
         if self.operators is None:
             given = self._tokens(inputs, rows)
         else:
-            given = self.operators.inputs(inputs.ids, inputs.positions)
-            self.cache.before = self.operators.before(inputs.positions)
+            positions = _placed(inputs.positions, rows)
+            given = self.operators.inputs(inputs.ids, positions)
+            self.cache.before = self.operators.before(positions)
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
             with nullcontext() if self.operators is None else self.operators.passing(self.cache):
