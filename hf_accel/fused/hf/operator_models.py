@@ -25,7 +25,8 @@ from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
 from ...attention.hf.stock import ATTENTION_NAME, set_implementation
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache, TokensBefore
-from ...cache.pages import Pages, TokenRange
+from ...cache.pages import Pages
+from ...cache.step import TokenRange
 from ...config import PatchConfig
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
@@ -38,10 +39,10 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree
 from ...tensors import model_device
 from ...undo.journal import Mixin, mixed_class, original_class
 from ...undo.state import FUSED
+from ..site import FusedSite, SiteKind
 from .operator_bias import OperatorCall, aligned, bias_given
-from .sites import FusedSite
 
-OPERATORS = "operators"  # the kind in the plan
+OPERATORS = SiteKind("operators", "attention modules by operators", "over pages")
 BIASES = ("alibi", "position_bias")  # the names of parameters that take a bias of positions
 SHORT, LONG = 6, 4096  # lengths for which masks and biases are looked at
 CLOSE = Tolerance(of_largest=1e-4)
