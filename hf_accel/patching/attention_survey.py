@@ -40,7 +40,7 @@ from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
 from ..recurrent.hf.recurrences import known_recurrence
 from ..tensors import model_device
-from .decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
+from .decoder_survey import causality_refusal, counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -102,11 +102,17 @@ def _function_refusal(model: PreTrainedModel) -> str | None:
 
 def cache_refusal(model: PreTrainedModel) -> str | None:
     """Return why generate cannot use a paged cache, as one clause; None if it can."""
+    refusal = _pages_refusal(model)
+    return refusal if refusal is None or not model.can_generate() else causality_refusal(model) or refusal
+
+
+def _pages_refusal(model: PreTrainedModel) -> str | None:
+    """Return what in the model's code keeps its cache from being paged, as one clause; None if nothing does."""
     name = type(model).__name__
     if not model.can_generate():
         return f"{name} does not generate text"
     refusal = None if attends_nowhere(model) else model_attention_refusal(model)
-    if refusal is not None:
+    if refusal is not None or known_operators(model) is not None:
         return operator_refusal(model, refusal)
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
@@ -133,16 +139,19 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
 
 def known_operators(model: PreTrainedModel) -> OperatorModel | None:
     """Return what is known of a model that attends by torch's operators, if its pages can be read that way."""
-    if model_attention_refusal(model) is None or split_of(model) is not None:
+    is_rare = model_attention_refusal(model) is not None or any(
+        code_of(module).unpaged is not None for module in attention_modules(model)
+    )
+    if not is_rare or split_of(model) is not None:
         return None
     known = answer_once(operator_model, model)
     return known if isinstance(known, OperatorModel) else None
 
 
-def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
-    """Return why a model whose attention cannot be ours cannot read pages, as one clause; None if it can.
+def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
+    """Return why a model that reads pages by code of its own cannot do so, as one clause; None if it can.
 
-    refusal: why its attention cannot be ours.
+    refusal: why its attention cannot be ours; None if it can, and code between it and the cache is its own.
     """
     if known_operators(model) is None:
         known = answer_once(operator_model, model)
@@ -151,7 +160,9 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    return None if kinds.distinct == (KeysAndValues(None),) else refusal
+    if kinds.distinct == (KeysAndValues(None),):
+        return None
+    return refusal or f"{type(model).__name__} keeps other things than keys and values of all tokens"
 
 
 def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | None:
@@ -245,7 +256,8 @@ def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
     One module that is causal is enough: others may attend to an encoder's output, which a decoder alone never gets.
     Where the model's own methods prepare the calls of its decoder, they are asked what the tokens of a prompt see.
     """
-    if own_methods(model):
+    is_encoder = getattr(model.config, "is_decoder", None) is False
+    if own_methods(model) and not (is_encoder and causality_refusal(model) is not None):
         return None
     sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
     if sites and not any(getattr(site.module, "is_causal", True) for site in sites):

@@ -242,6 +242,9 @@ class Record:
     def choose(self, condition: Any, scores: Scores, other: Any) -> Scores:
         raise UntraceableError("it calls where")
 
+    def keep(self, scores: Scores, kept: Any, others: Any) -> Scores:
+        raise UntraceableError("it multiplies scores by more than a number")
+
     def attend_positions(
         self, known: tuple[nn.Module, PositionAttention], x: StandIn, mask: Any, output_attentions: bool = False,
         **given: Any,

@@ -70,6 +70,11 @@ def attention_forward(
             module, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return traced
+    if not isinstance(key, Tensor):  # stands for keys that a ragged pass reads in an order of their own
+        found: Any = key.attended(
+            module, query, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        return found
     selection = kwargs.pop(SELECTED, None)
     if isinstance(selection, Tensor):
         paged = getattr(key, PAGED_HANDLE, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
@@ -135,6 +136,16 @@ def recorded_attention(
 
 
 # -- the parts of a model that keep their own attention, mostly towers for images or sound -------------
+
+
+def set_implementation(copied: nn.Module, name: str) -> None:
+    """Give all parts of a copy of a model configs of their own, with this attention implementation."""
+    configs: dict[int, Any] = {}
+    for module in copied.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            own = configs.setdefault(id(config), copy.deepcopy(config))
+            own._attn_implementation_internal = name
+            vars(module)["config"] = own
 
 
 def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:

@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ...errors import NotRaggedError, UnsupportedError
 from ...models import vocabulary_size
-from ...recognition.generation_code import only_passes_on
+from ...recognition.generation_code import hands_on_all, only_passes_on
 from ...tensors import model_device
 from ...undo.state import find_state, state_of
 from ..marked_inputs import MarkedInputs, read_marked
@@ -122,6 +122,7 @@ def own_methods(model: PreTrainedModel) -> list[str]:
         if method is not getattr(GenerationMixin, name)
         and LONG_ROPE not in method.__code__.co_names
         and not only_passes_on(type(model), name)
+        and not hands_on_all(model, name)
     ]
 
 

@@ -114,7 +114,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if mask is not None and not bool(mask.all()) and moves_with_padding(call.model, columns):
         return "its attention counts padding in the positions of tokens"
     operators = call.state.form.operators
-    counts = operators.takes_positions if operators is not None else not model_kinds(call.model.config).is_states_alone
+    counts = (
+        operators.call.takes_positions if operators is not None else not model_kinds(call.model.config).is_states_alone
+    )
     counts = counts and not call.state.form.counts_padding
     if counts and not more and not positions_count_tokens(positions, None if mask is None else mask.bool()):
         return "position_ids do not count tokens"
