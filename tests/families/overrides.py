@@ -24,6 +24,7 @@ SLIDING_LATENT = {
 }
 TILES = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 WINDOWS = {"window_size": 32}  # pixels
+CONFORMER = {"input_dim": 16, "hidden_dim": 64, "context_size": 16, "max_pos_emb": 32}
 STACKED = {"deepstack_visual_indexes": [0, 1]}
 NO_EXPERTS = {"num_experts": None, "num_experts_per_tok": None, "top_k_experts": None}
 
@@ -110,6 +111,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "LlavaNextConfig": TILES,
     "LlavaNextVideoConfig": TILES,
     "LlavaOnevisionConfig": TILES,
+    "GlmAsrEncoderConfig": {"intermediate_size": 256},  # four frames at once
+    "GraniteSpeechConfig": {"window_size": 15},
+    "GraniteSpeechPlusConfig": {"window_size": 15},
+    "GraniteSpeechEncoderConfig": CONFORMER,
+    "GraniteSpeechPlusEncoderConfig": CONFORMER,
     "Kosmos2Config": {"latent_query_num": 4},
     "LEDConfig": {"attention_window": 8},
     "LongcatFlashConfig": {"head_dim": 8},
@@ -183,6 +189,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "VibeVoiceAcousticTokenizerEncoderConfig": TOKENIZER,
     "VibeVoiceAcousticTokenizerConfig": TOKENIZER,
     "VipLlavaConfig": {"vision_feature_layers": [-1, -2], "vision_feature_layer": [-1, -2]},
+    "VoxtralConfig": {"audio_token_id": 120},
+    "VoxtralEncoderConfig": {"intermediate_size": 256},  # four frames at once
     "XmodConfig": {"default_language": "en_XX"},
     "xLSTMConfig": {"qk_dim_factor": 1.0},
     "ZambaConfig": {

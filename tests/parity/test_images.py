@@ -15,7 +15,8 @@ from torch import Tensor
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
 
-from ..families.images import alone_with_image, image_prompts
+from ..families.images import IMAGE
+from ..families.media import alone_with_medium, media_prompts
 from ..families.models import build, families
 from .speculating import OracleDrafter
 
@@ -47,7 +48,7 @@ def fresh(name: str) -> Any:
 def stock(name: str) -> tuple[Any, dict[str, Tensor]]:
     """A model, and a batch: rows 0 and 1 say the same about different images, row 2 is shorter."""
     model = fresh(name)
-    return model, image_prompts(model)
+    return model, media_prompts(model, IMAGE)
 
 
 def patched(name: str, **settings: Any) -> Any:
@@ -56,7 +57,7 @@ def patched(name: str, **settings: Any) -> Any:
 
 def prompt(name: str, row: int, words: tuple[int, ...] = ()) -> dict[str, Tensor]:
     """What a processor makes for one row: without padding, and with more words behind it."""
-    given = dict(alone_with_image(stock(name)[1], row))
+    given = dict(alone_with_medium(stock(name)[1], row))
     tokens = given.pop("attention_mask")[0].bool()
     for key, value in given.items():
         if value.shape == (1, len(tokens)):

@@ -1,0 +1,79 @@
+"""Prompts with a sound: the tensors that models take for it; see media.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .media import COUNT, Medium, Recipe
+
+BANDS = 16  # of a spectrogram, as configs.py has it
+FRAMES = 128
+SAMPLES = 64
+
+
+def _part(config: Any) -> Any:
+    names = ("audio_config", "encoder_config")
+    return next((part for name in names if (part := getattr(config, name, None)) is not None), config)
+
+
+def _frames(config: Any) -> int:
+    """How long a spectrogram is: what an encoder with a table of positions wants, which halves it."""
+    positions = getattr(_part(config), "max_source_positions", None)
+    return 2 * positions if positions else FRAMES
+
+
+def _spectrogram(frames: int, bands: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(COUNT, bands, frames, generator=generator)
+
+
+def _bands(config: Any) -> int:
+    part = _part(config)
+    return int(next((n for name in ("num_mel_bins", "input_dim") if (n := getattr(part, name, None))), BANDS))
+
+
+def _ones(frames: int) -> Tensor:
+    return torch.ones(COUNT, frames, dtype=torch.long)
+
+
+def _masked(name: str, frames: int | None = None) -> Recipe:
+    def recipe(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+        columns = frames or _frames(config)
+        return {"input_features": _spectrogram(columns, _bands(config), generator), name: _ones(columns)}
+
+    return recipe
+
+
+def _plain(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"input_features": _spectrogram(_frames(config), _bands(config), generator)}
+
+
+def _by_frames(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    bands = _bands(config)
+    return {"input_features": _spectrogram(FRAMES, bands, generator).mT.contiguous(), "input_features_mask": _ones(FRAMES)}
+
+
+def _by_frames_alone(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"input_features": _spectrogram(FRAMES, _bands(config), generator).mT.contiguous()}
+
+
+def _wave(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Samples, of which stock adds noise to what it hears unless it is told not to."""
+    return {
+        "input_values": torch.randn(COUNT, 1, SAMPLES, generator=generator),
+        "padding_mask": torch.ones(COUNT, SAMPLES, dtype=torch.bool),
+    }
+
+
+def _nothing(config: Any, ids: Tensor, is_sound: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {}
+
+
+RECIPES: list[Recipe] = [
+    _masked("input_features_mask"), _masked("input_features_mask", 100), _masked("feature_attention_mask"), _by_frames,
+    _by_frames_alone, _plain, _wave,
+]  # fmt: skip
+
+SOUND = Medium("sound", RECIPES, "get_audio_features", ("audio_token_id", "audio_token_index"), ("", ""), _nothing)
