@@ -102,9 +102,8 @@ def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str
     ids = torch.tensor([tokens], device=device)
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     inputs["attention_mask"] = torch.ones_like(ids)
-    if "position_ids" not in given and not counts_positions(model):
-        calls = UpToDecoder(model, prepare_step)
-        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
+    if "position_ids" not in given:
+        inputs |= _placed(UpToDecoder(model, prepare_step), ids, inputs)
     return prompt_inputs(model, ids, inputs["attention_mask"], inputs)[0]
 
 
@@ -148,14 +147,20 @@ def text_form(model: PreTrainedModel) -> TextForm:
         ids, mask = _texts(model, lengths)
         calls = UpToDecoder(model, prepare_step)
         inputs: dict[str, Any] = {"attention_mask": mask}
-        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
-        read = _Read(calls, ids, mask, inputs)
+        read = _Read(calls, ids, mask, inputs | _placed(calls, ids, inputs))
         planes = read.first.planes
         for row, count in enumerate(lengths):
             padding = max(lengths) - count
             found = read.row(row)
             is_ids &= found is None or bool(padding and read.is_moved_text(row, padding))
     return TextForm(planes, is_ids)
+
+
+def _placed(calls: UpToDecoder, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the position_ids that generate() prepares, by name; none for a model that counts them by itself."""
+    if counts_positions(calls.model):
+        return {}
+    return {"position_ids": calls.model._prepare_position_ids_for_generation(ids, dict(inputs))}
 
 
 def text_refusal(model: PreTrainedModel) -> str | None:
@@ -212,8 +217,7 @@ class _Read:
     def __init__(self, calls: UpToDecoder, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> None:
         self.calls, self.ids = calls, ids
         state = find_state(calls.model)
-        # Before a plan is made, nobody knows whether a decoder that counts positions counts padding.
-        self.counts = state is not None and counts_positions(calls.model)
+        self.counts = counts_positions(calls.model)
         self.counts_padding = state is not None and state.generation.form.counts_padding
         self.first = self._call(calls.first(ids, inputs))
         rows, self.columns = self.first.embeddings.shape[:2]

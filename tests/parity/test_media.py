@@ -1,4 +1,4 @@
-"""Prompts with images and with embeddings run as text does: in ragged passes, with the tokens of stock's loop."""
+"""Prompts with images, with sounds and with embeddings run as text does: in ragged passes, with the tokens of stock's loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
 
-from ..families.images import IMAGE
+from ..families.features import MEDIA
 from ..families.media import alone_with_medium, media_prompts
 from ..families.models import build, families
 from .speculating import OracleDrafter
@@ -31,7 +31,12 @@ OTHERS = [
     f"{name}ForConditionalGeneration"
     for name in ("LlavaNext", "Idefics3", "InternVL", "Mistral3", "Glm4v", "Granite4Vision")
 ]
-CLASSES = [LLAVA, QWEN, GEMMA, PALI, STACK, *OTHERS]
+# The decoder of the last two counts positions by itself, and one of them adds noise to what it hears.
+VOXTRAL, HEARING, NOISY = (
+    f"{name}ForConditionalGeneration" for name in ("Voxtral", "MossTranscribeDiarize", "VibeVoiceAsr")
+)
+SOUNDS = [VOXTRAL, HEARING, *(f"{name}ForConditionalGeneration" for name in ("Qwen2Audio", "GraniteSpeech"))]
+CLASSES = [LLAVA, QWEN, GEMMA, PALI, STACK, *OTHERS, *SOUNDS]
 NEW_TOKENS = 8
 WAIT = 60
 
@@ -48,7 +53,7 @@ def fresh(name: str) -> Any:
 def stock(name: str) -> tuple[Any, dict[str, Tensor]]:
     """A model, and a batch: rows 0 and 1 say the same about different images, row 2 is shorter."""
     model = fresh(name)
-    return model, media_prompts(model, IMAGE)
+    return model, media_prompts(model, MEDIA[families()[name].kind])
 
 
 def patched(name: str, **settings: Any) -> Any:
@@ -77,7 +82,7 @@ def loop(model: Any) -> str:
     return str(hf_accel.stats(model)["loop"])
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [*CLASSES, NOISY])
 @pytest.mark.parametrize("settings", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 5}], ids=str)
 def test_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
     model, given = patched(name), stock(name)[1]
@@ -91,7 +96,7 @@ def test_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_requests_together_with_and_without_images(name: str) -> None:
+def test_requests_together_with_and_without_media(name: str) -> None:
     """The last two are texts, as a list and as a dict."""
     prompts = [prompt(name, row) for row in (0, 1, 2, 0)] + [{"input_ids": torch.tensor([[5, 9, 7, 11, 6]])}]
     wanted = [expected(name, each) for each in prompts]
@@ -101,7 +106,7 @@ def test_requests_together_with_and_without_images(name: str) -> None:
     assert wanted[0] != wanted[1]
 
 
-@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA, PALI, STACK])
+@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA, PALI, STACK, VOXTRAL, HEARING])
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
 def test_random_programmes_of_requests(name: str, seed: int) -> None:
     """Chunks of prompts, preemption, shared prefixes, samples and drafts change no request's tokens."""
@@ -126,16 +131,19 @@ def test_random_programmes_of_requests(name: str, seed: int) -> None:
     assert engine.stats["blocks_used"] == 0
 
 
-@pytest.mark.parametrize("name", [LLAVA, "Glm4vForConditionalGeneration", STACK])
-def test_prompts_share_pages_as_far_as_words_and_images_are_equal(name: str) -> None:
-    """The same words behind another image share nothing but what stands before it."""
+@pytest.mark.parametrize("name", [LLAVA, "Glm4vForConditionalGeneration", STACK, VOXTRAL, HEARING])
+def test_prompts_share_pages_as_far_as_words_and_media_are_equal(name: str) -> None:
+    """The same words behind another image or sound share nothing but what stands before it."""
     model = patched(name, cache=CacheConfig(block_size=1))
     first, second = prompt(name, 0), prompt(name, 1)
     assert torch.equal(first["input_ids"], second["input_ids"])
     ids = first["input_ids"][0].tolist()
-    before, length = ids.index(model.config.image_token_id), len(ids)
+    medium = MEDIA[families()[name].kind]
+    token = next(t for key in medium.tokens if (t := getattr(model.config, key, None)) is not None)
+    before, length = ids.index(token), len(ids)
+    numbers = next(key for key in first if key in ("pixel_values", "input_features"))
     with Engine(model) as engine:
-        engine.submit({**first, "pixel_values": -first["pixel_values"]}, max_new_tokens=2).result(WAIT)  # it is traced
+        engine.submit({**first, numbers: -first[numbers]}, max_new_tokens=2).result(WAIT)  # it is traced
         engine.session.pages.clear_prefixes()
         hits = [engine.stats["prefix_hits"]]
         for given in (first, second, first, second):
@@ -160,14 +168,15 @@ def test_images_among_rows() -> None:
     assert loop(ours) == "ragged"
 
 
-def test_the_tower_runs_once_for_each_call() -> None:
-    model, given = patched(LLAVA), stock(LLAVA)[1]
+@pytest.mark.parametrize(("name", "tower"), [(LLAVA, "vision_tower"), (VOXTRAL, "audio_tower")])
+def test_the_tower_runs_once_for_each_call(name: str, tower: str) -> None:
+    model, given = patched(name), stock(name)[1]
     calls = []
-    model.model.vision_tower.register_forward_pre_hook(lambda module, args: calls.append(1))
+    getattr(model.model, tower).register_forward_pre_hook(lambda module, args: calls.append(1))
     model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert loop(model) == "ragged" and len(calls) == 1
     with Engine(model) as engine:
-        engine.submit(prompt(LLAVA, 0), max_new_tokens=4, n=3).results(WAIT)
+        engine.submit(prompt(name, 0), max_new_tokens=4, n=3).results(WAIT)
     assert len(calls) == 2
 
 
