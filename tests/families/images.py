@@ -18,7 +18,7 @@ def _marks(config: Any, ids: Tensor, is_image: Tensor, tensors: dict[str, Tensor
     """Make what some models take to tell which tokens are images, and which of them may be attended to."""
     marked = torch.zeros_like(ids) if config.model_type in ALL_SEE else is_image.long()
     names = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
-    tiles = tensors["pixel_values"].shape[2] if "pixel_values" in tensors else 1
+    tiles = next((x.shape[2] for x in tensors.values() if x.ndim > 4), 1)
     return dict.fromkeys(names, marked) | {
         "cross_attention_mask": torch.ones(COUNT, ids.shape[1], 1, tiles, dtype=torch.long),
         "image_attention_mask": torch.ones(COUNT, ids.shape[1], 1, dtype=torch.long),

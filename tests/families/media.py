@@ -29,9 +29,9 @@ Recipe = Callable[[Any, torch.Generator], dict[str, Tensor]]
 class Medium:
     """What prompts hold besides words.
 
-    features: the name of the method that makes embeddings of it. tokens: the names that a config may have for the token
-    that stands for it. around: those of the tokens before and behind it. more: makes further inputs that say where it
-    stands, of a config, ids [3, T], where they stand for a medium, and the tensors.
+    features: the name of the method that makes embeddings of it. tokens: the names that a config may have for the
+    token that stands for it. around: those of the tokens before and behind it. more: makes further inputs that say
+    where it stands, of a config, ids [3, T], where they stand for a medium, and the tensors.
     """
 
     name: str

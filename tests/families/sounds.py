@@ -50,13 +50,14 @@ def _plain(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_features": _spectrogram(_frames(config), _bands(config), generator)}
 
 
-def _by_frames(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    bands = _bands(config)
-    return {"input_features": _spectrogram(FRAMES, bands, generator).mT.contiguous(), "input_features_mask": _ones(FRAMES)}
+def _by_frames(*, masked: bool) -> Recipe:
+    """The frames stand before the bands. masked: whether there is a mask of the frames."""
 
+    def recipe(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+        frames = _spectrogram(FRAMES, _bands(config), generator).mT.contiguous()
+        return {"input_features": frames} | ({"input_features_mask": _ones(FRAMES)} if masked else {})
 
-def _by_frames_alone(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    return {"input_features": _spectrogram(FRAMES, _bands(config), generator).mT.contiguous()}
+    return recipe
 
 
 def _wave(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
@@ -72,8 +73,8 @@ def _nothing(config: Any, ids: Tensor, is_sound: Tensor, tensors: dict[str, Tens
 
 
 RECIPES: list[Recipe] = [
-    _masked("input_features_mask"), _masked("input_features_mask", 100), _masked("feature_attention_mask"), _by_frames,
-    _by_frames_alone, _plain, _wave,
+    _masked("input_features_mask"), _masked("input_features_mask", 100), _masked("feature_attention_mask"),
+    _by_frames(masked=True), _by_frames(masked=False), _plain, _wave,
 ]  # fmt: skip
 
 SOUND = Medium("sound", RECIPES, "get_audio_features", ("audio_token_id", "audio_token_index"), ("", ""), _nothing)

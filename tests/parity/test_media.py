@@ -1,4 +1,4 @@
-"""Prompts with images, with sounds and with embeddings run as text does: in ragged passes, with the tokens of stock's loop."""
+"""Prompts with images, sounds and embeddings run as text does: in ragged passes, with the tokens of stock's loop."""
 
 from __future__ import annotations
 
@@ -178,6 +178,55 @@ def test_the_tower_runs_once_for_each_call(name: str, tower: str) -> None:
     with Engine(model) as engine:
         engine.submit(prompt(name, 0), max_new_tokens=4, n=3).results(WAIT)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", [QWEN, VOXTRAL, HEARING])
+def test_int8_answers_a_request_alone_as_among_others(name: str) -> None:
+    model = hf_accel.patch(fresh(name))
+    prompts = [prompt(name, row, (7, 9, 11)[:row]) for row in (0, 1, 2)]
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    alone = [next(iter(model.generate_batch([each], **settings).values())).generated_tokens for each in prompts]
+    together = [output.generated_tokens for output in model.generate_batch(prompts, **settings).values()]
+    assert together == alone
+    assert len({tuple(tokens) for tokens in alone}) == 3
+
+
+def test_a_sound_that_fills_a_part_of_its_spectrogram() -> None:
+    """Sounds of several lengths stand for as many tokens as they fill, and for one window more than one each."""
+    name = "Qwen2AudioForConditionalGeneration"
+    model, ours = stock(name)[0], patched(name)
+    generator, lengths = torch.Generator().manual_seed(4), (128, 60, 21)
+    counts = [((length - 1) // 2 + 1 - 2) // 2 + 1 for length in lengths]
+    rows = [[5, *[120] * counts[0], 7, *[120] * counts[1], 9], [6, *[120] * counts[2], 8]]
+    columns = len(rows[0])
+    padded = torch.tensor([[0] * (columns - len(row)) + row for row in rows])
+    inputs = {
+        "input_ids": padded,
+        "attention_mask": (padded != 0).long(),
+        "input_features": torch.randn(3, 16, 128, generator=generator),
+        "feature_attention_mask": (torch.arange(128) < torch.tensor(lengths)[:, None]).long(),
+    }
+    results = [each.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False) for each in (model, ours)]
+    assert torch.equal(*results)
+    assert loop(ours) == "ragged"
+
+
+def test_adapters_that_a_sound_turns_on() -> None:
+    """generate() turns them on and off as stock's does; an Engine serves both kinds of prompts, and cannot."""
+    peft = pytest.importorskip("peft")
+    name, models = "GraniteSpeechForConditionalGeneration", []
+    for _ in range(2):
+        models.append(fresh(name))
+        torch.manual_seed(3)
+        models[-1].add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    given, ours = stock(name)[1], hf_accel.patch(models[1].eval(), weights=None)
+    text = {"input_ids": torch.tensor([[5, 9, 7, 11, 6]])}
+    for each in (given, text, given):
+        results = [model.generate(**each, max_new_tokens=4, do_sample=False) for model in (models[0].eval(), ours)]
+        assert torch.equal(*results)
+        assert loop(ours) == "ragged"
+    with pytest.raises(UnsupportedError, match="turns its adapters on and off"):
+        Engine(ours)
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")  # it is what is tested
