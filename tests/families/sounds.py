@@ -10,6 +10,7 @@ from torch import Tensor
 from .media import COUNT, Medium, Recipe
 
 BANDS = 16  # of a spectrogram, as configs.py has it
+BANDS_NAMES = ("num_mel_bins", "input_dim", "feature_projection_input_dim", "input_feat_per_channel")
 FRAMES = 128
 SAMPLES = 64
 
@@ -31,7 +32,7 @@ def _spectrogram(frames: int, bands: int, generator: torch.Generator) -> Tensor:
 
 def _bands(config: Any) -> int:
     part = _part(config)
-    return int(next((n for name in ("num_mel_bins", "input_dim") if (n := getattr(part, name, None))), BANDS))
+    return int(next((n for name in BANDS_NAMES if (n := getattr(part, name, None))), BANDS))
 
 
 def _ones(frames: int) -> Tensor:
@@ -47,6 +48,8 @@ def _masked(name: str, frames: int | None = None) -> Recipe:
 
 
 def _plain(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    if config.is_encoder_decoder:
+        raise ValueError("its encoder takes a mask")
     return {"input_features": _spectrogram(_frames(config), _bands(config), generator)}
 
 
@@ -54,6 +57,8 @@ def _by_frames(*, masked: bool) -> Recipe:
     """The frames stand before the bands. masked: whether there is a mask of the frames."""
 
     def recipe(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+        if config.is_encoder_decoder:
+            raise ValueError("its encoder takes a mask")
         frames = _spectrogram(FRAMES, _bands(config), generator).mT.contiguous()
         return {"input_features": frames} | ({"input_features_mask": _ones(FRAMES)} if masked else {})
 
@@ -68,6 +73,22 @@ def _wave(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _encoded(name: str, columns: int, *, by_frames: bool = False) -> Recipe:
+    """What an encoder takes, with a mask of frames or of samples, of which the last row has fewer."""
+
+    def recipe(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+        if not config.is_encoder_decoder:
+            raise ValueError("it has no encoder")
+        mask = _ones(columns)
+        mask[-1, columns * 3 // 4 :] = 0
+        if name == "input_values":
+            return {name: torch.randn(COUNT, columns, generator=generator), "attention_mask": mask}
+        numbers = _spectrogram(columns, _bands(config), generator)
+        return {name: numbers.mT.contiguous() if by_frames else numbers, "attention_mask": mask}
+
+    return recipe
+
+
 def _nothing(config: Any, ids: Tensor, is_sound: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {}
 
@@ -75,6 +96,8 @@ def _nothing(config: Any, ids: Tensor, is_sound: Tensor, tensors: dict[str, Tens
 RECIPES: list[Recipe] = [
     _masked("input_features_mask"), _masked("input_features_mask", 100), _masked("feature_attention_mask"),
     _by_frames(masked=True), _by_frames(masked=False), _plain, _wave,
+    _encoded("input_features", FRAMES, by_frames=True), _encoded("input_features", FRAMES),
+    _encoded("input_values", 4000),
 ]  # fmt: skip
 
 SOUND = Medium("sound", RECIPES, "get_audio_features", ("audio_token_id", "audio_token_index"), ("", ""), _nothing)

@@ -37,6 +37,8 @@ VOXTRAL, HEARING, NOISY = (
 )
 SOUNDS = [VOXTRAL, HEARING, *(f"{name}ForConditionalGeneration" for name in ("Qwen2Audio", "GraniteSpeech"))]
 CLASSES = [LLAVA, QWEN, GEMMA, PALI, STACK, *OTHERS, *SOUNDS]
+# Their encoders, or the code around their decoders, make the mask of what the decoder attends to.
+ENCODING = [f"{name}ForConditionalGeneration" for name in ("Speech2Text", "Canary", "Whisper")]
 NEW_TOKENS = 8
 WAIT = 60
 
@@ -82,7 +84,7 @@ def loop(model: Any) -> str:
     return str(hf_accel.stats(model)["loop"])
 
 
-@pytest.mark.parametrize("name", [*CLASSES, NOISY])
+@pytest.mark.parametrize("name", [*CLASSES, NOISY, *ENCODING])
 @pytest.mark.parametrize("settings", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 5}], ids=str)
 def test_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
     model, given = patched(name), stock(name)[1]
