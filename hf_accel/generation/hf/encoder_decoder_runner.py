@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...cache.group import PageGroup, PassInputs
+from ...cache.group import PageGroup
 from ...cache.hf import RaggedEncoderDecoderCache
+from ...cache.step import PassInputs
 from ...models import layers_config
 from ..prompt_inputs import PassRows
 from .encoder_source import EncoderOutput
