@@ -18,6 +18,7 @@ from ..attention.hf.stock import (
     attention_refusals,
     eager_agrees,
     modules_outside,
+    settable_parts,
     stock_implementation,
     stock_parts,
 )
@@ -53,7 +54,7 @@ WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask
 def model_attention_refusal(model: PreTrainedModel) -> str | None:
     """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
     name = type(model).__name__
-    if not model._can_set_attn_implementation():
+    if not settable_parts(model):
         return f"the attention of {name} does not go through transformers' AttentionInterface"
     parts = stock_parts(model)
     for _, part, refusal in attention_refusals(model):
@@ -188,8 +189,11 @@ def _reuse_refusal(model: PreTrainedModel) -> str | None:
     indexers = sum(isinstance(kind, IndexKeys) for own in kinds for kind in own)
     if indexers and indexers != sum(map(is_known_indexer, model.modules())):
         return f"{type(model).__name__} selects tokens by other indexers than those that are known"
+    decoder = type(layers_config(model.config))
     for site in attention_sites(model, quantized_kv=False):
         index: Any = site.module.layer_idx
+        if type(site.module.config) is not decoder:
+            continue  # a tower may number its layers too
         if (index >= len(kinds) or not kinds[index]) and not code_of(site.module).reuses:
             return f"{type(site.module).__name__} keeps no keys and values, and attends to some in a way of its own"
     return None

@@ -241,10 +241,31 @@ def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def settable_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the outermost models whose attention transformers can set; none if that of the decoder is not in them.
+
+    Transformers looks for its interface in the file of a class. That of a model with a tower, which computes attention
+    by itself, may have none, and hold a decoder of another file.
+    """
+    if model._can_set_attn_implementation():
+        return [model]
+    decoder, found = layers_config(model.config), dict[str, PreTrainedModel]()
+    for name, part in model.named_modules():
+        settable = isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+        if settable and not any(is_within(name, outer) for outer in found):
+            found[name] = part  # type: ignore[assignment]
+    parts = list(found.values())
+    return parts if decoder is not model.config and any(part.config is decoder for part in parts) else []
+
+
 def set_our_attention(model: PreTrainedModel, set_implementation: Callable[[str], None]) -> None:
     """Set our attention through transformers' own method, except in the parts that keep theirs."""
     inside = [module for name in stock_parts(model) for module in model.get_submodule(name).modules()]
     kept = [(m.config, stock_implementation(model, m)) for m in inside if isinstance(m, PreTrainedModel)]
-    set_implementation(ATTENTION_NAME)
+    for part in settable_parts(model):
+        if part is model:
+            set_implementation(ATTENTION_NAME)
+        else:
+            part.set_attn_implementation(ATTENTION_NAME)
     for config, name in kept:
         config._attn_implementation_internal = name

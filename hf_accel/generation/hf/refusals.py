@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ from ...cache.kinds import RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
 from ...models import vocabulary_size
+from ...undo.journal import original_class
 from ...undo.state import state_of
 from ..prompt_inputs import other_input
 from ..sampling.purity import stateful_refusal
@@ -30,6 +32,7 @@ from .model_runner import (
 from .processing import is_users, processors_refusal
 
 NO_PAGES = "it has no paged cache"
+SWITCHES = "enable_adapters"  # a method that a class's own generate() may call
 
 # Methods that transformers' loop calls between two passes. The ragged loop does not call them.
 OWN_METHODS = (
@@ -47,6 +50,9 @@ def prompts_refusal(model: Any) -> str | None:
     """Return why requests of this model cannot be lists of token ids, as one clause; None if they can."""
     if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
         return f"{type(model).__name__} reads {model.main_input_name}, and no token ids"
+    own = getattr(inspect.unwrap(original_class(model).generate), "__code__", None)
+    if own is not None and SWITCHES in own.co_names and getattr(model, "_hf_peft_config_loaded", False):
+        return f"the generate() of {type(model).__name__} turns its adapters on and off by what a prompt holds"
     return None
 
 
