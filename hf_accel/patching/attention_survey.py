@@ -14,9 +14,9 @@ from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.latents import is_known_expansion
 from ..attention.hf.stock import (
-    answer_once,
     attention_refusals,
     eager_agrees,
+    module_codes,
     modules_outside,
     settable_parts,
     stock_implementation,
@@ -35,6 +35,7 @@ from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
+from ..recognition.asked import answer_once
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
@@ -53,6 +54,10 @@ WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask
 
 def model_attention_refusal(model: PreTrainedModel) -> str | None:
     """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
+    return answer_once(_model_attention_refusal, model)
+
+
+def _model_attention_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     if not settable_parts(model):
         return f"the attention of {name} does not go through transformers' AttentionInterface"
@@ -77,6 +82,10 @@ def attends_nowhere(model: PreTrainedModel) -> bool:
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """List the modules that call an attention function of transformers' interface, without parts that keep theirs."""
+    return list(answer_once(_attention_modules, model))
+
+
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
@@ -117,8 +126,8 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
         return operator_refusal(model, refusal)
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
-    for module in model.modules():
-        unpaged = code_of(module).unpaged
+    for _, module, code in module_codes(model):
+        unpaged = code.unpaged
         if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
             continue
         known = known_recurrence(module)
@@ -190,9 +199,11 @@ def _reuse_refusal(model: PreTrainedModel) -> str | None:
     if indexers and indexers != sum(map(is_known_indexer, model.modules())):
         return f"{type(model).__name__} selects tokens by other indexers than those that are known"
     decoder = type(layers_config(model.config))
+    # The layers of an encoder, of which there may be more than of its decoder, keep nothing.
+    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
     for site in attention_sites(model, quantized_kv=False):
         index: Any = site.module.layer_idx
-        if type(site.module.config) is not decoder:
+        if type(site.module.config) is not decoder or site.module in encoder:
             continue  # a tower may number its layers too
         if (index >= len(kinds) or not kinds[index]) and not code_of(site.module).reuses:
             return f"{type(site.module).__name__} keeps no keys and values, and attends to some in a way of its own"
@@ -280,6 +291,10 @@ class AttentionSite:
 
 def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
     """List the decoder's self-attention modules, with what each needs of a backend."""
+    return list(answer_once(_attention_sites, model, quantized_kv))
+
+
+def _attention_sites(model: PreTrainedModel, quantized_kv: bool) -> list[AttentionSite]:
     config = layers_config(model.config)
     try:
         windows = model_kinds(config).mask_windows

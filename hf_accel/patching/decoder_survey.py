@@ -18,7 +18,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
-from ..attention.hf.stock import answer_once, set_implementation, stock_implementation
+from ..attention.hf.stock import set_implementation, stock_implementation
 from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
 from ..cache.hf.kinds import model_kinds
@@ -32,6 +32,7 @@ from ..generation.hf.encoder_source import HIDING, EncoderOutput
 from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import layers_config
+from ..recognition.asked import answer_once
 from ..recognition.generation_code import only_passes_on
 from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
