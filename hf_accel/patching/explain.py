@@ -19,6 +19,7 @@ from ..kernels import cpu as cpu_kernels
 from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel
 from ..recurrent.hf.convolutions import CONVOLUTION
+from ..recurrent.hf.own_caches import OWN_CACHE
 from ..recurrent.hf.recurrences import RECURRENCE
 from ..tensors import model_device
 from .originals import whereabouts
@@ -136,6 +137,7 @@ FUSED_KINDS = {
     DTYPE_READER: ("modules that read the dtype of a weight", "without its numbers"),
     CONVOLUTION: ("short convolutions", "inputs in pages"),
     RECURRENCE: ("recurrent layers", "states in pages"),
+    OWN_CACHE: ("decoders", "pages in place of their own cache"),
     OPERATORS: ("attention modules by operators", "over pages"),
     COMPRESSED: ("attention modules", "compressed keys in pages"),
     INDEXER: ("indexers", "keys in pages"),

@@ -11,8 +11,10 @@ from ...fused.hf.sites import FusedSite
 from ...kernels import cpu
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
+from .lightning import known_lightning_attention
+from .own_caches import own_cache_sites
 from .selective_scans import known_selective_scan
-from .state_pass import PagedRecurrence, Recurrence
+from .state_pass import Recurrence
 from .state_spaces import known_state_space
 
 RECURRENCE = "recurrence"  # the kind in the plan
@@ -31,10 +33,12 @@ def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
     for name, module in model.named_modules():
         known = known_recurrence(module)
         if known is not None:
-            yield FusedSite(name, module, RECURRENCE, PagedRecurrence, known)
+            yield FusedSite(name, module, RECURRENCE, known.mixin, known)
+    yield from own_cache_sites(model)
 
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
     known = known_delta_rule(module) or known_delta_attention(module)
-    return known or known_state_space(module) or known_selective_scan(module)
+    known = known or known_state_space(module) or known_selective_scan(module)
+    return known or known_lightning_attention(module)

@@ -42,26 +42,34 @@ class PagedRecurrence(Mixin):
                 hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
             )
             return stock
-        own: Any = self
-        known: Recurrence = vars(own)[FUSED]
-        require_pages(own, known.refusal(own), kwargs)
-        layer, sizes = cache_params.state_layer(own.layer_idx), known.sizes(own)
-        found: RecurrentPass = layer.states(hidden_states, state=sizes.state, inputs=sizes.inputs)
-        # Padding has no state: in transformers it changes none before a sequence's first token.
-        row = found.step.tokens(hidden_states[:, None]).transpose(0, 1)
-        core = known.compute(own, row, found)
-        layer.pass_done(found.step)
-        out: Tensor = own._modules[known.last](core.to(hidden_states.dtype)[None])
-        return found.step.columns(out.transpose(0, 1), len(hidden_states)).squeeze(2)
+        return over_pages(self, hidden_states, cache_params, kwargs)
+
+
+def over_pages(module: Any, hidden_states: Tensor, cache: CacheOverPages, given: dict[str, Any]) -> Tensor:
+    """Compute a layer whose state is in the pages of a cache: [B, Q, H] -> [B, Q, H].
+
+    given: the other keywords of the call. Raises what `PagedRecurrence.forward` raises.
+    """
+    known: Recurrence = vars(module)[FUSED]
+    require_pages(module, known.refusal(module), given)
+    layer, sizes = cache.state_layer(module.layer_idx), known.sizes(module)
+    found: RecurrentPass = layer.states(hidden_states, state=sizes.state, inputs=sizes.inputs)
+    # Padding has no state: in transformers it changes none before a sequence's first token.
+    row = found.step.tokens(hidden_states[:, None]).transpose(0, 1)
+    core = known.compute(module, row, found)
+    layer.pass_done(found.step)
+    out: Tensor = module._modules[known.last](core.to(hidden_states.dtype)[None])
+    return found.step.columns(out.transpose(0, 1), len(hidden_states)).squeeze(2)
 
 
 class Recurrence(ABC):
     """A kind of recurrent layer: it computes modules over pages, and says why it cannot compute one.
 
-    norm: how the norm of the module computes. norm_name, last: the names of the norm, and of the linear layer behind
-    it. A copy or a pickle has asked nothing yet, since it holds other modules.
+    mixin: the forward that the module gets. norm: how the norm of the module computes. norm_name, last: the names of
+    the norm, and of the linear layer behind it. A copy or a pickle has asked nothing yet, since it holds other modules.
     """
 
+    mixin: ClassVar[type[Mixin]] = PagedRecurrence
     norm_name: ClassVar[str] = "norm"
     last: ClassVar[str] = "out_proj"
 
@@ -122,6 +130,10 @@ class Recurrence(ABC):
             return self.norm(x, gate, norm._parameters["weight"])
         if not self.norm.groups:
             return x * nn.functional.silu(gate.float())
+        return self._by_torch(norm, x, gate)
+
+    def _by_torch(self, norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute norm(x, gate) with the module's own code."""
         result: Tensor = norm(x[None], gate[None])[0]
         return result
 
@@ -179,7 +191,7 @@ def in_passes(module: Any, x: Tensor, counts: tuple[int, ...], *, num_prompt: in
         for sequence in sequences:
             pages.append(sequence, count)
         cache.step = pages.step([TokenRange(each, start, count, num_prompt=num_prompt) for each in sequences])
-        part = module(x[:, start : start + count].reshape(1, -1, x.shape[-1]), cache_params=cache)
+        part = over_pages(module, x[:, start : start + count].reshape(1, -1, x.shape[-1]), cache, {})
         results.append(part.view(len(x), count, -1))
         start += count
     return torch.cat(results, dim=1)
