@@ -11,6 +11,7 @@ from ...fused.hf.sites import FusedSite
 from ...kernels import cpu
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
+from .headed_scans import known_headed_scan
 from .lightning import known_lightning_attention
 from .own_caches import own_cache_sites
 from .selective_scans import known_selective_scan
@@ -41,4 +42,4 @@ def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
     known = known_delta_rule(module) or known_delta_attention(module)
     known = known or known_state_space(module) or known_selective_scan(module)
-    return known or known_lightning_attention(module)
+    return known or known_headed_scan(module) or known_lightning_attention(module)
