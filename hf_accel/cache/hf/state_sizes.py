@@ -28,6 +28,8 @@ WITHOUT_LIMITS = (0.0, inf)
 # Those of Mamba: channels, the state's size, tokens of the convolution. Those of Jamba are a multiple of hidden_size.
 CHANNELS = (("intermediate_size", "state_size", "conv_kernel"), ("hidden_size", "mamba_d_state", "mamba_d_conv"))
 EXPANSION = "mamba_expand"
+# Those of recurrent units without a matrix: channels, tokens of the convolution.
+RECURRENT_UNITS = ("lru_width", "conv1d_width")
 # Those of lightning attention: heads, and the tokens of a block. The dimension of a head has a name of its own.
 LIGHTNING_ATTENTION = ("num_attention_heads", "block_size")
 
@@ -61,6 +63,10 @@ def state_sizes(config: Any) -> StateSizes | None:
             channels, size, tokens = found
             channels *= getattr(config, EXPANSION, 1)
             return StateSizes(channels * size, (tokens - 1) * channels)
+    found = _settings(config, RECURRENT_UNITS)
+    if found is not None:
+        channels, tokens = found
+        return StateSizes(channels, (tokens - 1) * channels)
     found = _settings(config, LIGHTNING_ATTENTION)
     if found is not None:
         heads, _ = found

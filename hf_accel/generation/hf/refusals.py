@@ -13,7 +13,7 @@ from ...cache.hf import PagedCache, model_kinds
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
 from ...models import vocabulary_size
-from ...undo.state import state_of
+from ...undo.state import FUSED, state_of
 from ..prompt_inputs import other_input
 from ..sampling.purity import stateful_refusal
 from .beams import beams_refusal
@@ -137,9 +137,14 @@ def padding_refusal(model: PreTrainedModel, mask: object) -> str | None:
 
     In transformers, padding behind a token changes the state of a recurrent layer.
     """
-    if not isinstance(mask, Tensor) or _only_left_padded(mask) or not model_kinds(model.config).recurs:
+    if not isinstance(mask, Tensor) or not model_kinds(model.config).recurs:
         return None
-    return "padding stands behind or between tokens"
+    if not _only_left_padded(mask):
+        return "padding stands behind or between tokens"
+    computed = not bool(mask.all()) and any(
+        getattr(vars(module).get(FUSED), "computes_padding", False) for module in model.modules()
+    )
+    return "its recurrent layers compute padding as they compute tokens" if computed else None
 
 
 def _only_left_padded(mask: Tensor) -> bool:

@@ -85,7 +85,7 @@ def known_headed_scan(module: nn.Module) -> HeadedScan | None:
     numbers = [getattr(module, name, None) for name in (*HEADED_SIZES, "layer_idx")]
     if not all(isinstance(number, int) for number in numbers):
         return None
-    heads, dim, size, rank, channels, _ = numbers
+    heads, dim, size, _rank, channels, _ = numbers
     if channels != heads * dim or own.A_log.shape != (heads, dim, size):  # type: ignore[operator]
         return None
     known = HeadedScan(GATE_ALONE)

@@ -11,6 +11,7 @@ from ...fused.hf.sites import FusedSite
 from ...kernels import cpu
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
+from .gated_units import known_gated_unit
 from .headed_scans import known_headed_scan
 from .lightning import known_lightning_attention
 from .own_caches import own_cache_sites
@@ -32,7 +33,7 @@ def recurrent_pages_refusal(device: torch.device) -> str | None:
 def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the recurrent layers of a model, which get a forward over pages."""
     for name, module in model.named_modules():
-        known = known_recurrence(module)
+        known = known_recurrence(module) or known_gated_unit(module, name)
         if known is not None:
             yield FusedSite(name, module, RECURRENCE, known.mixin, known)
     yield from own_cache_sites(model)
