@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..cache.cached_sequence import CachedSequence
-from ..cache.group import Step
-from ..cache.pages import Pages, TokenRange
+from ..cache.pages import Pages
+from ..cache.step import Step, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement

@@ -21,9 +21,10 @@ from ..attention.hf.stock import (
     stock_parts,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
-from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind, chunks_refusal
-from ..cache.hf.state_sizes import steps_of_prompts_differ
-from ..cache.quantized import INT4, QUANTIZED, dim_refusal
+from ..cache.hf.kinds import blocks_refusal
+from ..cache.kinds import CompressedKeys, IndexKeys, KeysAndValues, RecurrentStates
+from ..cache.kinds.state_sizes import steps_of_prompts_differ
+from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.indexers import is_known_indexer
@@ -36,7 +37,7 @@ from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
-from ..recurrent.hf.recurrences import known_recurrence, recurrent_pages_refusal
+from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
 from .decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
@@ -115,18 +116,19 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    refusal = _compression_refusal(model, compressed=kinds.compresses) or _reuse_refusal(model)
+    refusal = _compression_refusal(model, compressed=kinds.has(CompressedKeys)) or _reuse_refusal(model)
+    refusal = refusal or answer_once(_unknown_recurrences, model)
     if refusal is not None:
         return refusal
-    if kinds.indexes and model_device(model).type not in ("cpu", "meta"):
-        return f"{name} selects tokens by keys whose pages are read on a CPU alone"
-    if kinds.chunks and model_device(model).type not in ("cpu", "meta"):
-        return f"{name} attends within chunks, whose pages are read on a CPU alone"
-    if kinds.convolves and model_device(model).type not in ("cpu", "meta"):
-        return f"{name} has convolutions, whose pages are read on a CPU alone"
-    if kinds.recurs and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
-        return f"{name} has recurrent layers, {refusal}"
-    return _bidirectional_refusal(model)
+    clauses = (kind.device_refusal(model_device(model)) for kind in kinds.distinct)
+    clause = next(filter(None, clauses), None)
+    return _bidirectional_refusal(model) if clause is None else f"{name} {clause}"
+
+
+def _unknown_recurrences(model: PreTrainedModel) -> str | None:
+    layers = model_kinds(model.config).layers
+    count = sum(isinstance(kind, RecurrentStates) for own in layers for kind in own)
+    return unknown_recurrences_refusal(model, count) if count else None
 
 
 def known_operators(model: PreTrainedModel) -> OperatorModel | None:
@@ -148,7 +150,7 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    return None if kinds.distinct == (LayerKind(None),) else refusal
+    return None if kinds.distinct == (KeysAndValues(None),) else refusal
 
 
 def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | None:
@@ -164,15 +166,13 @@ def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | N
         return None
     if split_of(model) is not None:
         return f"the compressed keys of {type(model).__name__} are not shared out over ranks"
-    if model_device(model).type not in ("cpu", "meta"):
-        return f"{type(model).__name__} caches compressed keys, whose pages are read on a CPU alone"
     return None
 
 
 def _reuse_refusal(model: PreTrainedModel) -> str | None:
     """Return a clause if a layer that keeps no keys and values attends to others than another layer has given it."""
     kinds = model_kinds(model.config).layers
-    indexers = sum(kind.indexes for own in kinds for kind in own)
+    indexers = sum(isinstance(kind, IndexKeys) for own in kinds for kind in own)
     if indexers and indexers != sum(map(is_known_indexer, model.modules())):
         return f"{type(model).__name__} selects tokens by other indexers than those that are known"
     for site in attention_sites(model, quantized_kv=False):
@@ -208,13 +208,14 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
 
 def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
     """Return why pages of the requested dtype cannot hold the model's heads, as one clause; None if they can."""
-    if cache is not None and (refusal := chunks_refusal(model.config, cache)) is not None:
+    if cache is not None and (refusal := blocks_refusal(model.config, cache)) is not None:
         return refusal
     quantized = None if cache is None else QUANTIZED.get(cache.dtype)
     if quantized is None:
         return None
-    if quantized is INT4 and getattr(layers_config(model.config), COMPRESSED_NUMBERS, None):
-        return "int4 pages rotate compressed keys whole, and attention reads a part of them as values; take 'int8'"
+    clauses = (kind.dtype_refusal(quantized) for kind in model_kinds(model.config).distinct)
+    if (clause := next(filter(None, clauses), None)) is not None:
+        return clause
     operators = known_operators(model)
     specs = [site.spec for site in attention_sites(model, quantized_kv=True)]
     specs += [] if operators is None else operators.specs

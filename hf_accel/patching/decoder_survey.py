@@ -23,8 +23,10 @@ from ..attention.hf.forward import register
 from ..attention.hf.stock import answer_once, stock_implementation
 from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
-from ..cache.hf.kinds import LayerKind, model_kinds
-from ..cache.pages import Pages, TokenRange
+from ..cache.hf.kinds import model_kinds
+from ..cache.kinds import KeysAndValues
+from ..cache.pages import Pages
+from ..cache.step import TokenRange
 from ..config import CacheConfig
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
 from ..generation.hf.model_runner import ModelRunner, counts_positions
@@ -90,7 +92,7 @@ def counting_refusal(model: PreTrainedModel) -> str | None:
     since it counts the tokens of a sequence as stock does, from the number of tokens before each of them.
     """
     name = type(model).__name__
-    if not all(kinds == (LayerKind(None),) for kinds in model_kinds(model.config).layers):
+    if not all(kinds == (KeysAndValues(None),) for kinds in model_kinds(model.config).layers):
         return f"{name} takes no position_ids"
     if model_device(model).type == "meta":
         return None  # nothing can be tried before the weights are there

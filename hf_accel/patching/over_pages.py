@@ -10,6 +10,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from ..cache.hf import model_kinds
+from ..cache.kinds import CompressedKeys, ConvolutionInputs, IndexKeys, RecurrentStates
 from ..config import PatchConfig
 from ..fused.hf.compressed import compressed_sites
 from ..fused.hf.counted_positions import counted_sites
@@ -60,12 +61,12 @@ def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
     kinds = model_kinds(model.config)
     yield from counted_sites(model)
-    if kinds.indexes:
+    if kinds.has(IndexKeys):
         yield from indexer_sites(model)
-    if kinds.convolves or kinds.recurs:
+    if kinds.has(ConvolutionInputs, RecurrentStates):
         yield from convolution_sites(model)
         yield from recurrence_sites(model)
-    if kinds.compresses:
+    if kinds.has(CompressedKeys):
         yield from compressed_sites(model)
 
 

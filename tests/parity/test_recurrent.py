@@ -13,8 +13,8 @@ from torch import Tensor, distributed, nn
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
-from hf_accel.cache.hf.state_sizes import state_sizes
-from hf_accel.cache.states import MOST_STATES
+from hf_accel.cache.kinds.state_sizes import state_sizes
+from hf_accel.cache.kinds.states import MOST_STATES
 from hf_accel.fused.hf.part_activations import PartActivation
 from hf_accel.kernels.cpu import refusal
 from hf_accel.recognition.trial import Tolerance, agree

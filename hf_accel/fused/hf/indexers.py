@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ...attention.hf.selected import RaggedSelection
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
-from ...cache.pages import Pages, TokenRange
+from ...cache.pages import Pages
+from ...cache.step import TokenRange
 from ...recognition.source import lines_of
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import trial_linear

@@ -21,7 +21,8 @@ from ...attention import AttentionSpec, choose_backend
 from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
-from ...cache.pages import Pages, TokenRange
+from ...cache.pages import Pages
+from ...cache.step import TokenRange
 from ...config import PatchConfig
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias

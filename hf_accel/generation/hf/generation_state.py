@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
+from ...cache.step import SharedContext
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..agreement import ALONE, ProcessAgreement

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...cache.hf import CacheOverPages, RecurrentPass
-from ...cache.hf.state_sizes import StateSizes
+from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import head_products, short_conv, state_scan
 from ...kernels.cpu.library import FLOATS
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin

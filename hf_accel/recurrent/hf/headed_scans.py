@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.hf import RecurrentPass
-from ...cache.hf.state_sizes import StateSizes
+from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import head_products, short_conv, state_scan
 from ...kernels.cpu.library import FLOATS
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.hf import CacheOverPages, RecurrentPass
-from ...cache.hf.state_sizes import StateSizes
+from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import state_scan
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_linear

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from ...fused.hf.sites import FusedSite
-from ...kernels import cpu
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
 from .gated_units import known_gated_unit
@@ -22,14 +20,6 @@ from .state_spaces import known_state_space
 RECURRENCE = "recurrence"  # the kind in the plan
 
 
-def recurrent_pages_refusal(device: torch.device) -> str | None:
-    """Return why recurrent layers on a device cannot read pages, as one clause; None if they can."""
-    if device.type not in ("cpu", "meta"):
-        return "whose states are read in pages on a CPU alone"
-    # Without our kernel, a prompt would take longer than transformers' own code needs for it.
-    return None if cpu.refusal() is None else f"whose states only our kernels read in pages ({cpu.refusal()})"
-
-
 def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the recurrent layers of a model, which get a forward over pages."""
     for name, module in model.named_modules():
@@ -37,6 +27,15 @@ def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
         if known is not None:
             yield FusedSite(name, module, RECURRENCE, known.mixin, known)
     yield from own_cache_sites(model)
+
+
+def unknown_recurrences_refusal(model: nn.Module, count: int) -> str | None:
+    """Return a clause unless as many layers of a model are known as keep a state by its config, `count`.
+
+    Some keep it in themselves, so that nothing else in their code says that they have one.
+    """
+    found = sum(site.kind == RECURRENCE for site in recurrence_sites(model))
+    return None if found >= count else f"{count - found} of its recurrent layers compute in a way that is not known"
 
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.hf import RecurrentPass
-from ...cache.hf.state_sizes import StateSizes
+from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import short_conv, state_scan
 from ...kernels.cpu.float_linear import FloatLinear
 from ...kernels.cpu.library import FLOATS
