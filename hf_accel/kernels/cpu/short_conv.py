@@ -26,13 +26,13 @@ class ConvInputs(NamedTuple):
     """The inputs of N tokens, which stand end to end, and what they are multiplied by.
 
     x: [N, C]. weight: [C, L]. bias: [C] of the weight's dtype, or None. Each dtype is one of FLOATS.
-    activation: of the sums, a key of ACTIVATIONS; None for none.
+    activation: of the sums, a key of ACTIVATIONS.
     """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None = None
-    activation: str | None = "silu"
+    activation: str = "silu"
 
 
 def short_conv(inputs: ConvInputs, *, kept: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def short_conv(inputs: ConvInputs, *, kept: Tensor, starts: Tensor, before: Tens
     _short_conv(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), kept.data_ptr(),
         starts.data_ptr(), before.data_ptr(), slots.data_ptr(), stride, len(before), *weight.shape,
-        0 if activation is None else ACTIVATIONS[activation], DTYPES[x.dtype], DTYPES[weight.dtype], threads(),
+        ACTIVATIONS[activation], DTYPES[x.dtype], DTYPES[weight.dtype], threads(),
     )  # fmt: skip
     return out
 
@@ -70,8 +70,7 @@ def reference(inputs: ConvInputs, *, kept: Tensor, starts: Tensor, before: Tenso
         for place in range(1, count + 1):
             total = total + windows[..., place] * weight[:, place]
         total = total if bias is None else total + bias.float()
-        total = total.to(x.dtype)
-        out.append(total if activation is None else getattr(F, activation)(total))
+        out.append(getattr(F, activation)(total.to(x.dtype)))
         for t in range(first, stop):
             if slots[t] >= 0:
                 kept[slots[t]] = row[t - first + 1 : t - first + 1 + count].detach().float()

@@ -56,7 +56,7 @@ class GatedUnit(Recurrence):
     """A gated linear recurrent unit behind a short convolution, times an activated linear layer."""
 
     mixin = PagedUnit
-    reads_positions = computes_padding = True
+    reads_positions = computes_padding = stays_with_row = True
     last = "linear_out"
 
     def __init__(self, layer_idx: int) -> None:
@@ -86,11 +86,13 @@ class GatedUnit(Recurrence):
         states, inputs = found.storage.pages[:2]
         places = found.states.places
         convolve, scan = NATIVE_SCAN if is_native(mixed) else REFERENCE_SCAN
-        convolved = convolve(
-            short_conv.ConvInputs(mixed, conv.weight.squeeze(1), conv.bias, activation=None),
-            kept=inputs.view(-1, conv.kernel_size[0] - 1, module.lru_width), **places,
-        )  # fmt: skip
-        given = _scan_inputs(module.rg_lru, convolved, x.dtype, found.positions)
+        weight, kept = conv.weight.squeeze(1), inputs.view(-1, conv.kernel_size[0] - 1, module.lru_width)
+        # The convolution has no activation, and its kernel always has one: s = relu(s) - relu(-s), without rounding.
+        above, below = (
+            convolve(short_conv.ConvInputs(mixed, sign * weight, sign * conv.bias, "relu"), kept=kept, **places)
+            for sign in (1, -1)
+        )
+        given = _scan_inputs(module.rg_lru, above - below, x.dtype, found.positions)
         core = scan(given, states=states.view(-1, 1, 1, module.lru_width), **places)
         return core[:, 0] * gate.float()
 

@@ -52,6 +52,7 @@ class LightningAttention(Recurrence):
     """Linear attention with a decay of each head, a norm, and a gate."""
 
     mixin = PagedLightning
+    stays_with_row = True
 
     def asked(self, module: Any) -> str | None:
         slopes = module._buffers.get(SLOPES)

@@ -78,7 +78,8 @@ class Recurrence(ABC):
     """A kind of recurrent layer: it computes modules over pages, and says why it cannot compute one.
 
     mixin: the forward that the module gets. reads_positions: whether `compute` needs the positions of tokens.
-    computes_padding: whether transformers takes padding for tokens, so that it changes states. norm: how the norm of
+    computes_padding: whether transformers takes padding for tokens, so that it changes states. stays_with_row: whether
+    transformers leaves a state in its row of a batch when the row's beam goes on in another one. norm: how the norm of
     the module computes. norm_name, last: the names of the norm, and of the linear layer behind it.
     A copy or a pickle has asked nothing yet, since it holds other modules.
     """
@@ -86,6 +87,7 @@ class Recurrence(ABC):
     mixin: ClassVar[type[Mixin]] = PagedRecurrence
     reads_positions: ClassVar[bool] = False
     computes_padding: ClassVar[bool] = False
+    stays_with_row: ClassVar[bool] = False
     norm_name: ClassVar[str] = "norm"
     last: ClassVar[str] = "out_proj"
 
