@@ -24,7 +24,7 @@ from ..attention.hf.stock import (
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
 from ..cache.hf.kinds import blocks_refusal
-from ..cache.kinds import CompressedKeys, IndexKeys, KeysAndValues
+from ..cache.kinds import CompressedKeys, IndexKeys, KeysAndValues, RecurrentStates
 from ..cache.kinds.state_sizes import steps_of_prompts_differ
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
@@ -40,7 +40,7 @@ from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
-from ..recurrent.hf.recurrences import known_recurrence
+from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
 from .decoder_survey import causality_refusal, counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
@@ -140,11 +140,18 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     refusal = _compression_refusal(model, compressed=kinds.has(CompressedKeys)) or _reuse_refusal(model)
+    refusal = refusal or answer_once(_unknown_recurrences, model)
     if refusal is not None:
         return refusal
     clauses = (kind.device_refusal(model_device(model)) for kind in kinds.distinct)
     clause = next(filter(None, clauses), None)
     return _bidirectional_refusal(model) if clause is None else f"{name} {clause}"
+
+
+def _unknown_recurrences(model: PreTrainedModel) -> str | None:
+    layers = model_kinds(model.config).layers
+    count = sum(isinstance(kind, RecurrentStates) for own in layers for kind in own)
+    return unknown_recurrences_refusal(model, count) if count else None
 
 
 def known_operators(model: PreTrainedModel) -> OperatorModel | None:
