@@ -13,9 +13,7 @@ from ...fused.site import FusedSite, SiteKind
 from ...recognition.source import tree_of
 from ...undo.journal import Mixin, original_class
 
-OWN_CACHE = SiteKind(
-    "own cache", "decoders", "pages in place of their own cache", "only the class of the cache is refused"
-)
+OWN_CACHE = SiteKind("own cache", "decoders", "pages in place of their own cache", "its code asks for the class alone")
 CACHE, USES = "past_key_values", "use_cache"
 
 

@@ -40,6 +40,6 @@ def unknown_recurrences_refusal(model: nn.Module, count: int) -> str | None:
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
-    known = known_delta_rule(module) or known_delta_attention(module)
+    known: Recurrence | None = known_delta_rule(module) or known_delta_attention(module)
     known = known or known_state_space(module) or known_selective_scan(module)
     return known or known_headed_scan(module) or known_lightning_attention(module)
