@@ -110,7 +110,7 @@ class Counter:
         if positions is not None and has_both(self.shapes.config, self.shapes):  # a source has to fit too
             positions = max(positions, source_length(self.shapes) or 0)
         self.tokens: int | None = self.asked or min(DECODER_TOKENS, positions or DECODER_TOKENS)
-        self.most = self.asked or positions or self.tokens
+        self.most: int | None = self.asked or positions or self.tokens
         if is_encoder(config, self.shapes):
             self.asked = self.tokens = self.most = None
 

@@ -23,7 +23,7 @@ from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
 from ..patching.survey import linear_sites, sites_for, sites_named
 from ..patching.weight_sites import LinearSite
-from .layer_bytes import AttentionLayer, SourceLayer
+from .layer_bytes import SourceLayer, StatefulLayer
 from .roofline import Work
 from .shapes import decoder_config, source_modules
 
@@ -36,7 +36,7 @@ class Workload:
     """weights: how they are quantized, by name; kv_dtype: of a quantized cache, a name of QUANTIZED."""
 
     tensors: tuple[WeightTensor, ...]
-    layers: tuple[AttentionLayer, ...]
+    layers: tuple[StatefulLayer, ...]
     weights: str | None
     dtype: torch.dtype
     kv_dtype: str | None
@@ -52,7 +52,7 @@ class Workload:
     @property
     def decodes(self) -> bool:
         """True if it has a decoder; an encoder has passes of `context` tokens alone."""
-        return any(layer.caches for layer in self.layers)
+        return any(layer.kind is not None for layer in self.layers)
 
     @property
     def source_tokens(self) -> int | None:
@@ -82,7 +82,7 @@ class Workload:
 
     @property
     def attention_bytes(self) -> AttentionBytes:
-        heads = self.batch * max(layer.heads for layer in self.layers)
+        heads = self.batch * max(layer.numbers.queries for layer in self.layers)
         return AttentionBytes.of(context=self.prompt_tokens, heads=heads, dtype=self.dtype)
 
     @property
@@ -93,7 +93,7 @@ class Workload:
     @property
     def decode(self) -> Work:
         """Return the work of a decode step: one token for each sequence, with `context` tokens cached."""
-        attention = sum(layer.decode_operations for layer in self.layers if layer.caches)
+        attention = sum(layer.decode_operations for layer in self.layers if layer.kind is not None)
         return self._work(1, attention)
 
     @property
@@ -156,9 +156,9 @@ class Workload:
         )
 
 
-def _is_own(layer: AttentionLayer) -> bool:
+def _is_own(layer: StatefulLayer) -> bool:
     """Return whether it is a decoder's layer that attends to the decoder's own tokens."""
-    return layer.caches and not isinstance(layer, SourceLayer)
+    return layer.kind is not None and not isinstance(layer, SourceLayer)
 
 
 def _rounds_to_fp8(tensor: WeightTensor, rows: float) -> bool:

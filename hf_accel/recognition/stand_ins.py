@@ -53,6 +53,8 @@ class Recorder(Protocol):
 
     def choose(self, condition: Any, scores: Scores, other: Any) -> Scores: ...
 
+    def keep(self, scores: Scores, kept: Any, others: Any) -> Scores: ...
+
 
 class Count:
     """The number of rows of a pass, or of tokens of a row, which the code may only pass on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
@@ -136,6 +137,16 @@ def recorded_attention(
 # -- the parts of a model that keep their own attention, mostly towers for images or sound -------------
 
 
+def set_implementation(copied: nn.Module, name: str) -> None:
+    """Give all parts of a copy of a model configs of their own, with this attention implementation."""
+    configs: dict[int, Any] = {}
+    for module in copied.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            own = configs.setdefault(id(config), copy.deepcopy(config))
+            own._attn_implementation_internal = name
+            vars(module)["config"] = own
+
+
 def stock_implementation(model: PreTrainedModel, module: nn.Module) -> str:
     """Return the attention implementation that a module of the model has without us."""
     return implementation_of_config(model, getattr(module, "config", model.config))
@@ -214,10 +225,31 @@ def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def settable_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the outermost models whose attention transformers can set; none if that of the decoder is not in them.
+
+    Transformers looks for its interface in the file of a class. That of a model with a tower, which computes attention
+    by itself, may have none, and hold a decoder of another file.
+    """
+    if model._can_set_attn_implementation():
+        return [model]
+    decoder, found = layers_config(model.config), dict[str, PreTrainedModel]()
+    for name, part in model.named_modules():
+        settable = isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+        if settable and not any(is_within(name, outer) for outer in found):
+            found[name] = part
+    parts = list(found.values())
+    return parts if decoder is not model.config and any(part.config is decoder for part in parts) else []
+
+
 def set_our_attention(model: PreTrainedModel, set_implementation: Callable[[str], None]) -> None:
     """Set our attention through transformers' own method, except in the parts that keep theirs."""
     inside = [module for name in stock_parts(model) for module in model.get_submodule(name).modules()]
     kept = [(m.config, stock_implementation(model, m)) for m in inside if isinstance(m, PreTrainedModel)]
-    set_implementation(ATTENTION_NAME)
+    for part in settable_parts(model):
+        if part is model:
+            set_implementation(ATTENTION_NAME)
+        else:
+            part.set_attn_implementation(ATTENTION_NAME)
     for config, name in kept:
         config._attn_implementation_internal = name
