@@ -63,7 +63,8 @@ def generate(
 
     if seed is not None:
         torch.manual_seed(seed)
-    streamer = None if asked.output.json else stream_to(asked.output, tokenizer)
+    beams = (model.generation_config.num_beams or 1) > 1  # whose text is known at the end alone
+    streamer = None if asked.output.json or beams else stream_to(asked.output, tokenizer)
     output = model.generate(
         **inputs.to(model.device), max_new_tokens=max_new_tokens, streamer=streamer,
         **sampling_of(model.generation_config, given, seed=seed),
@@ -71,6 +72,8 @@ def generate(
     )  # fmt: skip
     begun = model.config.is_encoder_decoder  # with a token of its own; the prompt was for the encoder
     new = output[0, 1 if begun else inputs["input_ids"].shape[1] :].tolist()
+    if beams and not asked.output.json:
+        asked.output.print(tokenizer.decode(new, skip_special_tokens=True), end="\n")
     if asked.output.json:
         statistics = {name: value for name, value in hf_accel.stats(model).items() if not isinstance(value, list)}
         written = tokenizer.decode(new, skip_special_tokens=True)

@@ -188,6 +188,7 @@ class Service:
             keywords["temperature"] = 1.0
         own = stop_token_ids(self.engine.model) if asked.stops_at_end else ()
         keywords["stop_token_ids"] = [*keywords.get("stop_token_ids", ()), *own]
+        keywords["num_beams"] = 1  # a client cannot ask for more, and a model's own beams are none of an engine
         if asked.num_logprobs is not None:
             keywords["logprobs"] = asked.num_logprobs
         return keywords

@@ -119,10 +119,13 @@ def test_every_topic_of_a_text_to_text_model(run: Run, folders: dict[str, Path],
         assert {row["what"] for row in rows} == {"weights"}  # nothing of an answer stays
 
 
-def test_the_answer_of_a_text_to_text_model(run: Run, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_answer_of_a_text_to_text_model(run: Run, tmp_path: Path, beams: int) -> None:
     """All new tokens, as generate() in Python gives them behind the one that a decoder begins with."""
-    folder, tokenizer = folders["text to text"], AutoTokenizer.from_pretrained(TINY)
-    model = T5ForConditionalGeneration.from_pretrained(folder)
+    folder, tokenizer, model = tmp_path, AutoTokenizer.from_pretrained(TINY), T5ForConditionalGeneration(T5).eval()
+    model.generation_config.num_beams = beams  # as translators' say
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     text = "translate this, please"
     expected = model.generate(tokenizer(text, return_tensors="pt")["input_ids"], max_new_tokens=5, do_sample=False)
     words = ["--prompt", text, "--max-new-tokens", 5, "--weights", "none", "--temperature", 0]

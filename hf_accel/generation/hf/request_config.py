@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...errors import UnsupportedError
-from ...keywords import check_keywords
+from ...keywords import check_keywords, positive_int
 from ..sampling.processors import FrequencyPenalty, OneByOne, OnlyTokens, Processor
 from .vocabulary import check_ids
 
@@ -20,6 +20,7 @@ SERVED = (
     "repetition_penalty", "no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
     "remove_invalid_values", "renormalize_logits", "min_length", "min_new_tokens", "max_time", "eos_token_id",
+    "num_beams",
 )  # fmt: skip
 # These are in OpenAI's API and in vLLM as well.
 OWN = (
@@ -52,6 +53,8 @@ def request_config(
     for ours, theirs in SYNONYMS.items():
         if ours in given and theirs in given:
             raise UnsupportedError(f"{ours} and {theirs} say the same; give one of them")
+    if given.get("num_beams") is not None:
+        positive_int("num_beams", given["num_beams"])
     config = copy.deepcopy(model.generation_config)
     for name in set(SERVED).intersection(given):
         setattr(config, name, given[name])

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +21,7 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 
 from ...checkpoints.load import load, load_tokenizer
-from ...errors import HfAccelError, UnsupportedError
+from ...errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ...generation.engine.stream import Request
 from ...generation.hf import Engine
 from ...parallel.relay import Relay
@@ -80,6 +81,14 @@ def load_service(
         keywords["distributed_config"] = DistributedConfig(tp_size=relay.ranks.size, tp_plan="auto")
     model = load(path, **keywords)
     model.eval()
+    beams = model.generation_config.num_beams or 1
+    if beams > 1:
+        warnings.warn(
+            f"generation_config.json of {path} asks for num_beams={beams}, and a server searches with one: answers "
+            "can differ from those of hf-accel generate; set it to 1 there to have the same",
+            HfAccelWarning,
+            stacklevel=2,
+        )
     leading = relay if relay is not None and relay.leads else None
     served = Engine(model, **settings) if leading is None else LeadingEngine(model, relay=leading, **settings)
     return Service(served, tokenizer, name or path, limits, processor=processor)
