@@ -228,7 +228,7 @@ def test_long_batches_are_cut_between_sequences(most: int, monkeypatch: pytest.M
     assert torch.equal(ours(**given).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("family", ["Bert", "RobertaPreLayerNorm"])
+@pytest.mark.parametrize("family", ["Bert", "RobertaPreLayerNorm", "MobileBert"])
 @torch.no_grad()
 def test_many_rows_of_float_weights_are_torchs_products(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = build(family), hf_accel.patch(build(family), weights=None)
