@@ -270,18 +270,33 @@ class SumOperation(NativeOperation):
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         fields: dict[str, Any] = {"dim": operation.values["dim"], "scale": operation.values["factor"]}
         vector: Vector | None = operation.values.get("vector")
-        if vector is None:
-            return fields
-        tensor = vector.parameter
-        parts.reads.append(Read(vector.owner, vector.name, tensor))
-        if not is_plain_tensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous():
-            raise UntraceableError("a scale of columns has no native call")
-        return fields | {"weight": parts.address(tensor)}
+        return fields if vector is None else fields | {"weight": _address(vector, parts)}
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         x, y = (rows.columns(span, operation.values["dim"]) for span in operation.inputs)
         vector: Vector | None = operation.values.get("vector")
         return [add(x, y, operation.values["factor"] if vector is None else vector.parameter)]
+
+
+def _address(vector: Vector, parts: NativeParts) -> int:
+    """Return where the numbers of columns are, and note that they are read."""
+    tensor = vector.parameter
+    parts.reads.append(Read(vector.owner, vector.name, tensor))
+    if not is_plain_tensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous():
+        raise UntraceableError("a parameter of columns has no native call")
+    return parts.address(tensor)
+
+
+class AffineOperation(NativeOperation):
+    """vector * x + bias, by the kernel of sums."""
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        weight, bias = (_address(operation.values[name], parts) for name in ("vector", "bias"))
+        return {"kind": KINDS["add"], "dim": operation.values["dim"], "weight": weight, "bias": bias}
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        values, x = operation.values, rows.columns(operation.inputs[0], operation.values["dim"])
+        return [add(values["bias"].parameter, x, values["vector"].parameter)]
 
 
 class GateOperation(NativeOperation):
@@ -333,6 +348,7 @@ NATIVE: dict[Kind, NativeOperation] = {
     "write": WriteOperation(),
     "attend": AttendOperation(),
     "add": SumOperation(),
+    "affine": AffineOperation(),
     "gate": GateOperation(),
     "join": JoinOperation(),
     "position_scores": PositionScoresOperation(),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS
-from .operation import Kind, Operation, Span, UntraceableError
+from .operation import Kind, Operation, Span, UntraceableError, WidthError
 from .position_attention import READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
 from .stand_ins import BATCH, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
@@ -77,7 +77,7 @@ class Record:
         names = ("in_features", "out_features") if isinstance(module, nn.Linear) else ("nx", "nf")
         inputs, outputs = (vars(module)[name] for name in names)
         if x.width != inputs:
-            raise UntraceableError("a linear layer takes another number of inputs")
+            raise WidthError("a linear layer takes another number of inputs")
         self.visit(module)
         return self.put("linear", [x], outputs, modules=(module,))
 
@@ -141,6 +141,8 @@ class Record:
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
     def add(self, x: Any, y: Any) -> StandIn:
+        if isinstance(y, Vector):
+            return self.shift(x, y)
         same = isinstance(x, StandIn) and isinstance(y, StandIn) and x.width == y.width
         if same and x.factor != 1:
             x, y = y, x
@@ -158,6 +160,17 @@ class Record:
         if other.parameter.shape != (x.width,) or other.parameter.dtype is not self.dtype:
             raise UntraceableError("it multiplies by a parameter of another size or dtype")
         return self.put("scale", [x], x.width, vector=other)
+
+    def shift(self, x: StandIn, bias: Vector) -> StandIn:
+        """Record vector * y + bias as one operation in place of the product x."""
+        scale = next((each for each in self.operations if each.kind == "scale" and each.outputs == [x.span]), None)
+        if scale is None or not replace(x, span=scale.inputs[0]).is_whole:
+            raise UntraceableError("it adds a parameter to something else than scaled columns")
+        if bias.parameter.shape != (x.width,) or bias.parameter.dtype is not self.dtype:
+            raise UntraceableError("it adds a parameter of another size or dtype")
+        self.operations.remove(scale)
+        before = replace(x, span=scale.inputs[0])
+        return self.put("affine", [before], x.width, **scale.values, bias=bias, dim=x.width)
 
     def gate(self, x: StandIn, y: StandIn) -> StandIn:
         """Record act(x) * y, in either order, as one operation in place of the activation."""

@@ -78,7 +78,7 @@ class Trace(Record):
         if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
             raise UntraceableError("it reads an activation again that it multiplied")
         whole = isinstance(result, StandIn) and result.shape == (BATCH, TOKENS, width) and result.factor == 1
-        if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm"):
+        if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm", "affine"):
             raise UntraceableError("it returns something else than its last sum or norm")
         self.operations = folded(self.operations)
         self.operations[-1].outputs[0] = Span(OUTPUT, 0, width)

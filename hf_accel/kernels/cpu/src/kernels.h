@@ -181,14 +181,14 @@ struct RopeCall {
   int32_t dtype, table_dtype, threads;
 };
 
-// out = x + factor * y over [rows, size], contiguous; with a scale it is x + scale * y, and the factor is not read. The
-// product is rounded to dtype before it is added.
+// out = x + factor * y over [rows, size], contiguous; with a scale it is x + scale * y, the factor is not read, and rows of
+// x are x_stride apart, 0 if there is one for all. The product is rounded to dtype before it is added.
 struct AddCall {
   const void* x;
   const void* y;
   const void* scale;  // [size] of dtype, or null
   void* out;
-  int64_t rows, size;
+  int64_t rows, size, x_stride;
   float factor;
   int32_t dtype, threads;
 };

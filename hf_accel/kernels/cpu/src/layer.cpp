@@ -19,7 +19,7 @@ struct LayerOp {
   // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; POSITION_SCORES: Q and K; JOIN: the parts of each head; else x alone
   Columns x, y, out, out2, z;
   const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null
-  const void* bias;         // LAYER_NORM: or null
+  const void* bias;         // LAYER_NORM: or null; ADD: takes the place of x in all rows, and x that of y; or null
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
   int64_t window, ahead;  // ATTEND, ATTEND_ROWS; ATTEND is causal
@@ -145,7 +145,9 @@ struct Layer {
   }
 
   void add(const LayerOp& op) const {
-    kernels.add({at(op.x), at(op.y), op.weight, at(op.out), call.tokens, op.dim, op.scale, call.dtype, call.threads});
+    const bool affine = op.bias != nullptr;
+    kernels.add({affine ? op.bias : at(op.x), at(affine ? op.x : op.y), op.weight, at(op.out), call.tokens, op.dim,
+                 affine ? 0 : op.dim, op.scale, call.dtype, call.threads});
   }
 
   void gate(const LayerOp& op) const {
