@@ -17,7 +17,7 @@ from hf_accel.kernels.cpu import refusal
 from hf_accel.models import cache_name
 
 from .families import DECODER, VOCABULARY, WINDOW, build
-from .recurrent_models import LAYERS, state_space_of
+from .recurrent_models import LAYERS, gated_unit_of, state_space_of
 from .speculating import OracleDrafter
 from .together import WAIT, alone
 
@@ -54,7 +54,7 @@ def hybrid(kind: str) -> PreTrainedModel:
     return model
 
 
-STATES = ("states", "mamba2", "falcon_h1")
+STATES = ("states", "mamba2", "falcon_h1", "zamba", "lightning", "gated units")
 MODELS = {
     "windows alone": lambda: build("mistral"),
     "windows and full": lambda: build("gemma2"),
@@ -62,6 +62,9 @@ MODELS = {
     "states": recurrent,
     "mamba2": lambda: hybrid("mamba2"),
     "falcon_h1": lambda: hybrid("falcon_h1"),
+    "zamba": lambda: hybrid("zamba"),
+    "lightning": lambda: hybrid("minimax"),
+    "gated units": lambda: gated_unit_of(("recurrent", "attention"), tokens=4, window=200),
 }
 KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in MODELS]
 
