@@ -142,7 +142,8 @@ def known_gated_unit(module: nn.Module, name: str) -> GatedUnit | None:
     if layer is None or unit._modules or unit._buffers or not isinstance(width, int) or width != heads * size:
         return None
     # Transformers' cache of the convolution has as many channels as the model.
-    if width != getattr(module, "hidden_size", None) or module.conv_1d.bias is None:
+    convolution: Any = module.conv_1d
+    if width != getattr(module, "hidden_size", None) or convolution.bias is None:
         return None
     known = GatedUnit(int(layer[1]))
     return known if known.refusal(module) is None and _agrees(module) else None

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from ...cache.hf import CacheOverPages
-from ...fused.hf.sites import FusedSite
+from ...fused.site import FusedSite, SiteKind
 from ...recognition.source import tree_of
 from ...undo.journal import Mixin, original_class
 
-OWN_CACHE = "decoder with a cache of its own"  # the kind in the plan
+OWN_CACHE = SiteKind("own cache", "decoders", "pages in place of their own cache", "its code asks for the class alone")
 CACHE, USES = "past_key_values", "use_cache"
 
 

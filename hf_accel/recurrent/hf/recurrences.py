@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...fused.hf.sites import FusedSite
+from ...fused.site import FusedSite, SiteKind
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
 from .gated_units import known_gated_unit
@@ -17,7 +17,7 @@ from .selective_scans import known_selective_scan
 from .state_pass import Recurrence
 from .state_spaces import known_state_space
 
-RECURRENCE = "recurrence"  # the kind in the plan
+RECURRENCE = SiteKind("recurrence", "recurrent layers", "states in pages", computes_all=True, multiplies=True)
 
 
 def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
@@ -40,6 +40,6 @@ def unknown_recurrences_refusal(model: nn.Module, count: int) -> str | None:
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
-    known = known_delta_rule(module) or known_delta_attention(module)
+    known: Recurrence | None = known_delta_rule(module) or known_delta_attention(module)
     known = known or known_state_space(module) or known_selective_scan(module)
     return known or known_headed_scan(module) or known_lightning_attention(module)
