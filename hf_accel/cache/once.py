@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import OutOfBlocksError
 from ..kernels.layouts import Ragged
 from ..tensors import integers
-from .group import GroupStep, PageGroup
+from .group import GroupStep, PageGroup, offsets
 from .pool import BlockPool, BlockTable, Copy, copy_nothing
 
 
@@ -105,23 +105,29 @@ class OnceGroup(PageGroup):
     def step(self, tables: Sequence[BlockTable], spans: Sequence[range]) -> GroupStep:
         """Make the part of a Step for these layers. spans: the tokens that the pass computes of each sequence.
 
-        To attention each token is a sequence of its own, whose single query sees all keys.
+        Attention is not causal here: each query sees all keys. Neighbours that see the same ones, as beams of one
+        prompt do, are one sequence to attention, which then reads these keys once.
         """
         slots: list[int] = []
         sources: list[Tensor] = []
         rows: list[list[int]] = []
         lengths: list[int] = []
+        counts: list[int] = []
         for table, span in zip(tables, spans, strict=True):
             assert isinstance(table, OnceTable)
             if span.start == 0 and table.source is not None:
                 slots += table.slots(0, table.length)
                 sources.append(table.source)
-            rows += [table.blocks] * len(span)
-            lengths += [table.length] * len(span)
+            if rows and rows[-1] == table.blocks and lengths[-1] == table.length:
+                counts[-1] += len(span)
+                continue
+            rows.append(table.blocks)
+            lengths.append(table.length)
+            counts.append(len(span))
         ragged = Ragged(
-            integers(range(len(rows) + 1), dtype=torch.int32),
+            offsets(counts, torch.device("cpu")),
             kv_len=integers(lengths, dtype=torch.int32),
-            max_q=1,
+            max_q=max(counts, default=0),
             max_kv=max(lengths, default=0),
             block_table=self.table_tensor(rows, torch.device("cpu")),
         )

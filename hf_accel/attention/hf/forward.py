@@ -119,6 +119,7 @@ def attention_forward(
         plain = ours is not None or chunk is not None or (attention_mask is None and causal)
         seen = (options.window, None) if chunk is None else (chunk, chunk)
         if plain and paged.contiguous and (paged.window, paged.chunk) == seen and not dropout:
+            options = options._replace(causal=True)
             return _paged(module, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
         if ours is not None or chunk is not None:
             paged.check_window(options.window or chunk)
@@ -240,7 +241,7 @@ def _over_source(backend: AttentionBackend, query: Tensor, options: AttentionOpt
     """
     step = paged.step
     out = backend.paged(
-        step.tokens(query), paged.storage.pages, paged.group_step.ragged, options._replace(causal=True)
+        step.tokens(query), paged.storage.pages, paged.group_step.ragged, options._replace(causal=False)
     )
     return step.columns(out, query.shape[0]).contiguous()
 

@@ -48,6 +48,7 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
     num_ends = 0 if ends is None else ends.shape[0]
     stop_ids = [c.eos_token_id.flatten() for c in call.criteria if isinstance(c, stopping_criteria.EosTokenCriteria)]
     others = [criterion for criterion in call.criteria if not _is_plain(call, criterion)]
+    process = process_of(call.processors)
     settings = BeamSettings(
         num_beams=count,
         num_candidates=max(2, 1 + num_ends) * count,
@@ -56,7 +57,8 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
         early_stopping=config.early_stopping,
         samples=config.do_sample,
         stop_ids=torch.cat(stop_ids).to(device) if stop_ids else torch.empty(0, dtype=torch.int64, device=device),
-        process=process_of(call.processors),
+        process=process,
+        process_keeps=process is call.processors,
         stops=_stops(others) if others else None,
         drops_ended=_drops_ended(call),
         keeps_scores=_returns(call, "output_scores"),

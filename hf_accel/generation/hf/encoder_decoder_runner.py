@@ -47,4 +47,5 @@ class EncoderDecoderRunner(ModelRunner):
         )
         self.cache.check_read()
         logits: Tensor = output.logits[0]
-        return logits if everything else logits[inputs.keep]
+        # As many as there are tokens are all of them, in order, and a copy of them takes as long as their computation.
+        return logits if everything or len(inputs.keep) == len(logits) else logits[inputs.keep]
