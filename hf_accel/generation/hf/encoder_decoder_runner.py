@@ -15,7 +15,7 @@ from ...cache.group import PageGroup, PassInputs
 from ...cache.hf import RaggedEncoderDecoderCache
 from ...models import layers_config
 from ..prompt_inputs import PassRows
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, known_pass
 
 POSITIONS = "decoder_position_ids"
 
@@ -35,16 +35,20 @@ class EncoderDecoderRunner(ModelRunner):
     def _compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows] = ()) -> Tensor:
         assert not rows, "an encoder-decoder is served token ids alone"
         sources = self.cache.begin(inputs.step, inputs.positions)
-        ids = inputs.ids[None]
-        output = self.model(
-            decoder_input_ids=ids,
-            decoder_attention_mask=torch.ones_like(ids),
-            encoder_outputs=BaseModelOutput(last_hidden_state=self._stands_in if sources is None else sources),
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **({POSITIONS: inputs.positions[None]} if self.takes_positions else {}),
-        )
+        ids, tokens_part = inputs.ids[None], self.cache.self_attention_cache
+        tokens_part.known_pass = known_pass(self.model)
+        try:
+            output = self.model(
+                decoder_input_ids=ids,
+                decoder_attention_mask=torch.ones_like(ids),
+                encoder_outputs=BaseModelOutput(last_hidden_state=self._stands_in if sources is None else sources),
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **({POSITIONS: inputs.positions[None]} if self.takes_positions else {}),
+            )
+        finally:
+            tokens_part.known_pass = None
         self.cache.check_read()
         logits: Tensor = output.logits[0]
         # As many as there are tokens are all of them, in order, and a copy of them takes as long as their computation.
