@@ -9,12 +9,15 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.bart.modeling_bart import BartDecoderLayer
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 import hf_accel
 from hf_accel import CacheConfig, Draft, Engine, SpeculativeConfig, UnsupportedError
 from hf_accel.attention.hf.bias import STEP
 from hf_accel.errors import OutOfBlocksError
+from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
+from hf_accel.undo.state import FUSED
 
 from .families import VOCABULARY
 from .snapshot import snapshot
@@ -34,6 +37,7 @@ GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "
          "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8,
          "sliding_window": 6}  # fmt: skip
 TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma")
+IN_ONE_CALL = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "Whisper")
 HEADS = {"Marian": "MarianMTModel"}
 LENGTHS = (9, 4, 17, 1, 12)
 
@@ -46,7 +50,6 @@ def model_of(kind: str, **other: Any) -> Any:
         sizes |= {"encoder": GEMMA, "decoder": GEMMA, "tie_word_embeddings": False}
     config = getattr(transformers, f"{kind}Config")(**sizes)
     model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
-    model.generation_config.encoder_no_repeat_ngram_size = 0  # Blenderbot's 3 needs the whole batch
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed_positions" not in name:
@@ -112,6 +115,120 @@ def test_other_calls_give_stocks_tokens(kind: str, settings: dict[str, Any]) -> 
     expected = tokens()
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(tokens(), expected)
+
+
+@pytest.mark.parametrize("kind", ["Bart", "Whisper"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_dict_holds_what_stocks_does_but_the_cache(kind: str, beams: int) -> None:
+    model = model_of(kind, max_length=20)
+    given = {"input_features": torch.randn(5, 8, 40)} if kind == "Whisper" else padded(prompts())
+    scores = {"output_scores": True, "output_logits": True} if beams > 1 and kind == "Bart" else {}
+    settings = {"max_new_tokens": NEW_TOKENS, "num_beams": beams, "return_dict_in_generate": True, "do_sample": False}
+    expected = model.generate(**given, **settings, **scores)
+    hf_accel.patch(model, weights=None)
+    actual = model.generate(**given, **settings, **scores)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    assert type(actual) is type(expected)
+    if kind == "Bart":  # Whisper's own generate() takes the cache apart
+        assert {*actual} == {*expected} - {"past_key_values"}
+    for name in {*actual} - {"past_key_values"}:
+        torch.testing.assert_close(actual[name], expected[name], atol=2e-4, rtol=1e-4)
+
+
+def test_rows_are_processed_by_their_own_prompts() -> None:
+    """Blenderbot's config forbids the triples of the prompt."""
+    numbers = random.Random(6)
+    rows = [[numbers.randrange(3, VOCABULARY) for _ in range(length)] for length in (80, 150, 110)]
+    for settings in ({"encoder_no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 0.2}):
+        model, batch = model_of("Bart"), padded(rows)
+        settings |= {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        expected = model.generate(**batch, **settings)
+        assert not torch.equal(expected, model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False))
+        hf_accel.patch(model, weights=None)
+        torch.testing.assert_close(model.generate(**batch, **settings), expected)
+        assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+# -- layers in one call ----------------------------------------------------------------------------------------------
+
+
+def calls_of(model: Any) -> list[LayerCalls[Any]]:
+    return [vars(module)[FUSED] for module in model.modules() if isinstance(module, TracedForward)]
+
+
+@pytest.mark.parametrize("kind", IN_ONE_CALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_decoder_layer_is_one_call(kind: str, dtype: torch.dtype) -> None:
+    """Also of the pass that computes keys of the encoder's output, whose layers give the next ones the same numbers."""
+    model, apart = (model_of(kind, max_length=20).to(dtype) for _ in range(2))
+    given = {"input_features": torch.randn(5, 8, 40, dtype=dtype)} if kind == "Whisper" else padded(prompts())
+    hf_accel.patch(model, weights=None)
+    hf_accel.patch(apart, weights=None, fuse=False)
+    assert len(calls_of(model)) == 3 and not calls_of(apart)
+    for beams in (1, 3):
+        settings = {"max_new_tokens": NEW_TOKENS, "num_beams": beams, "do_sample": False}
+        actual, expected = model.generate(**given, **settings), apart.generate(**given, **settings)
+        if dtype is torch.float32:
+            torch.testing.assert_close(actual, expected)
+        assert hf_accel.stats(model)["loop"] == "ragged"
+    assert all(calls.programme is not None and calls.programme.source is not None for calls in calls_of(model))
+
+
+def test_a_layer_that_a_hook_sees_finds_the_keys_that_a_call_has_written() -> None:
+    model, batch = model_of("Marian"), padded(prompts())
+    expected = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_accel.patch(model, weights=None)
+    layer, seen = model.model.decoder.layers[1], []
+
+    def watch(*args: Any) -> None:
+        seen.append(1)
+
+    def begin(*args: Any) -> None:  # from the second pass on
+        if len(seen) == 0:
+            seen.append(0)
+        elif len(layer.fc1._forward_hooks) == 0:
+            layer.fc1.register_forward_hook(watch)
+
+    model.model.decoder.register_forward_pre_hook(begin)
+    torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
+    assert sum(seen) > 3
+
+
+class OddLayer(BartDecoderLayer):
+    """It computes something else after the first pass."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, encoder_hidden_states: Any = None,
+                encoder_attention_mask: Any = None, past_key_values: Any = None, use_cache: Any = True,
+                **kwargs: Any) -> Any:  # fmt: skip
+        if past_key_values is not None and past_key_values.is_updated.get(self.self_attn.layer_idx):
+            hidden_states = hidden_states + hidden_states
+        return BartDecoderLayer.forward(
+            self, hidden_states, attention_mask, encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask, past_key_values=past_key_values, use_cache=use_cache,
+            **kwargs,
+        )  # fmt: skip
+
+
+def test_a_layer_that_computes_something_else_in_later_passes_runs_by_its_own_code() -> None:
+    model, batch = model_of("Bart"), padded(prompts())
+    model.model.decoder.layers[1].__class__ = OddLayer
+    expected = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_accel.patch(model, weights=None)
+    assert len(calls_of(model)) == 2
+    torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
+
+
+def test_changes_of_a_cross_attention_are_noticed() -> None:
+    model, other = model_of("Bart"), model_of("Bart")
+    hf_accel.patch(model, weights=None)
+    batch = padded(prompts())
+    model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    for own, others in zip(model.model.decoder.layers, other.model.decoder.layers, strict=True):
+        torch.nn.init.normal_(others.encoder_attn.k_proj.weight)
+        own.encoder_attn.k_proj.weight = others.encoder_attn.k_proj.weight
+        own.encoder_attn.scaling = others.encoder_attn.scaling = 0.7
+    expected = other.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
 
 
 def test_whisper_runs_ragged_with_its_own_processors() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import stopping_criteria
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
 from ...cache.once import OnceGroup
 from ...cache.states import StateGroup
@@ -69,7 +69,10 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
 
 
 def search_output(call: LoopCall, search: BeamSearch) -> Any:
-    """Return what transformers' beam search returns: token ids, or a GenerateBeamDecoderOnlyOutput."""
+    """Return what transformers' beam search returns: token ids, or its output for the kind of model.
+
+    That of an encoder-decoder has no cache, whose pages are gone.
+    """
     config = call.config
     count = config.num_return_sequences or 1
     chosen = [found for results in search.results for found in results[:count]]
@@ -81,14 +84,15 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     fields: dict[str, Any] = {
         "sequences": ids,
         "beam_indices": _padded([found.beams for found in chosen], -1).to(torch.int32).to(ids.device),
-        "past_key_values": call.cache,
+        "past_key_values": None if call.has_encoder else call.cache,
     }
     if config.output_scores:
         fields["sequences_scores"] = torch.tensor([found.score for found in chosen], device=ids.device)
         fields["scores"] = tuple(search.scores)
     if config.output_logits:
         fields["logits"] = tuple(search.logits)
-    return GenerateBeamDecoderOnlyOutput(**fields)
+    kind: Any = GenerateBeamEncoderDecoderOutput if call.has_encoder else GenerateBeamDecoderOnlyOutput
+    return kind(**fields)
 
 
 def _returns(call: LoopCall, name: str) -> bool:

@@ -40,8 +40,6 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     rows, columns = call.input_ids.shape
     if not own_cache:
         return "a cache that is passed along says nothing of the encoder's output"
-    if call.config.return_dict_in_generate:
-        return "return_dict_in_generate=True returns a cache with the keys of the encoder's output"
     if not isinstance(states, Tensor) or states.ndim != 3 or len(states) != rows:
         return "it is not given the encoder's output of each row"
     if call.mask is not None and not bool(call.mask.all()):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ...cache.cached_sequence import CachedSequence
 from ...cache.hf import PagedCache
@@ -58,7 +58,9 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     if search is not None:
         return result, graphs
     if call.config.return_dict_in_generate:
-        result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=call.cache)
+        # The pages of an encoder-decoder are gone: transformers takes no cache as one that is empty.
+        kind: Any = GenerateEncoderDecoderOutput if call.has_encoder else GenerateDecoderOnlyOutput
+        result = kind(sequences=result, past_key_values=None if call.has_encoder else call.cache)
         if call.speculative is not None:
             result.spec_stats = statistics
     return result, {**statistics, **graphs}

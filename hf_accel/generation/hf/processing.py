@@ -36,6 +36,11 @@ SCORES_ONLY = (
 )
 # These depend on their earlier calls.
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+# These have settings for each row of a batch, by which they are made for single rows.
+OF_ROWS = {
+    logits_process.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor: "encoder_input_ids",
+}
 # These depend on the row of a sequence in the batch.
 BY_ROW = (
     "PrefixConstrainedLogitsProcessor",
@@ -53,7 +58,8 @@ def processors_refusal(
         name = type(processor).__name__
         if name in STATEFUL:
             return f"{name} depends on its earlier calls"
-        if batch_size > 1 and (name in BY_ROW or not is_stock(processor)):
+        apart = len(getattr(processor, OF_ROWS.get(type(processor), ""), ())) == batch_size
+        if batch_size > 1 and not apart and (name in BY_ROW or not is_stock(processor)):
             return f"{name} may depend on the batch"
     for criterion in criteria:
         if batch_size > 1 and not is_stock(criterion):
@@ -109,20 +115,31 @@ class Batched(Processor):
         return out
 
     def _for(self, sequences: abc.Sequence[Tokens | None]) -> Any:
-        """Return the processors for these sequences. A setting that has a value for each row of the batch is indexed
+        """Return the processors for these sequences. Settings that have a value for each row of the batch are indexed
         by their rows."""
-        name = "prompt_ignore_length"
-        if not any(isinstance(getattr(processor, name, None), Tensor) for processor in self.processors):
+        if not any(_setting_of_rows(processor) for processor in self.processors):
             return self.processors
         numbers = [0 if sequence is None else sequence.index for sequence in sequences]
-        chosen = LogitsProcessorList()
-        for processor in self.processors:
-            lengths = getattr(processor, name, None)
-            if isinstance(lengths, Tensor):
-                processor = copy.copy(processor)
-                setattr(processor, name, lengths[numbers])
-            chosen.append(processor)
-        return chosen
+        return LogitsProcessorList([_of_rows(processor, numbers) for processor in self.processors])
+
+
+def _setting_of_rows(processor: Any) -> str | None:
+    """Return the name of the setting of a processor that has a value for each row of the batch; None without one."""
+    lengths = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+    return "prompt_ignore_length" if lengths else OF_ROWS.get(type(processor))
+
+
+def _of_rows(processor: Any, numbers: list[int]) -> Any:
+    """Return a processor as it is for these rows of the batch."""
+    name = _setting_of_rows(processor)
+    if name is None:
+        return processor
+    processor = copy.copy(processor)
+    values = getattr(processor, name)
+    setattr(processor, name, values[numbers] if isinstance(values, Tensor) else [values[row] for row in numbers])
+    if hasattr(processor, "batch_size"):
+        processor.batch_size = len(numbers)
+    return processor
 
 
 def stock_sampling(
