@@ -17,7 +17,7 @@ from ..fused.hf.recurrences import state_sites
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.prompts import own_methods, text_form
 from .attention_survey import known_operators
-from .decoder_survey import counts_padding, rows_hidden_in
+from .decoder_survey import counts_padding, reads_ahead, rows_hidden_in
 from .plan import FusedPlan, LinearPlan
 
 
@@ -35,6 +35,7 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         planes=None if texts is None else texts.planes,
         reads_texts=texts is not None and not texts.is_ids,
         hides_rows=rows_hidden_in(model),
+        reads_ahead=reads_ahead(model),
         counts_padding=stock_loop is None and counts_padding(model),
         operators=known_operators(model),
     )

@@ -14,9 +14,14 @@ from transformers.models.marian.modeling_marian import MarianSinusoidalPositiona
 
 import hf_accel
 from hf_accel import CacheConfig, Draft, Engine, SpeculativeConfig, UnsupportedError
+from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.attention.hf.bias import STEP
+from hf_accel.cache.hf import RaggedEncoderDecoderCache
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
+from hf_accel.recognition.call_form import usual_pass
+from hf_accel.recognition.operation import UntraceableError
+from hf_accel.recognition.trace import Trace
 from hf_accel.undo.state import FUSED
 
 from .families import VOCABULARY
@@ -209,13 +214,19 @@ class OddLayer(BartDecoderLayer):
         )  # fmt: skip
 
 
-def test_a_layer_that_computes_something_else_in_later_passes_runs_by_its_own_code() -> None:
-    model, batch = model_of("Bart"), padded(prompts())
-    model.model.decoder.layers[1].__class__ = OddLayer
-    expected = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
-    hf_accel.patch(model, weights=None)
-    assert len(calls_of(model)) == 2
-    torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
+def test_the_trace_of_a_layer_is_that_of_later_passes_too() -> None:
+    layer = model_of("Bart").model.decoder.layers[1]
+
+    def trace() -> Trace:
+        trace = Trace(torch.float32, ATTENTION_NAME)
+        trace.cache_class = RaggedEncoderDecoderCache
+        trace.decoder_layer(layer, 32, usual_pass(BartDecoderLayer, has_encoder=True))
+        return trace
+
+    assert [operation.kind for operation in trace().operations].count("attend_source") == 1
+    layer.__class__ = OddLayer
+    with pytest.raises(UntraceableError, match="something else where the cache has keys"):
+        trace()
 
 
 def test_changes_of_a_cross_attention_are_noticed() -> None:

@@ -9,15 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from ...cache.group import PageGroup, PassInputs
 from ...cache.hf import RaggedEncoderDecoderCache
 from ...models import layers_config
 from ..prompt_inputs import PassRows
+from .encoder_source import EncoderOutput
 from .model_runner import ModelRunner, known_pass
 
 POSITIONS = "decoder_position_ids"
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Return whether a call may give the positions of the decoder's tokens, if only among what it gives its decoder."""
+    parameters = inspect.signature(type(model).forward).parameters
+    if POSITIONS in parameters:
+        return True
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return passes_on and "position_ids" in inspect.signature(type(model.get_decoder()).forward).parameters
 
 
 class EncoderDecoderRunner(ModelRunner):
@@ -28,7 +37,7 @@ class EncoderDecoderRunner(ModelRunner):
     ) -> None:
         super().__init__(model, groups, groups_of_layer)
         self.cache: Any = RaggedEncoderDecoderCache(groups, groups_of_layer)
-        self.takes_positions = POSITIONS in inspect.signature(type(model).forward).parameters
+        self.takes_positions = takes_positions(model)
         # Stands for the encoder's output where all layers have its keys: code asks whether there is one.
         self._stands_in = torch.zeros(1, 1, layers_config(model.config).hidden_size, dtype=model.dtype)
 
@@ -41,7 +50,7 @@ class EncoderDecoderRunner(ModelRunner):
             output = self.model(
                 decoder_input_ids=ids,
                 decoder_attention_mask=torch.ones_like(ids),
-                encoder_outputs=BaseModelOutput(last_hidden_state=self._stands_in if sources is None else sources),
+                encoder_outputs=EncoderOutput(last_hidden_state=self._stands_in if sources is None else sources),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from ...cache.hf import PagedCache
 from ...errors import UnsupportedError
@@ -16,6 +18,13 @@ from ...models import layers_config
 from ...tensors import model_device
 from ..prompt_inputs import RequestInputs
 from .generation_state import LoopCall
+
+
+@dataclass
+class EncoderOutput(BaseModelOutput):  # type: ignore[misc]
+    """An encoder's output [B, M, C], as a decoder takes it. router_logits: models with experts pass it on."""
+
+    router_logits: Any = None
 
 
 def with_encoder(cache: Any, model: Any) -> Any:
@@ -46,6 +55,8 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "padding stands before tokens of the decoder"
     if columns > 1 and bool((call.input_ids == call.pad_token).any()):
         return "a padding token stands in a prompt of the decoder"
+    if columns > 1 and call.state.form.reads_ahead:
+        return "the tokens of its decoder's prompt see later ones"
     if mask is None or not _hides(call):
         return None
     if mask.shape != states.shape[:2]:
