@@ -19,6 +19,7 @@ from hf_accel.attention.hf.bias import STEP
 from hf_accel.cache.hf import RaggedEncoderDecoderCache
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
+from hf_accel.patching.decoder_survey import decoder_refusal
 from hf_accel.recognition.call_form import usual_pass
 from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.trace import Trace
@@ -41,7 +42,11 @@ SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}
 GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
          "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8,
          "sliding_window": 6}  # fmt: skip
-TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma")
+TEXT = ("Marian", "Bart", "MBart", "Pegasus", "PegasusX", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma", "Bert", "GPT2")
+PAIRED = {
+    "Bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
+}  # the decoders of an EncoderDecoderModel, behind BERT's encoder
 IN_ONE_CALL = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "Whisper")
 HEADS = {"Marian": "MarianMTModel"}
 LENGTHS = (9, 4, 17, 1, 12)
@@ -53,13 +58,28 @@ def model_of(kind: str, **other: Any) -> Any:
     if kind == "T5Gemma":
         sizes = {name: sizes[name] for name in sizes if name.endswith("_token_id") or name == "vocab_size"} | other
         sizes |= {"encoder": GEMMA, "decoder": GEMMA, "tie_word_embeddings": False}
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
+    if kind in PAIRED:
+        model = paired(kind)
+    else:
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed_positions" not in name:
                 parameter.normal_(0, 0.3)
     return model
+
+
+def paired(kind: str) -> Any:
+    parts = [
+        getattr(transformers, f"{name}Config")(**PAIRED[name], vocab_size=VOCABULARY, add_cross_attention=name == kind)
+        for name in ("Bert", kind)
+    ]
+    if kind == "Bert":
+        parts = [transformers.BertConfig(**PAIRED["Bert"], vocab_size=VOCABULARY) for _ in "ed"]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 0, 2
+    return transformers.EncoderDecoderModel(config=config).eval()
 
 
 def prompts() -> list[list[int]]:
@@ -120,6 +140,14 @@ def test_other_calls_give_stocks_tokens(kind: str, settings: dict[str, Any]) -> 
     expected = tokens()
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(tokens(), expected)
+
+
+def test_experts_that_leave_out_tokens_stay_stock() -> None:
+    """There each token of a pass takes the place of another one, which may be of another request."""
+    sizes = T5 | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "d_model": 32}
+    config = transformers.SwitchTransformersConfig(vocab_size=VOCABULARY, decoder_start_token_id=2, **sizes)
+    model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
+    assert "leave out tokens where a pass has many" in (decoder_refusal(model) or "")
 
 
 @pytest.mark.parametrize("kind", ["Bart", "Whisper"])
