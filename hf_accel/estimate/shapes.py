@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..cache.hf.kinds import COMPRESSED_NUMBERS
+from ..cache.kinds.compressed_keys import RANK
 from ..errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ..linear import LinearSpec, QuantModule
 from ..linear.embedding import QuantEmbedding
@@ -40,7 +40,7 @@ from ..patching.twin import twin
 from ..patching.weight_sites import empty_original, quantized_layers
 from ..undo.state import find_state
 
-# Numbers of what transformers makes one after the other: a wrong one would keep it busy for days.
+# TokenNumbers of what transformers makes one after the other: a wrong one would keep it busy for days.
 COUNTS = re.compile(r"(^|_)(layers?|blocks?|depths?|stages|experts)$")
 MOST = 20_000  # Doge has 16,384 experts
 
@@ -118,7 +118,7 @@ def check_known(config: Any, model: Any = None) -> None:
         raise UnsupportedError(f"{name} describes a model of several parts; estimate() knows those of one")
     if getattr(text, "index_topk", None):
         raise UnsupportedError(f"{name} has attention over chosen keys, whose indices estimate() does not know yet")
-    if not getattr(text, COMPRESSED_NUMBERS, None) and getattr(text, "v_head_dim", None) not in (
+    if not getattr(text, RANK, None) and getattr(text, "v_head_dim", None) not in (
         None,
         getattr(text, "head_dim", None),
     ):

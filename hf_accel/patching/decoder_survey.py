@@ -22,12 +22,14 @@ from ..attention.hf.forward import register
 from ..attention.hf.stock import answer_once, stock_implementation
 from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
-from ..cache.hf.kinds import LayerKind, model_kinds
-from ..cache.pages import Pages, TokenRange
+from ..cache.hf.kinds import model_kinds
+from ..cache.kinds import KeysAndValues
+from ..cache.pages import Pages
+from ..cache.step import TokenRange
 from ..config import CacheConfig
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
 from ..generation.hf.encoder_source import EncoderOutput
-from ..generation.hf.model_runner import ModelRunner, counts_positions
+from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import layers_config
 from ..recognition.small_model import ROWS, first_layers_model
@@ -42,7 +44,12 @@ PADDING = 2  # the columns in front of a prompt
 LENGTHS = (5, 3)  # of the encoder's output of two sequences
 Passes = tuple[tuple[tuple[int, int], ...], ...]  # the sequences of each pass, and their tokens in it
 PASSES: Passes = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))
-BY_TOKEN: Passes = (((0, 1),), ((0, 1), (1, 1)), ((0, 1), (1, 1)), ((0, 1), (1, 1)))  # as for most decoders of an encoder
+BY_TOKEN: Passes = (
+    ((0, 1),),
+    ((0, 1), (1, 1)),
+    ((0, 1), (1, 1)),
+    ((0, 1), (1, 1)),
+)
 CAPACITY = "expert_capacity"  # what routers call the number of tokens that an expert takes of a pass
 MOST_TOKENS = 4096  # of a trial of experts
 CLOSE = Tolerance(of_largest=1e-4)
@@ -95,8 +102,8 @@ def _has_room(router: Any) -> bool:
 
 
 def rows_hidden_in(model: PreTrainedModel) -> bool | None:
-    """Return mask_hides_rows of an encoder-decoder; None for any other model, and on the meta device."""
-    if not model.config.is_encoder_decoder or model_device(model).type == "meta":
+    """Return mask_hides_rows of an encoder-decoder; None on the meta device."""
+    if model_device(model).type == "meta":
         return None
     return answer_once(mask_hides_rows, model)
 
@@ -144,7 +151,7 @@ def counting_refusal(model: PreTrainedModel) -> str | None:
     since it counts the tokens of a sequence as stock does, from the number of tokens before each of them.
     """
     name = type(model).__name__
-    if not all(kinds == (LayerKind(None),) for kinds in model_kinds(model.config).layers):
+    if not all(kinds == (KeysAndValues(None),) for kinds in model_kinds(model.config).layers):
         return f"{name} takes no position_ids"
     if model_device(model).type == "meta":
         return None  # nothing can be tried before the weights are there
@@ -156,10 +163,10 @@ def counting_refusal(model: PreTrainedModel) -> str | None:
 
 
 def counts_padding(model: PreTrainedModel) -> bool:
-    """Return whether a model without an encoder that can run ragged counts positions by itself, and the padding in
-    front of tokens with them.
+    """Return whether a model without an encoder that counts positions by itself counts the padding in front of tokens
+    with them.
     """
-    if not counts_positions(model) or model_device(model).type == "meta":
+    if model_device(model).type == "meta":
         return False
     return agree(lambda: _stock_alone(model, padding=PADDING), lambda: _paged(model, PASSES, first=PADDING), CLOSE)
 

@@ -254,10 +254,8 @@ class Record:
         values = {"options": given, "masked": mask is not None, "biased": bias is not None, "adds_mask": False}
         return self._attend(qkv, (module._module,), values)
 
-    def _attend_source(
-        self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]
-    ) -> StandIn:
-        """Record attention to all keys that the cache keeps of an encoder's output; what a mask hides, it keeps not."""
+    def _attend_source(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        """Record attention to all keys that a cache keeps of an encoder's output; what a mask hides has no keys."""
         query, key, value = qkv
         factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
         self._require(replace(query, factor=1.0) if factor != 1 else query, heads=True)

@@ -42,7 +42,8 @@ SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}
 GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
          "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8,
          "sliding_window": 6}  # fmt: skip
-TEXT = ("Marian", "Bart", "MBart", "Pegasus", "PegasusX", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma", "Bert", "GPT2")
+TEXT = ("Marian", "Bart", "MBart", "Pegasus", "PegasusX", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma", "Bert",
+        "GPT2")  # fmt: skip
 PAIRED = {
     "Bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
@@ -192,7 +193,7 @@ def calls_of(model: Any) -> list[LayerCalls[Any]]:
 @pytest.mark.parametrize("kind", IN_ONE_CALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_decoder_layer_is_one_call(kind: str, dtype: torch.dtype) -> None:
-    """Also of the pass that computes keys of the encoder's output, whose layers give the next ones the same numbers."""
+    """Also in the pass that computes keys of the encoder's output."""
     model, apart = (model_of(kind, max_length=20).to(dtype) for _ in range(2))
     given = {"input_features": torch.randn(5, 8, 40, dtype=dtype)} if kind == "Whisper" else padded(prompts())
     hf_accel.patch(model, weights=None)

@@ -215,7 +215,7 @@ def _compressed(module: Any, query: Tensor, options: AttentionOptions, *, paged:
 def _follows_the_step(module: nn.Module, paged: PagedKV | None) -> bool:
     """Return whether a module that is not causal was so when it was planned, and a pass says what its tokens see.
 
-    In such a pass the plan has read what they see from stock's masks, or has tried it, which is before there is a plan.
+    The plan has read from stock's masks what they see, or has tried it, which is before there is a plan.
     """
     planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
     says = paged is not None and paged.layer.says_what_is_seen

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...cache.group import PageGroup, PassInputs
+from ...cache.group import PageGroup
 from ...cache.hf import RaggedEncoderDecoderCache
+from ...cache.step import PassInputs
 from ...models import layers_config
 from ..prompt_inputs import PassRows
 from .encoder_source import EncoderOutput
@@ -21,7 +22,7 @@ POSITIONS = "decoder_position_ids"
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Return whether a call may give the positions of the decoder's tokens, if only among what it gives its decoder."""
+    """Return whether a call may give the positions of the decoder's tokens, if only among what it passes on."""
     parameters = inspect.signature(type(model).forward).parameters
     if POSITIONS in parameters:
         return True

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
+from ...cache.step import SharedContext
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..agreement import ALONE, ProcessAgreement
@@ -110,6 +110,10 @@ class LoopCall:
         """Return T, the columns of the prompts; these have no ids where the prompts are embeddings."""
         embeddings = self.inputs.get("inputs_embeds")
         return self.num_columns if embeddings is None else int(embeddings.shape[1])
+
+    def returns(self, name: str) -> bool:
+        """Return whether the call returns what a setting of this name asks for."""
+        return bool(self.config.return_dict_in_generate and getattr(self.config, name))
 
     @property
     def has_beams(self) -> bool:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...attention.hf import ATTENTION_NAME
-from ...cache.group import PageGroup, PassInputs, Step
+from ...cache.group import PageGroup
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, keeps_states_alone, model_kinds
+from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...fused.hf.operator_models import OperatorModel

@@ -36,11 +36,6 @@ SCORES_ONLY = (
 )
 # These depend on their earlier calls.
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
-# These have settings for each row of a batch, by which they are made for single rows.
-OF_ROWS = {
-    logits_process.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor: "encoder_input_ids",
-}
 # These depend on the row of a sequence in the batch.
 BY_ROW = (
     "PrefixConstrainedLogitsProcessor",
@@ -50,22 +45,21 @@ BY_ROW = (
 )
 
 
-def processors_refusal(
-    processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, batch_size: int
-) -> str | None:
-    """Return why these need all rows of the batch together or each step exactly once; None if they do not."""
-    for processor in processors:
-        name = type(processor).__name__
-        if name in STATEFUL:
-            return f"{name} depends on its earlier calls"
-        apart = len(getattr(processor, OF_ROWS.get(type(processor), ""), ())) == batch_size
-        if batch_size > 1 and not apart and (name in BY_ROW or not is_stock(processor)):
-            return f"{name} may depend on the batch"
-    for criterion in criteria:
-        if batch_size > 1 and not is_stock(criterion):
-            return f"{type(criterion).__name__} may depend on the batch"
+def processors_refusal(processors: LogitsProcessorList) -> str | None:
+    """Return why these need each step exactly once, as one clause; None if they do not."""
+    name = next((type(each).__name__ for each in processors if type(each).__name__ in STATEFUL), None)
+    return None if name is None else f"{name} depends on its earlier calls"
+
+
+def needs_all_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, batch_size: int) -> str | None:
+    """Return why these need all rows of the batch together, as one clause; None if they do not."""
+    if batch_size == 1:
+        return None
+    for each in (*processors, *criteria):
+        if type(each).__name__ in BY_ROW or not is_stock(each):
+            return f"{type(each).__name__} may depend on the batch"
     stops = any(isinstance(criterion, stopping_criteria.StopStringCriteria) for criterion in criteria)
-    if batch_size > 1 and stops and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+    if stops and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         return "without an eos_token_id, transformers lets rows that have stopped go on until all have stopped"
     return None
 
@@ -115,31 +109,20 @@ class Batched(Processor):
         return out
 
     def _for(self, sequences: abc.Sequence[Tokens | None]) -> Any:
-        """Return the processors for these sequences. Settings that have a value for each row of the batch are indexed
+        """Return the processors for these sequences. A setting that has a value for each row of the batch is indexed
         by their rows."""
-        if not any(_setting_of_rows(processor) for processor in self.processors):
+        name = "prompt_ignore_length"
+        if not any(isinstance(getattr(processor, name, None), Tensor) for processor in self.processors):
             return self.processors
         numbers = [0 if sequence is None else sequence.index for sequence in sequences]
-        return LogitsProcessorList([_of_rows(processor, numbers) for processor in self.processors])
-
-
-def _setting_of_rows(processor: Any) -> str | None:
-    """Return the name of the setting of a processor that has a value for each row of the batch; None without one."""
-    lengths = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
-    return "prompt_ignore_length" if lengths else OF_ROWS.get(type(processor))
-
-
-def _of_rows(processor: Any, numbers: list[int]) -> Any:
-    """Return a processor as it is for these rows of the batch."""
-    name = _setting_of_rows(processor)
-    if name is None:
-        return processor
-    processor = copy.copy(processor)
-    values = getattr(processor, name)
-    setattr(processor, name, values[numbers] if isinstance(values, Tensor) else [values[row] for row in numbers])
-    if hasattr(processor, "batch_size"):
-        processor.batch_size = len(numbers)
-    return processor
+        chosen = LogitsProcessorList()
+        for processor in self.processors:
+            lengths = getattr(processor, name, None)
+            if isinstance(lengths, Tensor):
+                processor = copy.copy(processor)
+                setattr(processor, name, lengths[numbers])
+            chosen.append(processor)
+        return chosen
 
 
 def stock_sampling(

@@ -306,9 +306,6 @@ struct WriteCall {
 struct LayerOp;  // in layer.cpp, with the kinds of operations
 extern const int64_t LAYER_OP_SIZE;
 
-// One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
-// pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
-// pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
 // Pages of keys and values that every query of a sequence sees: those of an encoder's output, as in AttentionCall. Their
 // dtypes are those of the layer's other pages.
 struct SourcePages {
@@ -322,6 +319,9 @@ struct SourcePages {
   int64_t table_stride, sequences, block_size;
 };
 
+// One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
+// pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
+// pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
 struct LayerCall {
   const LayerOp* ops;
   const int64_t* starts;  // [buffers]: where each one begins, in numbers of a token; buffers may share memory
