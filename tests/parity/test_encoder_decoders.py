@@ -42,7 +42,7 @@ SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}
 GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
          "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8,
          "sliding_window": 6}  # fmt: skip
-TEXT = ("Marian", "Bart", "MBart", "Pegasus", "PegasusX", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma", "Bert",
+TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma", "PegasusX", "Bert",
         "GPT2")  # fmt: skip
 PAIRED = {
     "Bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
