@@ -28,7 +28,6 @@ from .scores import Scores
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import (
     BATCH,
-    PLAIN_TYPES,
     TOKENS,
     CacheStandIn,
     Computed,
@@ -39,6 +38,7 @@ from .stand_ins import (
     Vector,
 )
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name, gated_names, name_of_function, seems_rms_norm
+from .unchanged import PLAIN_TYPES
 
 CPU = torch.device("cpu")
 WEIGHTS = "attention_weights"  # the name of those that a layer returns with its states
