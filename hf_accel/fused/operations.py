@@ -31,17 +31,19 @@ from .modules import RotaryForm, form_of_rotation
 from .norms import NormForm, norm_form
 from .partial_rotation import leaves_rest
 from .projections import UNLIMITED, NativeCall, NativeLinear, make_call
-from .traced_layer import Traced
+from .traced_layer import Attention, Traced
 
 
 class NativeParts(Traced):
     """A traced layer whose operations are native calls.
 
     calls, tensors: hold the memory that the structs of the operations point to. max_tokens: the most tokens of a call.
-    over_rows: whether its attention reads the keys of the call's own rows, and not those of pages.
+    over_rows: whether its attention reads the keys of the call's own rows, and not those of pages. source_attention:
+    its attention to an encoder's output, None without.
     """
 
     over_rows: bool
+    source_attention: Attention | None = None
     max_tokens: int
     calls: list[NativeCall]
     tensors: list[Tensor]
@@ -264,6 +266,19 @@ class AttendOperation(NativeOperation):
         return [attend(q, kv, options, layout.ragged, ahead=seen, bias=rows.bias).flatten(1)]
 
 
+class AttendSourceOperation(NativeOperation):
+    """Attention to all keys that pages hold of an encoder's output."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        attention = parts.source_attention
+        if parts.over_rows or attention is None:
+            raise UntraceableError("its attention to an encoder's output has no native call")
+        fields = {name: operation.values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
+        return fields | {"scale": attention.scale, "softcap": attention.softcap or 0, "ahead": EVERY_KEY}
+
+
 class SumOperation(NativeOperation):
     """x + factor * y, or x + vector * y."""
 
@@ -352,6 +367,7 @@ NATIVE: dict[Kind, NativeOperation] = {
     "gate": GateOperation(),
     "join": JoinOperation(),
     "position_scores": PositionScoresOperation(),
+    "attend_source": AttendSourceOperation(),
 }
 
 

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS
+from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_MASK
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
 from .position_attention import READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
-from .stand_ins import BATCH, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
+from .source_stand_ins import KEYS, VALUES, SourceKeys, as_source
+from .stand_ins import BATCH, SOURCE, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
 from .unchanged import HOOKS, PLAIN_TYPES, Read, has_own_forward
 
@@ -31,9 +32,13 @@ class Record:
     operations: what the code computed. reads: the values that must not change. hooks: those of the modules that it
     called; usually none. dtype, device: of the tensors. table_size: the numbers of cos of a token, which may be fewer
     than those of a head; None for as many. layer_idx: the layer of the cache that is written, None if there is none.
+    source: how the keys of an encoder's output are computed; None if the code attends to none. knows_source: whether
+    the cache has them before the pass.
     """
 
     mask_hides = False  # a caller may give a mask with any numbers
+    source: SourceKeys | None = None
+    knows_source = False
 
     def __init__(self, dtype: torch.dtype, *, table_size: int | None = None, device: torch.device) -> None:
         self.dtype, self.table_size, self.device = dtype, table_size, device
@@ -43,6 +48,8 @@ class Record:
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque(MASK), (Opaque("cos"), Opaque("sin"))
         self.bias: Opaque = Opaque(BIAS)
+        self.source_mask = Opaque(SOURCE_MASK)
+        self.source_operations: list[Operation] = []  # on the rows of an encoder's output
         self.positions = {name: Opaque(name) for name in (POSITIONS, EMBEDDINGS)}
         self.layer_idx: int | None = None
 
@@ -66,9 +73,18 @@ class Record:
         self, kind: Kind, inputs: Sequence[StandIn], width: int, *, modules: tuple[nn.Module, ...] = (), **values: Any
     ) -> StandIn:
         """Record an operation with one result, and return that: a tensor of the form of the first input."""
+        if any(x.rows is SOURCE for x in inputs) and kind != "attend":
+            return self._put_source(Operation(kind, [x.span for x in inputs], [], modules, values), inputs, width)
         out = self.buffer(width)
         self.operations.append(Operation(kind, [x.span for x in inputs], [out], modules, values))
         return replace(inputs[0], span=out, width=width, cached=False)
+
+    def _put_source(self, operation: Operation, inputs: Sequence[StandIn], width: int) -> StandIn:
+        if operation.kind != "linear":
+            raise UntraceableError("it computes keys of an encoder's output in a way of its own")
+        out = as_source(inputs[0], width, len(self.source_operations))
+        self.source_operations.append(replace(operation, outputs=[out.span]))
+        return out
 
     # -- by modules ------------------------------------------------------------------------------------
 
@@ -233,7 +249,15 @@ class Record:
         self.operations.append(Operation("write", [key.span, value.span], [], values=values))
         return replace(key, cached=True), replace(value, cached=True)
 
+    def write_source(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
+        if self.knows_source or self.source is not None:
+            raise UntraceableError("it computes keys of an encoder's output that the cache has")
+        self.source = SourceKeys.of(self.source_operations, key, value, layer_idx)
+        return self.source.kept(self)  # type: ignore[arg-type]
+
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        if any(isinstance(x, StandIn) and x.rows is SOURCE for x in qkv):
+            return self._attend_source(module, qkv, mask, options)
         given = {name: value for name, value in options.items() if name != BIAS}
         bias = options.get(BIAS)
         if isinstance(bias, Computed):
@@ -242,6 +266,26 @@ class Record:
             raise UntraceableError("it attends in a way of its own")
         values = {"options": given, "masked": mask is not None, "biased": bias is not None, "adds_mask": False}
         return self._attend(qkv, (module._module,), values)
+
+    def _attend_source(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        """Record attention to all keys that a cache keeps of an encoder's output; what a mask hides has no keys."""
+        query, key, value = qkv
+        factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
+        self._require(replace(query, factor=1.0) if factor != 1 else query, heads=True)
+        kept = isinstance(key, StandIn) and isinstance(value, StandIn)
+        kept = kept and (key.span.buffer, value.span.buffer) == (KEYS, VALUES) and key.transposed and value.transposed
+        known = isinstance(module, ModuleStandIn) and (mask is None or mask is self.source_mask)
+        if not kept or not known or query.rows is not TOKENS or query.cached or query.heads % key.heads:
+            raise UntraceableError("it attends to an encoder's output in a way of its own")
+        if query.shape[3] != key.shape[3]:
+            raise UntraceableError("it attends to an encoder's output in a way of its own")
+        values = {
+            "options": options, "heads": query.heads, "kv_heads": key.heads, "dim": key.shape[3],
+            "value_dim": value.shape[3], "factor": factor,
+        }  # fmt: skip
+        width = query.heads * value.shape[3]
+        attended = self.put("attend_source", [query], width, modules=(module._module,), **values)
+        return replace(attended, transposed=False, factor=1.0)
 
     def attend_by(self, scores: Scores, value: Any) -> StandIn:
         if self.layer_idx is not None:

@@ -6,7 +6,7 @@ A stand-in knows only what is written here. Whatever else the code asks of it ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -70,6 +70,7 @@ class Count:
 BATCH: Any = Count()
 TOKENS: Any = Count()
 ALL_TOKENS: Any = Count()  # of all rows of a pass
+SOURCE: Any = Count()  # of the output of an encoder
 
 
 class Opaque:
@@ -104,7 +105,8 @@ class StandIn:
     """A tensor [B, T, width], [B * T, width] if it is `flat`, [B, T, heads, dim], or [B, heads, T, dim] if it is
     `transposed`.
 
-    factor: the number by which it must still be multiplied. cached: whether it came from the cache.
+    factor: the number by which it must still be multiplied. cached: whether it came from the cache. rows: what stands
+    for T, TOKENS or SOURCE.
     """
 
     trace: Recorder
@@ -115,6 +117,7 @@ class StandIn:
     factor: float = 1.0
     cached: bool = False
     flat: bool = False
+    rows: Count = field(default_factory=lambda: TOKENS)
 
     @property
     def is_whole(self) -> bool:
@@ -124,9 +127,9 @@ class StandIn:
     @property
     def shape(self) -> tuple[Any, ...]:
         if self.heads is None:
-            return (ALL_TOKENS, self.width) if self.flat else (BATCH, TOKENS, self.width)
+            return (ALL_TOKENS, self.width) if self.flat else (BATCH, self.rows, self.width)
         dim = self.width // self.heads
-        return (BATCH, self.heads, TOKENS, dim) if self.transposed else (BATCH, TOKENS, self.heads, dim)
+        return (BATCH, self.heads, self.rows, dim) if self.transposed else (BATCH, self.rows, self.heads, dim)
 
     def size(self, index: int | None = None) -> Any:
         return self.shape if index is None else self.shape[index]
@@ -147,7 +150,7 @@ class StandIn:
         if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
-        plain = plain and (tokens is TOKENS or (tokens == -1 and -1 not in rest))
+        plain = plain and (tokens is self.rows or (tokens == -1 and -1 not in rest))
         if self.transposed or self.span.head or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
         known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
@@ -164,7 +167,8 @@ class StandIn:
         """Join the rows of a pass, or take them apart again."""
         if self.flat and len(sizes) == 3 and sizes[0] is BATCH and sizes[1] is TOKENS and sizes[2] == self.width:
             return replace(self, flat=False)
-        if self.flat or self.heads is not None or type(sizes[0]) is not int or sizes != (-1, self.width):
+        whole = not self.flat and self.heads is None and self.rows is TOKENS
+        if not whole or type(sizes[0]) is not int or sizes != (-1, self.width):
             raise UntraceableError("it reshapes in another way than into heads and back")
         return replace(self, flat=True)
 

@@ -9,7 +9,7 @@ from .library import ScoreBias, fields, kernel, shared_struct
 # LayerOpKind in layer.cpp
 OPERATIONS = (
     "integer_linear", "float_linear", "norm", "rope", "write", "attend", "add", "layer_norm", "attend_rows", "gate",
-    "join", "position_scores",
+    "join", "position_scores", "attend_source",
 )  # fmt: skip
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
@@ -34,6 +34,17 @@ class LayerOp(Structure):
     ]  # fmt: skip
 
 
+class SourcePages(Structure):
+    """The pages of an encoder's output, and what attention reads of them; see SourcePages in kernels.h."""
+
+    _fields_ = fields(
+        pointers="k_pages v_pages k_scales v_scales block_table cu_q kv_len", sizes="table_stride sequences block_size"
+    )
+
+
+NO_SOURCE = (0,) * len(SourcePages._fields_)
+
+
 class LayerCall(Structure):
     """Its fields are those of LayerCall in kernels.h."""
 
@@ -46,6 +57,7 @@ class LayerCall(Structure):
         ),
         ("score_bias", ScoreBias),
         *fields(pointers="position_keys position_queries position_rows"),
+        ("source", SourcePages),
         *fields(ints="dtype table_dtype page_dtype scale_dtype threads"),
     ]  # fmt: skip
 

@@ -306,6 +306,19 @@ struct WriteCall {
 struct LayerOp;  // in layer.cpp, with the kinds of operations
 extern const int64_t LAYER_OP_SIZE;
 
+// Pages of keys and values that every query of a sequence sees: those of an encoder's output, as in AttentionCall. Their
+// dtypes are those of the layer's other pages.
+struct SourcePages {
+  void* k_pages;
+  void* v_pages;
+  void* k_scales;
+  void* v_scales;
+  const int32_t* block_table;
+  const int32_t* cu_q;
+  const int32_t* kv_len;
+  int64_t table_stride, sequences, block_size;
+};
+
 // One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
 // pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
 // pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
@@ -331,6 +344,7 @@ struct LayerCall {
   const void* position_keys;  // as in PositionScoresCall
   const void* position_queries;
   const int32_t* position_rows;
+  SourcePages source;  // of ATTEND_SOURCE
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
 };
 

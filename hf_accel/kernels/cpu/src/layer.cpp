@@ -10,7 +10,7 @@ struct Columns {
   int64_t buffer, offset, stride, head;
 };
 
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES };
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE };
 
 struct LayerOp {
   int32_t kind;
@@ -22,9 +22,9 @@ struct LayerOp {
   const void* bias;         // LAYER_NORM: or null; ADD: takes the place of x in all rows, and x that of y; or null
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
-  int64_t window, ahead;  // ATTEND, ATTEND_ROWS; ATTEND is causal
+  int64_t window, ahead;  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal
   float eps, offset;      // NORM, LAYER_NORM: eps
-  float scale, softcap;  // ATTEND, POSITION_SCORES; ADD: scale is the factor of y
+  float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y
   int32_t round_first;   // NORM
   int32_t interleaved, round_each;  // ROPE
   int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
@@ -91,49 +91,62 @@ struct Layer {
                          call.threads});
   }
 
-  Rows pages(const void* data, int64_t heads, int64_t dim) const {
+  Rows pages(const void* data, int64_t block_size, int64_t heads, int64_t dim) const {
     const int64_t columns = call.page_dtype == INT4 ? dim / 2 : dim;
-    return {data, heads * call.block_size * columns, call.block_size * columns, columns};
+    return {data, heads * block_size * columns, block_size * columns, columns};
   }
 
-  // Both kinds of attention; a causal one over the keys of the pages.
-  void attend(const LayerOp& op) const {
+  // What all kinds of attention share.
+  AttentionCall attention(const LayerOp& op) const {
     AttentionCall attention = {};
     attention.q = {at(op.x), 0, head_stride(op.x, op.dim), op.x.stride};
-    attention.cu_q = call.cu_q;
-    if (op.kind == ATTEND_ROWS) {
-      const int64_t rows = call.kv_len ? call.cu_q[1] : 0;  // of each sequence, if it has fewer keys than rows
-      attention.k = {at(op.y), rows * op.y.stride, op.dim, op.y.stride};
-      attention.v = {at(op.z), rows * op.z.stride, op.value_dim, op.z.stride};
-      attention.cu_k = call.kv_len ? nullptr : call.cu_q;
-      attention.kv_len = call.kv_len;
-      attention.ahead = op.ahead;
-      attention.bias = call.score_bias;
-      attention.k_dtype = attention.v_dtype = call.dtype;
-    } else {
-      attention.k = pages(call.k_pages, op.kv_heads, op.dim);
-      attention.v = pages(call.v_pages, op.kv_heads, op.value_dim);
-      attention.k_scales = call.k_scales;
-      attention.v_scales = call.v_scales;
-      attention.block_table = call.block_table;
-      attention.kv_len = call.kv_len;
-      attention.k_dtype = attention.v_dtype = call.page_dtype;
-      attention.scale_dtype = call.scale_dtype;
-    }
     attention.out = at(op.out);
-    attention.sequences = call.sequences;
     attention.heads = op.heads;
     attention.kv_heads = op.kv_heads;
     attention.head_dim = op.dim;
     attention.value_dim = op.value_dim;
-    attention.table_stride = call.table_stride;
-    attention.block_size = call.block_size;
     attention.window = op.window;
+    attention.ahead = op.ahead;
     attention.scale = op.scale;
     attention.softcap = op.softcap;
     attention.q_dtype = call.dtype;
     attention.threads = call.threads;
-    kernels.attention(attention);
+    return attention;
+  }
+
+  void attend_rows(const LayerOp& op) const {
+    AttentionCall rows = attention(op);
+    const int64_t count = call.kv_len ? call.cu_q[1] : 0;  // of each sequence, if it has fewer keys than rows
+    rows.k = {at(op.y), count * op.y.stride, op.dim, op.y.stride};
+    rows.v = {at(op.z), count * op.z.stride, op.value_dim, op.z.stride};
+    rows.cu_q = call.cu_q;
+    rows.cu_k = call.kv_len ? nullptr : call.cu_q;
+    rows.kv_len = call.kv_len;
+    rows.bias = call.score_bias;
+    rows.k_dtype = rows.v_dtype = call.dtype;
+    rows.sequences = call.sequences;
+    rows.table_stride = call.table_stride;
+    rows.block_size = call.block_size;
+    kernels.attention(rows);
+  }
+
+  // P: the call itself, for the keys of its tokens, or its SourcePages.
+  template <class P>
+  void attend_pages(const LayerOp& op, const P& held) const {
+    AttentionCall pages = attention(op);
+    pages.k = this->pages(held.k_pages, held.block_size, op.kv_heads, op.dim);
+    pages.v = this->pages(held.v_pages, held.block_size, op.kv_heads, op.value_dim);
+    pages.k_scales = held.k_scales;
+    pages.v_scales = held.v_scales;
+    pages.block_table = held.block_table;
+    pages.cu_q = held.cu_q;
+    pages.kv_len = held.kv_len;
+    pages.k_dtype = pages.v_dtype = call.page_dtype;
+    pages.scale_dtype = call.scale_dtype;
+    pages.sequences = held.sequences;
+    pages.table_stride = held.table_stride;
+    pages.block_size = held.block_size;
+    kernels.attention(pages);
   }
 
   char* at_or_null(const Columns& place) const { return place.stride ? at(place) : nullptr; }
@@ -182,8 +195,9 @@ struct Layer {
       case NORM: return norm(op);
       case ROPE: return rope(op);
       case WRITE: return write(op);
-      case ATTEND:
-      case ATTEND_ROWS: return attend(op);
+      case ATTEND: return attend_pages(op, call);
+      case ATTEND_SOURCE: return attend_pages(op, call.source);
+      case ATTEND_ROWS: return attend_rows(op);
       case LAYER_NORM: return layer_norm(op);
       case GATE: return gate(op);
       case JOIN: return join(op);
