@@ -26,10 +26,8 @@ from ..cache.hf.state_sizes import steps_of_prompts_differ
 from ..cache.quantized import INT4, QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
-from ..fused.hf.convolutions import is_known_convolution
 from ..fused.hf.indexers import is_known_indexer
 from ..fused.hf.operator_models import OperatorModel, operator_model
-from ..fused.hf.recurrences import known_recurrence, recurrent_pages_refusal
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
@@ -37,6 +35,8 @@ from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
+from ..recurrent.hf.convolutions import is_known_convolution
+from ..recurrent.hf.recurrences import known_recurrence, recurrent_pages_refusal
 from ..tensors import model_device
 from .decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of

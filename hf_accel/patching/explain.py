@@ -6,20 +6,20 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..fused.hf.compressed import COMPRESSED
-from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.counted_positions import COUNTED
 from ..fused.hf.dtype_readers import DTYPE_READER
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.indexers import INDEXER
 from ..fused.hf.operator_models import OPERATORS
 from ..fused.hf.part_activations import PART_ACTIVATION
-from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
 from ..generation import graphs
 from ..generation.hf.graphed_runner import OPERATORS_ON_HOST
 from ..kernels import cpu as cpu_kernels
 from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel
+from ..recurrent.hf.convolutions import CONVOLUTION
+from ..recurrent.hf.recurrences import RECURRENCE
 from ..tensors import model_device
 from .originals import whereabouts
 from .plan import LinearPlan, Plan

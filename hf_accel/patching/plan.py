@@ -12,10 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
-from ..fused.hf.convolutions import CONVOLUTION
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.indexers import INDEXER
-from ..fused.hf.recurrences import RECURRENCE
 from ..fused.hf.sites import ACTIVATION, Dropped, FusedSite
 from ..fused.projections import UNLIMITED
 from ..generation.agreement import ALONE, ProcessAgreement
@@ -23,6 +21,8 @@ from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..linear import BackendChoice, QuantLinear, QuantModule
 from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
+from ..recurrent.hf.convolutions import CONVOLUTION
+from ..recurrent.hf.recurrences import RECURRENCE
 from .attention_survey import AttentionSite
 from .originals import Stored
 from .place_rounding import placed_functions

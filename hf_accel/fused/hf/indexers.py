@@ -21,8 +21,8 @@ from ...cache.hf import RaggedCache
 from ...cache.pages import Pages, TokenRange
 from ...recognition.source import lines_of
 from ...recognition.trial import RandomNumbers, unwatched_twin
+from ...recognition.trial_modules import trial_linear
 from ...undo.journal import Mixin, mixed_class, original_class
-from .convolutions import trial_linear
 from .sites import FusedSite
 
 INDEXER = "indexer"  # the kind in the plan

@@ -6,18 +6,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from ...cache.hf import model_kinds
+from ...fused.hf.sites import FusedSite
 from ...kernels import cpu
-from .compressed import compressed_sites
-from .convolutions import convolution_sites
-from .counted_positions import counted_sites
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
-from .indexers import indexer_sites
 from .selective_scans import known_selective_scan
-from .sites import FusedSite
 from .state_pass import PagedRecurrence, Recurrence
 from .state_spaces import known_state_space
 
@@ -32,20 +26,7 @@ def recurrent_pages_refusal(device: torch.device) -> str | None:
     return None if cpu.refusal() is None else f"whose states only our kernels read in pages ({cpu.refusal()})"
 
 
-def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
-    """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
-    kinds = model_kinds(model.config)
-    yield from counted_sites(model)
-    if kinds.indexes:
-        yield from indexer_sites(model)
-    if kinds.convolves or kinds.recurs:
-        yield from convolution_sites(model)
-        yield from _recurrence_sites(model)
-    if kinds.compresses:
-        yield from compressed_sites(model)
-
-
-def _recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
+def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the recurrent layers of a model, which get a forward over pages."""
     for name, module in model.named_modules():
         known = known_recurrence(module)
