@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import time
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import hf_accel
 from hf_accel.cli.measurement import BASELINE, WrongResultError, ratios, take_turns, time_generate
 from hf_accel.patching.twin import twin
 
 from ..harness.bench import Bench, Entrant
+from ..harness.checks import PROMPT_TOKENS
 from ..harness.kind_shapes import MORE, TEXT, Inputs, InputShape, TextShape, random_of
 from ..harness.models import read_bytes, tensor_bytes
 from ..harness.tables import Row, Table
@@ -52,7 +53,8 @@ def text_table(bench: Bench, name: str, shape: TextShape) -> Table:
     gc.collect()  # the models before: they point to themselves
     own = Bench(replace(bench.settings, model=name))
     own.model = random_of(shape, seed=own.settings.seed, dtype=torch.bfloat16)
-    entrants = {setup.name: own.entrant(setup) for setup in (stock.Stock(), *OURS)}
+    prompt = own.tokens(batch=1, length=PROMPT_TOKENS)
+    entrants = entrants_of(own.model, {"input_ids": prompt})
     rows: list[Row] = []
     for work, run, batch in works(own, shape):
         print(f"  {name}: {work}", flush=True)
@@ -88,7 +90,9 @@ def timed(bench: Bench, entrants: Mapping[str, Entrant], run: Run) -> dict[str, 
     return take_turns(candidates, rounds=bench.settings.rounds, report=lambda _: None)
 
 
-def text_row(bench: Bench, entrant: Entrant, found: Mapping[str, Sequence[float]], *, work: str, batch: int | None) -> Row:
+def text_row(
+    bench: Bench, entrant: Entrant, found: Mapping[str, Sequence[float]], *, work: str, batch: int | None
+) -> Row:
     row = row_of(entrant.setup.name, found, work)
     share = None
     if batch is not None:
@@ -125,11 +129,10 @@ def more_table(bench: Bench, name: str, shape: InputShape) -> Table:
     gc.collect()
     model = random_of(shape, seed=bench.settings.seed, dtype=torch.float32)
     inputs = shape.inputs(model.config, REQUESTS)
-    entrants = {BASELINE: Entrant(stock.Stock(), model, 0.0, {})}
-    for setup in OURS:
-        ours = Entrant(setup, setup.prepare(twin(model)), 0.0, {})
-        require_near(ours, model, inputs)
-        entrants[setup.name] = ours
+    few = {name: tensor[:2] for name, tensor in inputs.items()}
+    if model.config.is_encoder_decoder:
+        few["decoder_input_ids"] = torch.tensor([[2, 5, 7], [2, 9, 4]])
+    entrants = entrants_of(model, few)
     print(f"  {name}", flush=True)
     found = timed(bench, entrants, partial(request_seconds, shape, inputs))
     work = f"{REQUESTS} requests" + (f", {shape.beams} beams" if shape.beams > 1 else "")
@@ -148,14 +151,33 @@ def generated(shape: InputShape, inputs: Inputs, model: Any) -> Tensor:
     return out
 
 
+# -- what takes part -----------------------------------------------------------------------------------
+
+
+def entrants_of(model: PreTrainedModel, inputs: Inputs) -> dict[str, Entrant]:
+    """Prepare and check all that take part.
+
+    Raises WrongResultError if the logits of one are farther from those of float32 than its tolerance and, since random
+    weights spread rounding, than twice the distance of stock's.
+    """
+    found = {BASELINE: Entrant(stock.Stock(), model, 0.0, {})}
+    expected = logits_of(copy.deepcopy(model).float(), inputs)
+    own = distance(logits_of(model, inputs), expected)
+    for setup in OURS:
+        ours: Any = setup.prepare(twin(model))
+        error = distance(logits_of(ours, inputs), expected)
+        if not error <= setup.tolerance + 2 * own:
+            raise WrongResultError(f"{setup.name}: logits differ from float32 by {error:.3f} of their norm")
+        found[setup.name] = Entrant(setup, ours, 0.0, {"setup": setup.name, "logits_error": error})
+    return found
+
+
 @torch.no_grad()
-def require_near(entrant: Entrant, model: PreTrainedModel, inputs: Inputs) -> None:
-    """Raise WrongResultError if the logits of the first requests are farther from stock's than the setup may be."""
-    few = {name: tensor[:2] for name, tensor in inputs.items()}
-    if model.config.is_encoder_decoder:
-        few["decoder_input_ids"] = torch.tensor([[2, 5, 7], [2, 9, 4]])
-    expected, actual = (m(**few).logits for m in (model, entrant.model))
-    error = float((actual - expected).norm() / expected.norm())
-    if not error <= entrant.setup.tolerance:
-        raise WrongResultError(f"{entrant.setup.name}: logits differ from stock's by {error:.3f} of their norm")
-    assert hf_accel.is_patched(entrant.model)
+def logits_of(model: Any, inputs: Inputs) -> Tensor:
+    floats = {n: x.to(model.dtype) if x.is_floating_point() else x for n, x in inputs.items()}
+    logits: Tensor = model(**floats).logits
+    return logits.float()
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())

@@ -221,10 +221,12 @@ class GateOperation(NativeOperation):
     """act(x) * y."""
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        return {"dim": operation.values["dim"], "activation": ACTIVATIONS[operation.values["activation"]]}
+        values = operation.values
+        return {"heads": values["heads"], "dim": values["dim"], "activation": ACTIVATIONS[values["activation"]]}
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
-        x, y = (rows.columns(span, operation.values["dim"]) for span in operation.inputs)
+        width = operation.values["heads"] * operation.values["dim"]
+        x, y = (rows.columns(span, width) for span in operation.inputs)
         return [activate(x, operation.values["activation"], y=y)]
 
 

@@ -102,7 +102,8 @@ class StandIn:
     """A tensor [B, T, width], [B * T, width] if it is `flat`, [B, T, heads, dim], or [B, heads, T, dim] if it is
     `transposed`.
 
-    factor: the number by which it must still be multiplied. cached: whether it came from the cache.
+    factor: the number by which it must still be multiplied. cached: whether it came from the cache. apart: the heads
+    that a tensor [B, T, width] is made of, if they do not stand end to end.
     """
 
     trace: Recorder
@@ -113,6 +114,7 @@ class StandIn:
     factor: float = 1.0
     cached: bool = False
     flat: bool = False
+    apart: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -146,6 +148,12 @@ class StandIn:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
         plain = plain and (tokens is TOKENS or (tokens == -1 and -1 not in rest))
+        dim = self.shape[-1]
+        if self.span.head and not self.transposed and batch is BATCH and tokens is TOKENS and self.heads is not None:
+            if rest == [-1]:
+                return replace(self, heads=None, apart=self.heads)
+            if rest in ([-1, dim], [self.heads, dim]):
+                return self
         if self.transposed or self.span.head or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
         known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
