@@ -81,7 +81,12 @@ TEXT = {
     "Mamba 2, 0.4 B": TextShape(
         Mamba2ForCausalLM,
         lambda: Mamba2Config(
-            vocab_size=WORDS, hidden_size=1024, num_hidden_layers=48, num_heads=32, n_groups=1, tie_word_embeddings=True
+            vocab_size=WORDS,
+            hidden_size=1024,
+            num_hidden_layers=48,
+            num_heads=32,
+            n_groups=1,
+            tie_word_embeddings=True,
         ),
     ),
     "Falcon-H1, 0.5 B": TextShape(FalconH1ForCausalLM, falcon_config),

@@ -52,7 +52,7 @@ def measure(bench: Bench) -> list[Table]:
 def text_table(bench: Bench, name: str, shape: TextShape) -> Table:
     gc.collect()  # the models before: they point to themselves
     own = Bench(replace(bench.settings, model=name))
-    own.model = random_of(shape, seed=own.settings.seed, dtype=torch.bfloat16)
+    own.model, own.bandwidth = random_of(shape, seed=own.settings.seed, dtype=torch.bfloat16), bench.bandwidth
     prompt = own.tokens(batch=1, length=PROMPT_TOKENS)
     entrants = entrants_of(own.model, {"input_ids": prompt})
     rows: list[Row] = []

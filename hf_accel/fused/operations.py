@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..kernels.cpu.attention import EVERY_KEY, attend, position_scores, write_pages

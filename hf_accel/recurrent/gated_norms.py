@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.gated_norm import gated_norm as gated_rows
+from ..kernels.cpu.library import FLOATS
 from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ..undo.journal import original_class
 

@@ -306,7 +306,9 @@ ONE_CALL = ("3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba
 
 
 @pytest.mark.parametrize("kind", ONE_CALL)
-@pytest.mark.parametrize(("dtype", "weights"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+)
 @torch.no_grad()
 def test_one_call_has_the_bits_of_its_steps(
     kind: str, dtype: torch.dtype, weights: str | None, monkeypatch: pytest.MonkeyPatch

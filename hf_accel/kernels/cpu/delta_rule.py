@@ -34,7 +34,8 @@ class DeltaInputs(NamedTuple):
 
     q, k: [N, Hk, Dk] float32, which are divided by their lengths, and q by the root of Dk. v: [N, Hv, Dv] float32.
     b: [N, Hv] of a dtype of FLOATS. a: likewise; log_rate, bias: of the heads, [Hv] of any of them, contiguous:
-    these three make one decay of each head. decays: [N, Hv, Dk] float32 in their place, and they are then None. beta_factor: of beta.
+    these three make one decay of each head. decays: [N, Hv, Dk] float32 in their place, and they are then None.
+    beta_factor: of beta.
     """
 
     q: Tensor

@@ -30,8 +30,8 @@ class ScanInputs(NamedTuple):
     """The numbers that a scan reads of the N tokens of all sequences, which stand end to end.
 
     x: [N, H, P] float32. b, c: [N, G, S] float32; heads that follow each other share a group. dt: [N, H] of any dtype.
-    log_rate, bias, skip: of the heads, [H] of a dtype of FLOATS, contiguous. In Mamba, which has a rate for each number of the
-    state, H and G are 1, dt is [N, P], log_rate is [P, S], and bias and skip are [P].
+    log_rate, bias, skip: of the heads, [H] of a dtype of FLOATS, contiguous. In Mamba, which has a rate for each number
+    of the state, H and G are 1, dt is [N, P], log_rate is [P, S], and bias and skip are [P].
     limits: between which a token's step is. limited: [N] int64, 0 for the tokens whose step has no limits; None if it
     has them for all.
     """
@@ -64,9 +64,8 @@ def state_scan(inputs: ScanInputs, *, states: Tensor, starts: Tensor, before: Te
     _state_scan(
         x.data_ptr(), dt.data_ptr(), b.data_ptr(), c.data_ptr(), log_rate.data_ptr(), bias.data_ptr(),
         skip.data_ptr(), out.data_ptr(), states.data_ptr(), starts.data_ptr(), before.data_ptr(), slots.data_ptr(),
-        0 if limited is None else limited.data_ptr(), x.stride(0), dt.stride(0), b.stride(0), c.stride(0), len(before), x.shape[1],
-        b.shape[1], x.shape[2], b.shape[2], *limits, log_rate.ndim > 1, *dtypes,
-        threads(),
+        0 if limited is None else limited.data_ptr(), x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
+        len(before), x.shape[1], b.shape[1], x.shape[2], b.shape[2], *limits, log_rate.ndim > 1, *dtypes, threads(),
     )  # fmt: skip
     return out
 

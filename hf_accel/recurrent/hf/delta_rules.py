@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from ...cache.hf import RecurrentPass
 from ...cache.hf.state_sizes import StateSizes
 from ...kernels.cpu import delta_rule, short_conv
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
-from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...recognition.operation import UntraceableError
 from ...recognition.stand_ins import StandIn
+from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import gated_norm
@@ -24,6 +24,7 @@ from .state_pass import (
     in_passes,
     is_native,
     record_convolution,
+    record_linear,
     short_convolution_refusal,
 )
 
@@ -95,8 +96,9 @@ class DeltaRule(Recurrence):
     def record(self, module: Any, x: StandIn) -> StandIn:
         if not module._modules.keys() >= SEPARATE:
             raise UntraceableError("its projections are not one behind the other")
-        own, trace, heads = module._modules, x.trace, self.heads(module)
-        mixed, gate, b, a = (trace.linear(own[f"in_proj_{name}"], x) for name in ("qkv", "z", "b", "a"))
+        trace: Any = x.trace
+        own, heads = module._modules, self.heads(module)
+        mixed, gate, b, a = (record_linear(own[f"in_proj_{name}"], x) for name in ("qkv", "z", "b", "a"))
         convolved = record_convolution(module.conv1d, mixed)
         core = trace.put(
             "delta_rule", [convolved, a, b], gate.width * convolved.width // mixed.width, heads=heads.values,
@@ -105,7 +107,7 @@ class DeltaRule(Recurrence):
         )  # fmt: skip
         normed = self.record_norm(own[self.norm_name], core, gate, parts=heads.values)
         trace.operations[-1].values["round_first"] = True  # what the rule gives is rounded, too
-        return trace.linear(own[self.last], normed)
+        return record_linear(own[self.last], normed)
 
     def projected(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return the inputs of the convolution [N, C], the gates [N, Hv, Dv] or flat, and the other DeltaInputs of x

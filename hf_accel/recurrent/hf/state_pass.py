@@ -99,7 +99,7 @@ class Recurrence(ABC):
         return refusal
 
     def in_one_call(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor | None:
-        """Compute what the module gives for x [B, Q, H], by one native call; None where there is none for this pass."""
+        """Compute what the module gives for x [B, Q, H], by one native call; None if this pass has none."""
         tokens = x.shape[0] * x.shape[1]
         if found.group_step.written is not None or len(found.states.slots) != tokens or not native(x):
             return None  # with padding, there are fewer tokens than columns
@@ -119,7 +119,8 @@ class Recurrence(ABC):
         trace.reads += _all_settings(module)
         self._programme = self._unrecorded = None
         try:
-            self._programme = RecurrentProgramme(trace, self.record(module, StandIn(trace, Span(INPUT, 0, width), width)).span)
+            out = self.record(module, StandIn(trace, Span(INPUT, 0, width), width))
+            self._programme = RecurrentProgramme(trace, out.span)
         except UntraceableError:
             self._unrecorded = x.dtype, Reads(trace.reads)
         return self._programme
@@ -134,13 +135,15 @@ class Recurrence(ABC):
         if form.groups and not self._norm_is(norm):
             raise UntraceableError("its norm was changed")
         weight = norm._parameters["weight"] if form.groups else None
-        x.trace.visit(norm)
+        trace: Any = x.trace
+        trace.visit(norm)
         size = gate.width // parts
-        return x.trace.put(
+        recorded: StandIn = trace.put(
             "gated_norm", [x, gate], gate.width, heads=parts, dim=size, eps=form.eps, weight=weight,
             value_dim=size if parts == form.groups else 0, round_first=False, gate_first=form.gate_first,
             activation=form.activation,
         )  # fmt: skip
+        return recorded
 
     def has_limits(self, module: Any) -> bool:
         """Return whether the module computes tokens of a prompt otherwise than generated ones."""
@@ -192,14 +195,25 @@ def _all_settings(module: nn.Module) -> list[Read]:
     return [read for each in modules for read in _settings(each)]
 
 
+def record_linear(module: nn.Module, x: StandIn) -> StandIn:
+    """Record a linear layer of a module. Raises UntraceableError for one that an adapter is around."""
+    if not isinstance(module, nn.Linear):
+        raise UntraceableError("a linear layer has no native call")
+    trace: Any = x.trace
+    recorded: StandIn = trace.linear(module, x)
+    return recorded
+
+
 def record_convolution(conv: Any, x: StandIn) -> StandIn:
     """Record the short convolution in front of a recurrence and its silu. Returns float32."""
-    x.trace.visit(conv)
-    floats = torch.float32.itemsize // x.trace.dtype.itemsize
-    return x.trace.put(
+    trace: Any = x.trace
+    trace.visit(conv)
+    floats = torch.float32.itemsize // trace.dtype.itemsize
+    recorded: StandIn = trace.put(
         "short_conv", [x], floats * x.width, dim=x.width, value_dim=conv.kernel_size[0], activation="silu",
         weight=conv._parameters["weight"], bias=conv._parameters["bias"],
     )  # fmt: skip
+    return recorded
 
 
 def is_native(x: Tensor) -> bool:

@@ -24,6 +24,7 @@ from .state_pass import (
     in_passes,
     is_native,
     record_convolution,
+    record_linear,
     scan_refusal,
 )
 
@@ -74,8 +75,9 @@ class StateSpace(Recurrence):
     def record(self, module: Any, x: StandIn) -> StandIn:
         if RESULT_FACTORS in module._buffers:
             raise UntraceableError("it multiplies what its first layer gives")
-        own, trace, inner = module._modules, x.trace, module.intermediate_size
-        row = trace.linear(own["in_proj"], x)
+        trace: Any = x.trace
+        own, inner = module._modules, module.intermediate_size
+        row = record_linear(own["in_proj"], x)
         gate, mixed = row[..., :inner], row[..., inner : inner + module.conv_dim]
         lowest, highest = module.time_step_limit
         convolved = record_convolution(module.conv1d, mixed)
@@ -85,7 +87,8 @@ class StateSpace(Recurrence):
             eps=float(lowest), offset=float(highest), weight=module._parameters["A_log"],
             bias=module._parameters["dt_bias"], skip=module._parameters["D"],
         )  # fmt: skip
-        return trace.linear(own[self.last], self.record_norm(own["norm"], core, gate, parts=max(1, self.norm.groups)))
+        normed = self.record_norm(own["norm"], core, gate, parts=max(1, self.norm.groups))
+        return record_linear(own[self.last], normed)
 
 
 def _projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,9 @@ GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reference(x: Tensor, gate: Tensor, weight: Tensor | None, *, parts: int, gate_first: bool, activation: str) -> Tensor:
+def reference(
+    x: Tensor, gate: Tensor, weight: Tensor | None, *, parts: int, gate_first: bool, activation: str
+) -> Tensor:
     """In float64, where x has the gate's dtype with the normalized x rounded to it."""
     gate, rounded = GATES[activation](gate.double()), x.dtype
     x = x.double()
@@ -36,7 +38,9 @@ def test_against_torch(width: int, parts: int, activation: str) -> None:
     for gate_first, of_gate, of_weight in product((True, False), DTYPES, (*DTYPES, None)):
         gate = torch.randn(5, width + 3).to(of_gate)[:, 2:-1]  # rows that do not stand end to end
         weight = None if of_weight is None else torch.randn(width).to(of_weight)
-        for dtype in {torch.float32, of_gate} if parts == 1 and weight is not None and not gate_first else {torch.float32}:
+        for dtype in (
+            {torch.float32, of_gate} if parts == 1 and weight is not None and not gate_first else {torch.float32}
+        ):
             x = torch.randn(5, width).to(dtype)
             settings: dict[str, Any] = {"parts": parts, "gate_first": gate_first, "activation": activation}
             found = gated_norm(x, gate, weight, 1e-5, **settings)
