@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.cpu.gated_norm import GateForm
 from ..kernels.cpu.gated_norm import gated_norm as gated_rows
 from ..kernels.cpu.library import FLOATS
 from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
@@ -39,10 +40,8 @@ class GatedNorm:
         x: float32 or of the gate's dtype. gate: [M, D] of a dtype of FLOATS. weight: [D]; None if there is no norm.
         Returns [M, D] float32.
         """
-        return gated_rows(
-            x, gate, weight, self.eps,
-            parts=max(1, self.groups), gate_first=self.gate_first, activation=self.activation,
-        )  # fmt: skip
+        form = GateForm(self.eps, max(1, self.groups), self.gate_first, self.activation)
+        return gated_rows(x, gate, weight, form)
 
 
 def gated_norm(norm: nn.Module) -> GatedNorm | None:

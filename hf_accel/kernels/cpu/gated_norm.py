@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +21,31 @@ class GatedNormCall(Structure):
 _gated_norm = kernel("gated_norm", GatedNormCall)
 
 
-def gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, parts: int, gate_first: bool, activation: str
-) -> Tensor:
+class GateForm(NamedTuple):
+    """The form of a norm and its gate.
+
+    parts: of a row that are normalized each by itself. gate_first: whether x * act(gate) is what is normalized.
+    activation: "silu" or "sigmoid".
+    """
+
+    eps: float
+    parts: int = 1
+    gate_first: bool = False
+    activation: str = "silu"
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, form: GateForm) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * weight * act(gate) for parts of each row, in float32.
 
     x: [M, D], float32, or of the gate's dtype: then the normalized x is rounded to it too. gate: [M, D] of a dtype of
-    FLOATS. weight: [D] of any of them, or None: then there is the gate alone. gate_first: whether x * act(gate) is
-    what is normalized. activation: "silu" or "sigmoid". Returns [M, D] float32. Raises UnsupportedError if a gradient
-    is needed.
+    FLOATS. weight: [D] of any of them, or None: then there is the gate alone. Returns [M, D] float32. Raises
+    UnsupportedError if a gradient is needed.
     """
     refuse_gradients("gated_norm", x, gate, weight)
     rounds, x = x.dtype is not torch.float32, x.float()
     x, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (x, gate))
     weight = None if weight is None else weight.contiguous()
+    eps, parts, gate_first, activation = form
     size = x.shape[1] // parts
     out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     _gated_norm(

@@ -30,8 +30,8 @@ class ScanInputs(NamedTuple):
     """The numbers that a scan reads of the N tokens of all sequences, which stand end to end.
 
     x: [N, H, P] float32. b, c: [N, G, S] float32; heads that follow each other share a group. dt: [N, H] of any dtype.
-    log_rate, bias, skip: of the heads, [H] of a dtype of FLOATS, contiguous. In Mamba, which has a rate for each number
-    of the state, H and G are 1, dt is [N, P], log_rate is [P, S], and bias and skip are [P].
+    log_rate, bias, skip: of the heads, [H] of a dtype of FLOATS, contiguous. In Mamba, which has a rate for each
+    number of the state, H and G are 1, dt is [N, P], log_rate is [P, S], and bias and skip are [P].
     limits: between which a token's step is. limited: [N] int64, 0 for the tokens whose step has no limits; None if it
     has them for all.
     """

@@ -30,7 +30,7 @@ from ...tensors import is_recorded
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
-from ..layer_programme import RecurrentProgramme
+from ..recurrent_programme import RecurrentProgramme
 from .convolutions import causal_refusal, require_pages
 
 

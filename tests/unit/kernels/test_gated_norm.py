@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.kernels.cpu.gated_norm import gated_norm
+from hf_accel.kernels.cpu.gated_norm import GateForm, gated_norm
 
 GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,16 +43,16 @@ def test_against_torch(width: int, parts: int, activation: str) -> None:
         ):
             x = torch.randn(5, width).to(dtype)
             settings: dict[str, Any] = {"parts": parts, "gate_first": gate_first, "activation": activation}
-            found = gated_norm(x, gate, weight, 1e-5, **settings)
+            found = gated_norm(x, gate, weight, GateForm(1e-5, **settings))
             expected = reference(x, gate, weight, **settings)
             # A number in the middle of two of its dtype may be rounded to either.
             off = 2e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
             torch.testing.assert_close(found, expected.float(), rtol=off, atol=2e-5)
-            rows = [gated_norm(x[i : i + 1], gate[i : i + 1], weight, 1e-5, **settings) for i in range(5)]
+            rows = [gated_norm(x[i : i + 1], gate[i : i + 1], weight, GateForm(1e-5, **settings)) for i in range(5)]
             assert torch.equal(found, torch.cat(rows))
 
 
 def test_a_gradient_is_refused() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     with pytest.raises(UnsupportedError, match="gradient"):
-        gated_norm(x, x, None, 1e-5, parts=1, gate_first=True, activation="silu")
+        gated_norm(x, x, None, GateForm(1e-5))
