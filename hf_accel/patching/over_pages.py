@@ -10,15 +10,17 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from ..cache.hf import model_kinds
+from ..cache.kinds import CompressedKeys, ConvolutionInputs, IndexKeys, RecurrentStates
 from ..config import PatchConfig
 from ..fused.hf.compressed import compressed_sites
 from ..fused.hf.counted_positions import counted_sites
 from ..fused.hf.dtype_readers import dtype_readers
 from ..fused.hf.indexers import indexer_sites
-from ..fused.hf.operator_models import operator_sites
+from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.part_activations import part_activations
-from ..fused.hf.sites import FusedSite
+from ..fused.site import FusedSite
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
+from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
 from ..recurrent.hf.convolutions import convolution_sites
 from ..recurrent.hf.recurrences import recurrence_sites
@@ -36,14 +38,21 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         return STOCK_FORM
     prepares = stock_loop is None and bool(own_methods(model))
     texts = text_form(model) if prepares else None
+    operators = known_operators(model)
     return DecoderForm(
         prepares=prepares,
         planes=None if texts is None else texts.planes,
         reads_texts=texts is not None and not texts.is_ids,
-        hides_rows=rows_hidden_in(model),
-        counts_padding=stock_loop is None and counts_padding(model),
-        operators=known_operators(model),
+        hides_rows=rows_hidden_in(model) if model.config.is_encoder_decoder else None,
+        counts_padding=stock_loop is None and _counts_padding(model, operators),
+        operators=operators,
     )
+
+
+def _counts_padding(model: PreTrainedModel, operators: OperatorModel | None) -> bool:
+    if operators is not None:
+        return operators.counts_padding
+    return counts_positions(model) and counts_padding(model)
 
 
 def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, form: DecoderForm) -> FusedPlan:
@@ -60,12 +69,12 @@ def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
     kinds = model_kinds(model.config)
     yield from counted_sites(model)
-    if kinds.indexes:
+    if kinds.has(IndexKeys):
         yield from indexer_sites(model)
-    if kinds.convolves or kinds.recurs:
+    if kinds.has(ConvolutionInputs, RecurrentStates):
         yield from convolution_sites(model)
         yield from recurrence_sites(model)
-    if kinds.compresses:
+    if kinds.has(CompressedKeys):
         yield from compressed_sites(model)
 
 

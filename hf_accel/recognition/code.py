@@ -185,8 +185,9 @@ def code_of(module: Any) -> AttentionCode:
 
 def absent_parts(module: Any) -> frozenset[str]:
     """Return the names of a module's parts and attributes that are None."""
-    places = (vars(module), *(vars(module)[name] for name in ("_modules", "_parameters", "_buffers")))
-    return frozenset(name for place in places for name, value in place.items() if value is None)
+    own = vars(module)
+    places = (own, own["_modules"], own["_parameters"], own["_buffers"])
+    return frozenset([name for place in places for name, value in place.items() if value is None])
 
 
 @lru_cache(maxsize=4096)
@@ -202,7 +203,8 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     refusals: list[str] = []
     unpaged: list[str] = []
     forward: Any = kind.forward  # type: ignore[attr-defined]
-    known = CALL_KEYWORDS | ({SELECTED} if selects_tokens(forward) else set())
+    given = {keyword.arg for each in calls.values() for call in each for keyword in call.keywords}
+    known = CALL_KEYWORDS | ({SELECTED} if SELECTED in given and selects_tokens(forward) else set())
     for function in functions:
         found = (clause for call in calls[id(function)] for clause in _call_refusals(function, call, known))
         refusals += [f"{name} {clause}" for clause in found]

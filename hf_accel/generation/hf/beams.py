@@ -10,15 +10,12 @@ from transformers import StoppingCriteriaList
 from transformers.generation import stopping_criteria
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-from ...cache.once import OnceGroup
-from ...cache.states import StateGroup
 from ..beam_search import BeamSearch, BeamSettings
 from ..sequence import Sequence
 from .beam_scores import process_of
 from .generation_state import LoopCall
+from .joint_rows import has_room
 from .processing import BY_ROW, STATEFUL, is_stock
-
-STATES_OF_A_BEAM = 3  # after its last token, after the one before it, and after a prompt whose beginning others share
 
 # These decide for each beam alone, so that a prompt may end before others do.
 BY_BEAM = (
@@ -36,7 +33,7 @@ def beams_refusal(call: LoopCall) -> str | None:
             return f"{type(processor).__name__} depends on its earlier calls"
     if getattr(config, "low_memory", None) or config.max_length <= call.num_columns:
         return "transformers refuses its settings"
-    if not _has_room(call):
+    if not has_room(call):
         return "the beams of all prompts may need more pages than max_tokens= allows"
     return None
 
@@ -59,8 +56,8 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
         process=process_of(call.processors),
         stops=_stops(others) if others else None,
         drops_ended=_drops_ended(call),
-        keeps_scores=_returns(call, "output_scores"),
-        keeps_logits=_returns(call, "output_logits"),
+        keeps_scores=call.returns("output_scores"),
+        keeps_logits=call.returns("output_logits"),
     )
     prompts = [sequences[first : first + count] for first in range(0, len(sequences), count)]
     return BeamSearch(prompts, call.input_ids, settings)
@@ -87,10 +84,6 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     if config.output_logits:
         fields["logits"] = tuple(search.logits)
     return GenerateBeamDecoderOnlyOutput(**fields)
-
-
-def _returns(call: LoopCall, name: str) -> bool:
-    return bool(call.config.return_dict_in_generate and getattr(call.config, name))
 
 
 def _fill(call: LoopCall) -> int:
@@ -131,19 +124,3 @@ def _drops_ended(call: LoopCall) -> bool:
 
 def _depends_on_row(processor: Any) -> bool:
     return type(processor).__name__ in BY_ROW or isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
-
-
-def _has_room(call: LoopCall) -> bool:
-    """Return whether the pages hold all beams, none of which may wait until others have ended."""
-    length, count = call.prompt_columns + call.config.max_length - call.num_columns, len(call.input_ids)
-    states = getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)
-    for group in call.cache.pages.groups:
-        size = group.pool.block_size
-        needed = -(-length // size) + 1
-        if isinstance(group, StateGroup):
-            needed = STATES_OF_A_BEAM
-        elif isinstance(group, OnceGroup):
-            needed = 0 if states is None else -(-states.shape[1] // size)
-        if not group.pool.growable and count * needed > group.pool.num_blocks:
-            return False
-    return True

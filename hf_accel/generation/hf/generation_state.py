@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
+from ...cache.step import SharedContext
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..agreement import ALONE, ProcessAgreement
@@ -111,6 +111,10 @@ class LoopCall:
         embeddings = self.inputs.get("inputs_embeds")
         return self.num_columns if embeddings is None else int(embeddings.shape[1])
 
+    def returns(self, name: str) -> bool:
+        """Return whether the call returns what a setting of this name asks for."""
+        return bool(self.config.return_dict_in_generate and getattr(self.config, name))
+
     @property
     def has_beams(self) -> bool:
         return (self.config.num_beams or 1) > 1
@@ -133,7 +137,7 @@ class DecoderForm:
     prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
         coordinates for the position of each token; None for one. reads_texts: whether they give more for a text than
         follows from its token ids.
-    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
+    hides_rows: whether the decoder takes a mask of the rows of an encoder's output; None without an encoder.
     counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...attention.hf import ATTENTION_NAME
-from ...cache.group import PageGroup, PassInputs, Step
+from ...cache.group import PageGroup
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, keeps_states_alone, model_kinds
+from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...fused.hf.operator_models import OperatorModel
@@ -146,7 +148,12 @@ def weights_salt(model: nn.Module) -> bytes:
 def attention_refusal(model: Any) -> str | None:
     """Return why a patched model cannot read pages, as one clause; None if it can."""
     now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
-    if now == ATTENTION_NAME or keeps_states_alone(model.config) or operators_of(model) is not None:
+    known = operators_of(model)
+    if (
+        now == ATTENTION_NAME
+        or keeps_states_alone(model.config)
+        or (known is not None and not known.call.by_interface)
+    ):
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
 
@@ -194,7 +201,8 @@ class ModelRunner:
         self.model: Any = model
         self.groups_of_layer = groups_of_layer
         self.operators = operators_of(model)
-        self.cache = RaggedCache(groups, groups_of_layer, one_column=self.operators is not None)
+        one_column = self.operators is not None and not self.operators.call.by_interface
+        self.cache = RaggedCache(groups, groups_of_layer, one_column=one_column)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
         self._cache_name = cache_name(model)
@@ -252,16 +260,19 @@ class ModelRunner:
         if self.operators is None:
             given = self._tokens(inputs, rows)
         else:
-            given = self.operators.inputs(inputs.ids, inputs.positions)
+            positions = _placed(inputs.positions, rows)
+            given = self.operators.inputs(inputs.ids, positions)
+            self.cache.before = self.operators.before(positions)
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
-            output = self._called(rows, len(inputs.ids))(
-                **given,
-                use_cache=True,
-                return_dict=True,
-                **{self._cache_name: self.cache},
-                **selection,
-            )
+            with nullcontext() if self.operators is None else self.operators.passing(self.cache):
+                output = self._called(rows, len(inputs.ids))(
+                    **given,
+                    use_cache=True,
+                    return_dict=True,
+                    **{self._cache_name: self.cache},
+                    **selection,
+                )
         finally:
             self.cache.known_pass = None
         self.cache.check_read()
@@ -280,23 +291,27 @@ class ModelRunner:
         them by itself learns from its cache.
         """
         if self._counts:
-            given = {"input_ids": inputs.ids[None]}
             self.cache.before = TokensBefore(_placed(inputs.positions, rows))
-            return given | {"attention_mask": torch.ones_like(given["input_ids"])} if self._takes_mask else given
+            given = self._embedded(inputs, rows)
+            return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
         planes = state_of(self.model).generation.form.planes
-        positions = _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
+        positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
+        return self._embedded(inputs, rows) | {"position_ids": _placed(positions, rows)}
+
+    def _embedded(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
+        """Return the ids [1, N] of a pass, or embeddings [1, N, D] where some of its tokens have been given theirs."""
         embedded = [each for each in rows if each.embeddings is not None]
         if not embedded:
-            return {"input_ids": inputs.ids[None], "position_ids": positions}
+            return {"input_ids": inputs.ids[None]}
         ids = inputs.ids.clone()
         for each in embedded:
             ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
         embeddings = self.model.get_input_embeddings()(ids)
         for each in embedded:
             embeddings[each.first : each.first + each.count] = each.embeddings
-        return {"inputs_embeds": embeddings[None], "position_ids": positions}
+        return {"inputs_embeds": embeddings[None]}
 
 
 def _placed(positions: Tensor, rows: Rows) -> Tensor:

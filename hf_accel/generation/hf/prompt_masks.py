@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...attention.hf.mask import as_understood, numbers_of
-from ...cache.hf.kinds import LayerKind, layer_names, model_kinds
+from ...cache.hf.kinds import layer_names, model_kinds
+from ...cache.kinds import Kind
 from ...errors import NotRaggedError
 
 UNKNOWN = "its decoder is given a mask of another form"
@@ -40,20 +41,20 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) 
         found.append(_seen_by(masks[name], tokens, kind, causal=causal))
     if any(each != found[0] for each in found):
         raise NotRaggedError("the masks of its layers let tokens see different ones of the later tokens")
-    if any(found[0]) and (kinds.convolves or kinds.recurs or kinds.chunks):
+    if any(found[0]) and not all(kind.sees_later for kind in kinds.distinct):
         raise NotRaggedError("tokens see later ones, and not all of its layers attend, or some within chunks")
     return found[0]
 
 
-def _seen_by(mask: Any, tokens: Tensor, kind: LayerKind, *, causal: bool) -> list[list[int] | None]:
+def _seen_by(mask: Any, tokens: Tensor, kind: Kind, *, causal: bool) -> list[list[int] | None]:
     known, columns, window = as_understood(mask), tokens.shape[1], kind.window
     if mask is None or (known is not None and known.meaning.left_out and not causal):
         # Stock's sdpa makes no mask where the attention says it all, and no window or padding hides a token.
         if not bool(tokens.all()) or (window is not None and window < columns):
             raise NotRaggedError(UNKNOWN)
         return [None if causal or columns == 1 else [columns] * columns for _ in tokens]
-    meant = None if known is None else (known.meaning.window or known.meaning.chunk, known.meaning.chunk is not None)
-    if known is not None and meant == (window, kind.chunked) and known.lengths == (columns, columns):
+    meant = None if known is None else (known.meaning.window, known.meaning.chunk)
+    if known is not None and meant == (kind.mask_window, kind.chunk) and known.lengths == (columns, columns):
         seen = known.columns.cpu().expand(tokens.shape)
         if torch.equal(seen, tokens):
             return [None] * len(tokens)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ...cache.hf import CacheOverPages
 from ...errors import NotRaggedError
-from ...fused.hf.sites import FusedSite
+from ...fused.site import FusedSite, SiteKind
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, mixed_class, original_class
 
-CONVOLUTION = "convolution"  # the kind in the plan
+CONVOLUTION = SiteKind("convolution", "short convolutions", "inputs in pages", computes_all=True, multiplies=True)
 PARTS = ("in_proj", "conv", "out_proj")
 # What a model gives all its layers, and a convolution does not read.
 OTHER_ARGUMENTS = frozenset({
