@@ -150,11 +150,10 @@ class StandIn:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
         plain = plain and (tokens is TOKENS or (tokens == -1 and -1 not in rest))
-        dim = self.shape[-1]
         if self.span.head and not self.transposed and batch is BATCH and tokens is TOKENS and self.heads is not None:
             if rest == [-1]:
                 return replace(self, heads=None, apart=self.heads)
-            if rest in ([-1, dim], [self.heads, dim]):
+            if rest in ([-1, self.shape[-1]], [*self.shape[2:]]):
                 return self
         if self.transposed or self.span.head or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
@@ -227,7 +226,7 @@ class StandIn:
 
     def __getitem__(self, index: Any) -> StandIn:
         match index:
-            case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and not self.cached:
+            case (first, slice(step=None) as columns) if first is ... and not self.cached and self.apart == 1:
                 heads = self.heads or 1
                 size, head = self.width // heads, 0 if self.heads is None else self.span.head or self.width // heads
                 start, stop, _ = columns.indices(size)
