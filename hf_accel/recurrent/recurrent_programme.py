@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..cache.states import StateStep
+from ..cache.kinds.states import StateStep
 from ..fused.layer_programme import MOST_TOKENS, NativeOperations
 from ..fused.traced_layer import Attention
 from ..kernels.cpu.attention import NO_BIAS
