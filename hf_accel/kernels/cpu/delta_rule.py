@@ -62,8 +62,7 @@ def delta_rule(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: T
     refuse_gradients("delta_rule", q, k, v, a, b, decays)
     q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
     decays = None if decays is None else decays.float().contiguous()
-    a = None if a is None else a.to(b.dtype)
-    a, b = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (a, b))
+    a, b = None if a is None else _in_rows(a.to(b.dtype)), _in_rows(b)
     out = torch.empty(v.shape, dtype=torch.float32, device="cpu")
     _delta_rule(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), _address(a), b.data_ptr(), _address(log_rate), _address(bias),
@@ -73,6 +72,10 @@ def delta_rule(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: T
         threads(),
     )  # fmt: skip
     return out
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _address(x: Tensor | None) -> int:
