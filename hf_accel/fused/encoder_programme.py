@@ -27,7 +27,8 @@ from .encoder_rows import (
     windowed_layout,
 )
 from .layer_programme import NativeOperations
-from .operations import NATIVE, HeldRows, refuse_over_rows
+from .native_operation import HeldRows
+from .operations import NATIVE, refuse_over_rows
 from .projections import UNLIMITED
 from .traced_layer import Attention
 

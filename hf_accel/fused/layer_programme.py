@@ -16,7 +16,8 @@ from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.layouts import KV
 from ..recognition.operation import OUTPUT, Operation, Span
 from ..recognition.trace import Trace
-from .operations import NATIVE, NativeParts
+from .native_operation import NativeParts
+from .operations import NATIVE
 from .projections import UNLIMITED, make_call
 from .traced_layer import Attention, TracedLayer
 

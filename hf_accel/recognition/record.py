@@ -77,7 +77,7 @@ class Record:
             return self._put_source(Operation(kind, [x.span for x in inputs], [], modules, values), inputs, width)
         out = self.buffer(width)
         self.operations.append(Operation(kind, [x.span for x in inputs], [out], modules, values))
-        return replace(inputs[0], span=out, width=width, cached=False)
+        return replace(inputs[0], span=out, width=width, cached=False, apart=1)
 
     def _put_source(self, operation: Operation, inputs: Sequence[StandIn], width: int) -> StandIn:
         if operation.kind != "linear":
@@ -98,8 +98,9 @@ class Record:
         return self.put("linear", [x], outputs, modules=(module,))
 
     def activate(self, name: str, x: Any) -> StandIn:
-        self._require(x, heads=False)
-        return self.put("activation", [x], x.width, activation=name)
+        heads = getattr(x, "apart", 1)
+        self._require(replace(x, apart=1) if heads > 1 else x, heads=False)
+        return self.put("activation", [x], x.width, activation=name, heads=heads)
 
     def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:
         self._require(x, heads=False)
@@ -113,7 +114,7 @@ class Record:
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
         self.note(module._parameters, "weight", weight)
-        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.span.head or weight is None:
+        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.apart > 1 or weight is None:
             raise UntraceableError("a norm takes something else than numbers of tokens")
         if x.shape[-1] != weight.shape[0]:
             raise UntraceableError("a norm takes another number of inputs")
@@ -146,6 +147,8 @@ class Record:
         """Return what a function of torch returns for stand-ins."""
         if function is F.dropout and args and not drops(*args[1:], **kwargs):
             return args[0]
+        if function is torch.chunk and isinstance(args[0], StandIn):
+            return args[0].chunk(*args[1:], **kwargs)
         if function is torch.matmul and len(args) == 2 and not kwargs:
             return args[0] @ args[1]
         if isinstance(args[0], StandIn) and len(args) == 1 and not kwargs.get("inplace"):
@@ -200,7 +203,8 @@ class Record:
             raise UntraceableError("it multiplies two tensors of which none is an activation")
         activation = self.operations.pop(place)
         before = replace(x, span=activation.inputs[0])
-        return self.put("gate", [before, other], x.width, **activation.values, dim=x.width)
+        dim = x.width // activation.values["heads"]
+        return self.put("gate", [before, other], x.width, **activation.values, dim=dim)
 
     def join(self, x: Any, y: Any) -> StandIn:
         """Record that the numbers of each head of y follow those of x."""
@@ -355,7 +359,7 @@ class Record:
         """Check the form of x. heads: whether it must be [B, heads, T, dim], else [B, T, width]. flat: whether [B * T,
         width] will do as well.
         """
-        known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat)
+        known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat) and x.apart == 1
         if not known or x.transposed is not heads or (x.heads is not None) is not heads:
             raise UntraceableError("its tensors have another layout")
 

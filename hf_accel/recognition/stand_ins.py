@@ -106,7 +106,7 @@ class StandIn:
     `transposed`.
 
     factor: the number by which it must still be multiplied. cached: whether it came from the cache. rows: what stands
-    for T, TOKENS or SOURCE.
+    for T, TOKENS or SOURCE. apart: the heads that a tensor [B, T, width] is made of, if they do not stand end to end.
     """
 
     trace: Recorder
@@ -118,6 +118,7 @@ class StandIn:
     cached: bool = False
     flat: bool = False
     rows: Count = field(default_factory=lambda: TOKENS)
+    apart: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -151,6 +152,17 @@ class StandIn:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
         plain = plain and (tokens is self.rows or (tokens == -1 and -1 not in rest))
+        if (
+            self.span.head
+            and not self.transposed
+            and batch is BATCH
+            and tokens is self.rows
+            and self.heads is not None
+        ):
+            if rest == [-1]:
+                return replace(self, heads=None, apart=self.heads)
+            if rest in ([-1, self.shape[-1]], [*self.shape[2:]]):
+                return self
         if self.transposed or self.span.head or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
         known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
@@ -223,7 +235,7 @@ class StandIn:
 
     def __getitem__(self, index: Any) -> StandIn:
         match index:
-            case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and not self.cached:
+            case (first, slice(step=None) as columns) if first is ... and not self.cached and self.apart == 1:
                 heads = self.heads or 1
                 size, head = self.width // heads, 0 if self.heads is None else self.span.head or self.width // heads
                 start, stop, _ = columns.indices(size)

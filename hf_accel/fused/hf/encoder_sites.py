@@ -22,7 +22,8 @@ from ...recognition.source import source_of
 from ...recognition.stack_trace import StackTrace
 from ...recognition.trace import WEIGHTS, Trace
 from ...recognition.unchanged import has_own_forward
-from ..operations import Planned, refuse_over_rows, refuse_without_kernel
+from ..native_operation import Planned
+from ..operations import refuse_over_rows, refuse_without_kernel
 from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import has_no_head
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls

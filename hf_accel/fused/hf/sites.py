@@ -33,8 +33,9 @@ from ..modules import (
     has_library,
     rotary_form,
 )
+from ..native_operation import Planned
 from ..norms import NativeNorm, NormForms, norm_form
-from ..operations import Planned, refuse_without_kernel
+from ..operations import refuse_without_kernel
 from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readable, is_slow_in_torch
 from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, has_no_head

@@ -10,16 +10,19 @@ struct Columns {
   int64_t buffer, offset, stride, head;
 };
 
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE };
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM };
 
 struct LayerOp {
   int32_t kind;
   int32_t weight_dtype;     // NORM, LAYER_NORM
   // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
-  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; POSITION_SCORES: Q and K; JOIN: the parts of each head; else x alone
+  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; POSITION_SCORES: Q and K; JOIN: the parts of each head;
+  // DELTA_RULE: the results of the convolution, a and b; STATE_SCAN: those and dt; GATED_NORM: x and the gate; else x alone.
+  // What SHORT_CONV, DELTA_RULE and STATE_SCAN give is float32: a buffer of so many bytes.
   Columns x, y, out, out2, z;
   const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null
-  const void* bias;         // LAYER_NORM: or null; ADD: takes the place of x in all rows, and x that of y; or null
+  const void* bias;         // LAYER_NORM, SHORT_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
+  const void* skip;         // STATE_SCAN
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
   int64_t window, ahead;  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal
@@ -28,7 +31,9 @@ struct LayerOp {
   int32_t round_first;   // NORM
   int32_t interleaved, round_each;  // ROPE
   int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
-  int32_t bias_dtype;               // LAYER_NORM
+  int32_t bias_dtype;               // LAYER_NORM, DELTA_RULE, STATE_SCAN
+  int32_t skip_dtype;               // STATE_SCAN
+  int32_t gate_first;               // GATED_NORM
   int32_t activation;               // GATE: out = act(x) * y
 };
 
@@ -59,8 +64,8 @@ struct Layer {
     NormCall norm = {at(op.x), at(op.out), op.weight, op.x.stride, call.tokens, op.dim, op.eps, op.offset,
                      op.round_first, call.dtype, op.weight_dtype, call.dtype, call.threads};
     if (op.heads == 1) return kernels.norm(norm);
-    // The heads of a token stand end to end; those of the next token need not follow them.
-    norm.x_stride = op.dim;
+    // The heads of the next token need not follow those of a token.
+    norm.x_stride = head_stride(op.x, op.dim);
     norm.rows = op.heads;
     for (int64_t n = 0; n < call.tokens; ++n) {
       norm.x = at(op.x) + n * op.x.stride * size;
@@ -164,8 +169,11 @@ struct Layer {
   }
 
   void gate(const LayerOp& op) const {
-    kernels.activate({at(op.x), at(op.y), at(op.out), op.x.stride, op.y.stride, op.out.stride, call.tokens, op.dim,
-                      op.activation, call.dtype, call.threads});
+    const int64_t heads = op.heads ? op.heads : 1;  // of what does not stand end to end
+    for (int64_t h = 0; h < heads; ++h)
+      kernels.activate({at(op.x) + h * head_stride(op.x, op.dim) * size, at(op.y) + h * head_stride(op.y, op.dim) * size,
+                        at(op.out) + h * op.dim * size, op.x.stride, op.y.stride, op.out.stride, call.tokens, op.dim,
+                        op.activation, call.dtype, call.threads});
   }
 
   // The parts of a head side by side: what was rotated, and the rest.
@@ -180,6 +188,53 @@ struct Layer {
         std::memcpy(out + first, y, static_cast<size_t>(second));
       }
     }
+  }
+
+  // The places of a recurrent layer's states: k_pages are those of the states, v_pages those of the inputs of its
+  // convolution, and cu_q, kv_len and block_table are int64: starts, before and limited of ScanCall.
+  struct State {
+    float *states, *kept;
+    const int64_t *starts, *before, *limited;
+  };
+  State state() const {
+    return {static_cast<float*>(call.k_pages), static_cast<float*>(call.v_pages),
+            reinterpret_cast<const int64_t*>(call.cu_q), reinterpret_cast<const int64_t*>(call.kv_len),
+            reinterpret_cast<const int64_t*>(call.block_table)};
+  }
+  float* floats(const Columns& place) const { return reinterpret_cast<float*>(at(place)); }
+  int64_t float_stride(const Columns& place) const { return place.stride * size / 4; }
+
+  void short_conv(const LayerOp& op) const {
+    const State own = state();
+    kernels.short_conv({at(op.x), op.weight, op.bias, floats(op.out), own.kept, own.starts, own.before, call.slots,
+                        op.x.stride, call.sequences, op.dim, op.value_dim, op.activation, call.dtype, op.weight_dtype,
+                        call.threads});
+  }
+
+  void delta_rule(const LayerOp& op) const {
+    const State own = state();
+    const float *q = floats(op.x), *k = q + op.kv_heads * op.dim, *v = k + op.kv_heads * op.dim;
+    const int64_t stride = float_stride(op.x);
+    kernels.delta_rule({q, k, v, at(op.y), at(op.z), op.weight, op.bias, nullptr, floats(op.out), own.states,
+                        own.starts, own.before, call.slots, stride, stride, stride, op.y.stride, op.z.stride,
+                        call.sequences, op.kv_heads, op.heads, op.dim, op.value_dim, op.scale, call.dtype,
+                        op.weight_dtype, op.bias_dtype, call.threads});
+  }
+
+  void state_scan(const LayerOp& op) const {
+    const State own = state();
+    const float *x = floats(op.x), *b = x + op.heads * op.dim, *c = b + op.kv_heads * op.value_dim;
+    const int64_t stride = float_stride(op.x);
+    kernels.state_scan({x, at(op.y), b, c, op.weight, op.bias, op.skip, floats(op.out), own.states, own.starts,
+                        own.before, call.slots, own.limited, stride, op.y.stride, stride, stride, call.sequences,
+                        op.heads, op.kv_heads, op.dim, op.value_dim, op.eps, op.offset, 0, call.dtype,
+                        op.weight_dtype, op.bias_dtype, op.skip_dtype, call.threads});
+  }
+
+  void gated_norm(const LayerOp& op) const {
+    kernels.gated_norm({floats(op.x), at(op.y), op.weight, at(op.out), float_stride(op.x), op.y.stride, op.out.stride,
+                        call.tokens, op.heads, op.dim, op.value_dim, op.eps, op.round_first, op.gate_first,
+                        op.activation, call.dtype, op.weight_dtype, call.dtype, call.threads});
   }
 
   void position_scores(const LayerOp& op) const {
@@ -202,6 +257,10 @@ struct Layer {
       case GATE: return gate(op);
       case JOIN: return join(op);
       case POSITION_SCORES: return position_scores(op);
+      case SHORT_CONV: return short_conv(op);
+      case DELTA_RULE: return delta_rule(op);
+      case STATE_SCAN: return state_scan(op);
+      case GATED_NORM: return gated_norm(op);
       default: return add(op);
     }
   }
