@@ -127,7 +127,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "MllamaVisionConfig": {"max_num_tiles": 4, "intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
     "MllamaTextConfig": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
-    "MoonshineConfig": {f"{part}_num_{heads}": 4 for part in PARTS for heads in ("attention_heads", "key_value_heads")},
+    "MoonshineConfig": {
+        f"{part}_num_{heads}": 4 for part in PARTS for heads in ("attention_heads", "key_value_heads")
+    },
     "MPNetConfig": {"relative_attention_num_buckets": 32},
     "MuseSparkAudioConfig": {"hidden_sizes": (16, 16, 32, 32), "depths": (1, 1, 1, 1)},
     "MusicgenDecoderConfig": {"num_codebooks": 1},
