@@ -57,7 +57,7 @@ The columns, with `hf_accel.patch(model, weights=None)` where nothing else is sa
 | checkpointing | the gradient under reentrant gradient checkpointing |
 | changed in use | the text after weights, hooks, a forward, buffers or scalars of a model in use were changed |
 | prompt lookup, assistant | `prompt_lookup_num_tokens=`, `assistant_model=` |
-| image: ..., sound: ... | the same with images or sounds; two behind the same words keep apart |
+| image: ..., sound: ... | the same with images or sounds; two behind the same words keep apart, also over one cache |
 | cache asked for | `patch(model, weights=None, cache="paged")`: a paged cache is insisted on |
 | int8 forward, int8 greedy | INT8 weights against the same numbers in the model's own float modules |
 | int8 save, load | `save_pretrained`, then `from_pretrained` of the INT8 model |

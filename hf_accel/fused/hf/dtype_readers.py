@@ -42,8 +42,8 @@ class ModelReadsDtypes(ReadsDtypes):
     """The mixin for a whole model, of whose forward transformers asks the signature."""
 
     @property
-    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        own = super(ReadsDtypes, self).forward
+    def forward(self) -> Callable[..., Any]:
+        own = super(ReadsDtypes, self).forward  # type: ignore[misc]
 
         @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -243,7 +243,7 @@ class _Read:
     def _check_pass(self) -> None:
         """Raise NotRaggedError unless the model hands on the embeddings and positions of a ragged pass unchanged."""
         embeddings, planes = self.first.embeddings[:1], self.first.planes
-        placed = {}
+        placed: dict[str, Tensor] = {}
         if not self.counts:
             positions = torch.arange(self.columns, device=embeddings.device).flip(0)[None] + 3
             placed["position_ids"] = positions if planes is None else positions.expand(planes, 1, self.columns)
