@@ -107,7 +107,8 @@ def select(names: list[str]) -> list[Family]:
 def build(family: Family, *, seed: int = 0, gain: float = 1.0) -> PreTrainedModel:
     """In evaluation mode and float32; the same seed and gain give the same weights."""
     kind: Any = getattr(transformers, family.name)
-    given = OF_MODELS.get(family.name, {}) | ({"is_decoder": True} if family.is_decoder else {})
+    given = OF_MODELS.get(family.name, {}) | OF_MODELS.get(replace(family, variant=0).label, {})
+    given |= {"is_decoder": True} if family.is_decoder else {}
     if family.variant:
         given |= variation(kind.config_class, family.variant)
     config = tiny_config(family.model_type, kind.config_class, **given)

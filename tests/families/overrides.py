@@ -209,6 +209,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 # By the name of the model's class.
 OF_MODELS: dict[str, dict[str, Any]] = {
     "ReformerForMaskedLM": {"is_decoder": False},
+    "BigBirdForCausalLM (is_decoder)": {"attention_type": "original_full"},  # blocks see tokens behind them
 }
 
 CONSTRUCTED: dict[str, Callable[[Callable[[str], PreTrainedConfig]], PreTrainedConfig]] = {

@@ -88,9 +88,11 @@ class OperatorModel:
         """Return what each attention module asked of its backend in the trial."""
         return [site.spec for site in self.sites.values() if site.spec is not None]
 
-    def inputs(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
+    def inputs(self, cache: RaggedCache, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         """Return the inputs of a ragged pass for ids and positions [N]. The mask is as large as the one column that
-        the RaggedCache tells of."""
+        the RaggedCache tells of. Code that counts positions by itself learns them from this cache.
+        """
+        cache.before = TokensBefore(positions) if self.call.counts else None
         given: dict[str, Any] = {"input_ids": ids[None]}
         if not self.call.by_interface:
             given["attention_mask"] = ids.new_ones(1, 1)
@@ -104,11 +106,6 @@ class OperatorModel:
             yield
         finally:
             PASSED.reset(token)
-
-    def before(self, positions: Tensor) -> TokensBefore | None:
-        """Return the tokens before those of a pass with these positions [N], which its cache tells a model that counts
-        them."""
-        return TokensBefore(positions) if self.call.counts else None
 
     def bias_for(self, model: PreTrainedModel, length: int) -> PositionBias | None:
         """Return the bias for sequences of up to `length` tokens. Raises UnsupportedError if the model makes none."""
@@ -126,6 +123,11 @@ class OperatorModel:
             )
         self.bias = PositionBias(table.to(old.device), by_distance)
         return self.bias
+
+
+def attends_alone(known: OperatorModel | None) -> bool:
+    """Return whether a model attends by torch's operators, and calls no attention function of transformers."""
+    return known is not None and not known.call.by_interface
 
 
 def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
@@ -278,8 +280,7 @@ def _in_passes(model: Any, known: OperatorModel, ids: Tensor, *, first: int = 0)
         cache.step = pages.step([TokenRange(sequence, start, count) for sequence in sequences])
         cache.bias = known.bias
         positions = torch.arange(first + start, first + start + count).repeat(len(ids))
-        cache.before = known.before(positions)
-        inputs = known.inputs(ids[:, start : start + count].flatten(), positions)
+        inputs = known.inputs(cache, ids[:, start : start + count].flatten(), positions)
         with known.passing(cache):
             logits = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits
         results.append(logits.view(len(ids), count, -1))

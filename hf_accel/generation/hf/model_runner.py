@@ -19,7 +19,7 @@ from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, k
 from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
-from ...fused.hf.operator_models import OperatorModel
+from ...fused.hf.operator_models import OperatorModel, attends_alone
 from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
@@ -148,12 +148,7 @@ def weights_salt(model: nn.Module) -> bytes:
 def attention_refusal(model: Any) -> str | None:
     """Return why a patched model cannot read pages, as one clause; None if it can."""
     now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
-    known = operators_of(model)
-    if (
-        now == ATTENTION_NAME
-        or keeps_states_alone(model.config)
-        or (known is not None and not known.call.by_interface)
-    ):
+    if now == ATTENTION_NAME or keeps_states_alone(model.config) or attends_alone(operators_of(model)):
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
 
@@ -201,8 +196,7 @@ class ModelRunner:
         self.model: Any = model
         self.groups_of_layer = groups_of_layer
         self.operators = operators_of(model)
-        one_column = self.operators is not None and not self.operators.call.by_interface
-        self.cache = RaggedCache(groups, groups_of_layer, one_column=one_column)
+        self.cache = RaggedCache(groups, groups_of_layer, one_column=attends_alone(self.operators))
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
         self._cache_name = cache_name(model)
@@ -260,9 +254,7 @@ class ModelRunner:
         if self.operators is None:
             given = self._tokens(inputs, rows)
         else:
-            positions = _placed(inputs.positions, rows)
-            given = self.operators.inputs(inputs.ids, positions)
-            self.cache.before = self.operators.before(positions)
+            given = self.operators.inputs(self.cache, inputs.ids, _placed(inputs.positions, rows))
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
             with nullcontext() if self.operators is None else self.operators.passing(self.cache):
