@@ -27,7 +27,7 @@ from hf_accel.linear import QuantLinear
 from ..parity.dequantize import dequantized
 from ..parity.snapshot import snapshot
 from .changes import CHANGES
-from .images import alone_with_image, image_prompts
+from .images import alone_with_image, image_prompts, largest
 from .inputs import SHAPES, decoder_prompts, prompts, shaped, single
 from .models import Family, build
 
@@ -131,7 +131,7 @@ class Case:
         """An encoder-decoder's forward gets a decoder's tokens too."""
         if not self.stock.config.is_encoder_decoder:
             return inputs
-        return inputs | {"decoder_input_ids": decoder_prompts(len(inputs["input_ids"]))}
+        return inputs | {"decoder_input_ids": decoder_prompts(len(next(iter(inputs.values()))))}
 
 
 # -- comparing -----------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def same_logits(stock: Any, patched: Any, mask: Tensor | None, *, tolerance: flo
 def close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
     if not expected.isfinite().all():
         raise StockCannot(f"{name} of stock are not finite")
-    error = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    error = float((actual - expected).abs().max() / largest(expected).clamp(min=1e-6))
     if not error <= tolerance:
         raise Wrong(f"{name} differ by {error:.1e} of the largest")
 
@@ -217,7 +217,7 @@ def _near_tie(stock: Any, row: int, step: int, *, tokens: tuple[int, int]) -> No
     if step < 0 or logits is None or step >= len(logits):
         raise Wrong(where)
     scores = logits[step][row]
-    margin = float((scores[theirs] - scores[ours]).abs() / scores.abs().max())
+    margin = float((scores[theirs] - scores[ours]).abs() / largest(scores))
     if margin > 1e-5:
         raise Wrong(f"{where}, by {margin:.1e} of the largest logit")
 
@@ -353,7 +353,7 @@ def _attentions(case: Case) -> Outcome:
     """As stock gives them; where its own attention gives fewer than we do, all is as its eager attention has it."""
     inputs = case.forward_inputs()
     expected = by_stock(lambda: forward(case.stock, inputs, output_attentions=True))
-    mask, stock = inputs["attention_mask"].bool(), case.stock
+    mask, stock = inputs.get("attention_mask"), case.stock
     actual = forward(case.patched, inputs, output_attentions=True)
     if sum(map(len, _weights(actual).values())) > sum(map(len, _weights(expected).values())):
         stock = case.fresh()
@@ -373,14 +373,15 @@ def _weights(output: Any) -> dict[str, list[Tensor]]:
     return {name: value for name, value in tensors.items() if value}
 
 
-def _same_attentions(name: str, expected: list[Tensor], actual: list[Tensor], mask: Tensor) -> None:
+def _same_attentions(name: str, expected: list[Tensor], actual: list[Tensor], mask: Tensor | None) -> None:
     if len(actual) != len(expected):
         raise Wrong(f"{name}: {len(actual)} layers, not {len(expected)}")
     for ours, theirs in zip(actual, expected, strict=True):
         if ours.shape != theirs.shape:
             raise Wrong(f"{name} {tuple(ours.shape)}, not {tuple(theirs.shape)}")
-        if theirs.ndim == 4 and theirs.shape[0] == mask.shape[0] and theirs.shape[2] == mask.shape[1]:
-            ours, theirs = ours.transpose(1, 2)[mask], theirs.transpose(1, 2)[mask]
+        is_masked = mask is not None and theirs.ndim == 4 and (theirs.shape[0], theirs.shape[2]) == tuple(mask.shape)
+        if mask is not None and is_masked:
+            ours, theirs = (each.transpose(1, 2)[mask.bool()] for each in (ours, theirs))
         close(name, ours, theirs, 1e-3)  # a layer magnifies what the one before rounds
 
 

@@ -20,6 +20,7 @@ from .inputs import FIRST_WORD
 SIDE = 32
 IMAGES = 3  # two behind the same words, and one behind fewer
 WORDS = 6
+MASKED = -1e30
 UNKNOWN = "no recipe for its images"
 
 ALL_SEE = ("paligemma",)  # whose token types say which tokens stand behind the prompt
@@ -61,8 +62,12 @@ def image_prompts(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def alone_with_image(given: dict[str, Tensor], row: int) -> dict[str, Tensor]:
     """One row and its image; what is not per row is per patch, equally many for each image."""
-    parts = {name: value.chunk(IMAGES)[row] for name, value in given.items() if value.shape[0] != 1}
-    return given | parts
+    return {name: value.chunk(IMAGES, dim=_axis_of_images(value))[row] for name, value in given.items()}
+
+
+def _axis_of_images(value: Tensor) -> int:
+    """The axis along which images stand; those of one sample may be packed end to end, by columns or by patches."""
+    return 0 if len(value) != 1 else {4: 3, 5: 1}[value.ndim]
 
 
 @torch.no_grad()
@@ -76,10 +81,12 @@ def _counts(model: PreTrainedModel, pixels: dict[str, Tensor]) -> Iterator[int]:
         else:
             yield sum(part.numel() // part.shape[-1] for part in pooled) // IMAGES
     except Exception:
-        yield from (16, 4, 8, 17, 1, 0)
+        yield from (16, 4, 8, 17, 20, 1, 0)
 
 
 def _prompts(model: PreTrainedModel, pixels: dict[str, Tensor], count: int, parameters: Any) -> dict[str, Tensor]:
+    if "input_ids" not in parameters:  # an encoder of images alone
+        return pixels
     config, generator = model.config, torch.Generator().manual_seed(3)
     token = next((t for name in TOKENS if (t := getattr(config, name, None)) is not None), FIRST_SPECIAL)
     start, end = (getattr(config, f"vision_{side}_token_id", None) for side in ("start", "end"))
@@ -99,6 +106,8 @@ def _prompts(model: PreTrainedModel, pixels: dict[str, Tensor], count: int, para
         given["cross_attention_mask"] = torch.ones(IMAGES, ids.shape[1], 1, tiles, dtype=torch.long)
     if "image_attention_mask" in parameters:
         given["image_attention_mask"] = torch.ones(IMAGES, ids.shape[1], 1, dtype=torch.long)
+    if "bbox" in parameters:
+        given["bbox"] = torch.rand(*ids.shape, 4, generator=generator).sort(dim=-1).values
     if "qformer_input_ids" in parameters:
         given["qformer_input_ids"] = torch.tensor([words[0]] * IMAGES)
     return given
@@ -111,7 +120,12 @@ def _sees(model: PreTrainedModel, given: dict[str, Tensor]) -> bool:
     if model.config.is_encoder_decoder:
         more["decoder_input_ids"] = torch.full((IMAGES, 2), BEGIN)
     logits = model(**given, **more).logits[:, -1]
-    return bool((logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max())
+    return bool((logits[0] - logits[1]).abs().max() > 1e-4 * largest(logits))
+
+
+def largest(logits: Tensor) -> Tensor:
+    """The largest magnitude, without those that stand for minus infinity, as of tokens that a model never says."""
+    return torch.where(logits < MASKED, 0, logits).abs().max()
 
 
 # -- recipes -------------------------------------------------------------------------------------------
@@ -213,6 +227,56 @@ def _positions(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _merged_positions(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    side = _vision(config).model_patch_size
+    rows, columns = torch.meshgrid(torch.arange(2), torch.arange(2), indexing="ij")
+    places = torch.stack([columns.flatten(), rows.flatten()], dim=-1)
+    return {
+        "pixel_values": torch.rand(IMAGES, 4, 3 * side * side, generator=generator),
+        "image_position_ids": places.expand(IMAGES, -1, -1).contiguous(),
+    }
+
+
+def _patches(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"pixel_values": _noise(generator, IMAGES, 16, 3 * _patch(config) ** 2)}
+
+
+def _packed(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """The patches of all images side by side, as in one image of the height of a patch."""
+    patch = _patch(config)
+    return {
+        "pixel_values": _noise(generator, 1, 3, patch, IMAGES * 16 * patch),
+        "target_sizes": torch.tensor([[4, 4]] * IMAGES, dtype=torch.int32),
+    }
+
+
+def _tiles_that_are(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    side = _side(config)
+    return {
+        "pixel_values": _noise(generator, IMAGES, 2, 3, side, side),
+        "pixel_attention_mask": torch.tensor([[True, False]] * IMAGES),
+    }
+
+
+def _pooled_crops(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """A crop of 4 x 4 patches for each image, of which each token pools 2 x 2."""
+    places = torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4)
+    return {
+        "pixel_values": _noise(generator, IMAGES, 16, 3 * _patch(config) ** 2),
+        "image_token_pooling": torch.cat([places + 16 * index for index in range(IMAGES)]),
+        "image_grids": torch.tensor([[2, 2, 0, 0]] * IMAGES),
+        "image_num_crops": torch.ones(IMAGES, dtype=torch.long),
+    }
+
+
+def _merged_patches(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    side = _patch(config) * _vision(config).spatial_merge_size
+    return {
+        "pixel_values": _noise(generator, IMAGES * 4, side, side, 3),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * IMAGES),
+    }
+
+
 def _shaped(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     patch = _patch(config)
     return {
@@ -241,6 +305,7 @@ def _two_resolutions(config: Any, generator: torch.Generator) -> dict[str, Tenso
 
 
 RECIPES: list[Recipe] = [
-    _aspect_ratios, _two_resolutions, _positions, _shaped, _merged_grid, _grid, _grid_of_images, _grid_of_one,
-    _tiled(2), _tiled(3), _tiled(5), _sized, _nested_masked, _nested, _plain, _flattened, _proteins,
+    _pooled_crops, _packed, _tiles_that_are, _merged_positions,
+    _aspect_ratios, _two_resolutions, _positions, _shaped, _merged_grid, _grid, _grid_of_images, _grid_of_one, _merged_patches,
+    _tiled(2), _tiled(3), _tiled(5), _sized, _nested_masked, _nested, _plain, _flattened, _patches, _proteins,
 ]  # fmt: skip
