@@ -18,6 +18,7 @@ from ..attention.hf.stock import (
     eager_agrees,
     modules_outside,
     stock_implementation,
+    settable_models,
     stock_parts,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
@@ -51,7 +52,8 @@ WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask
 def model_attention_refusal(model: PreTrainedModel) -> str | None:
     """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
     name = type(model).__name__
-    if not model._can_set_attn_implementation():
+    inside = [module for outer in settable_models(model) for module in outer.modules()]
+    if not any(getattr(module, "config", None) is layers_config(model.config) for module in inside):
         return f"the attention of {name} does not go through transformers' AttentionInterface"
     parts = stock_parts(model)
     for _, part, refusal in attention_refusals(model):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, Unpack
 
 from torch import nn
@@ -14,7 +15,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..attention import PlannedAttention
 from ..attention.hf import ATTENTION_NAME
-from ..attention.hf.stock import implementation_of_config, set_our_attention, stock_implementation
+from ..attention.hf.stock import implementation_of_config, set_our_attention, settable_models, stock_implementation
 from ..config import WeightConfig
 from ..config.patch_config import (
     Attention,
@@ -246,7 +247,7 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
         return
     for module in attention_modules(todo.model):
         journal.attribute(module, STOCK_ATTRIBUTE, stock_implementation(todo.model, module))
-    set_our_attention(todo.model, todo.model.set_attn_implementation)  # writes into our own copies of the configs
+    set_our_attention(todo.model, partial(_set_attention, todo.model))  # writes into our own copies of the configs
     chosen = layers_config(todo.model.config)._attn_implementation
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
@@ -258,6 +259,11 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
         module, spec = attention.site.module, attention.site.spec
         planned = PlannedAttention(attention.backend, spec, bool(getattr(module, "is_causal", True)))
         journal.attribute(module, BACKEND_ATTRIBUTE, planned)
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    for module in settable_models(model):
+        module.set_attn_implementation(name)
 
 
 def _fuse(todo: Plan, journal: Journal) -> None:

@@ -21,6 +21,7 @@ SIDE = 32
 IMAGES = 3  # two behind the same words, and one behind fewer
 WORDS = 6
 MASKED = -1e30
+INDICES = ("image_token_pooling",)  # of patches, counted over all images
 UNKNOWN = "no recipe for its images"
 
 ALL_SEE = ("paligemma",)  # whose token types say which tokens stand behind the prompt
@@ -62,7 +63,8 @@ def image_prompts(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def alone_with_image(given: dict[str, Tensor], row: int) -> dict[str, Tensor]:
     """One row and its image; what is not per row is per patch, equally many for each image."""
-    return {name: value.chunk(IMAGES, dim=_axis_of_images(value))[row] for name, value in given.items()}
+    alone = {name: value.chunk(IMAGES, dim=_axis_of_images(value))[row] for name, value in given.items()}
+    return alone | {name: value - value.min() for name, value in alone.items() if name in INDICES}
 
 
 def _axis_of_images(value: Tensor) -> int:

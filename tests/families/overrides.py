@@ -47,6 +47,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "CohereCompassVisionConfig": STACKED,
     "DbrxAttentionConfig": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
     "DbrxFFNConfig": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    "GraniteDoclingVisionConfig": STACKED,
     "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 64]},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}

@@ -230,6 +230,18 @@ def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def settable_models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """List the outermost models in one, or itself, whose attention transformers can set; a file with a tower that
+    attends in a way of its own keeps transformers from setting that of the models around it.
+    """
+    found: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        inside = any(is_within(name, outer) for outer in found)
+        if not inside and isinstance(module, PreTrainedModel) and module._can_set_attn_implementation():
+            found[name] = module
+    return list(found.values())
+
+
 def set_our_attention(model: PreTrainedModel, set_implementation: Callable[[str], None]) -> None:
     """Set our attention through transformers' own method, except in the parts that keep theirs."""
     inside = [module for name in stock_parts(model) for module in model.get_submodule(name).modules()]

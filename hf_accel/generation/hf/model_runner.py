@@ -24,6 +24,7 @@ from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
 from ..marked_inputs import marked_arguments
 from ..prompt_inputs import Rows, other_input
+from ..token_arguments import placed_arguments
 from .decoder_call import giving_decoder
 
 # PEFT binds these to hooks on its layers during a call.
@@ -250,12 +251,12 @@ class ModelRunner:
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         self.cache.known_pass = _known_pass(self.model)
         if self.operators is None:
-            given = self._tokens(inputs, rows)
+            given, embeddings = self._tokens(inputs, rows)
         else:
-            given = self.operators.inputs(inputs.ids, inputs.positions)
+            given, embeddings = self.operators.inputs(inputs.ids, inputs.positions), None
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
-            output = self._called(rows, len(inputs.ids))(
+            output = self._called(rows, len(inputs.ids), embeddings)(
                 **given,
                 use_cache=True,
                 return_dict=True,
@@ -270,33 +271,57 @@ class ModelRunner:
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
 
-    def _called(self, rows: Rows, count: int) -> Any:
-        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder features."""
-        marked = [(each.first, each.marked) for each in rows if each.marked is not None]
-        return giving_decoder(self.model, prepare_step, **marked_arguments(marked, count)) if marked else self.model
+    def _called(self, rows: Rows, count: int, embeddings: Tensor | None) -> Any:
+        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some tokens.
 
-    def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
+        embeddings: [1, N, D], those that the decoder of this copy is given; None for those that the model hands on.
+        """
+        marked = [(each.first, each.marked) for each in rows if each.marked is not None]
+        others = [(each.first, each.arguments) for each in rows if each.arguments is not None]
+        if not marked and not others:
+            return self.model
+        more = marked_arguments(marked, count) if marked else {}
+
+        def changed(call: dict[str, Any]) -> dict[str, Any]:
+            placed = placed_arguments(call, others, count)
+            if embeddings is not None:
+                call = {name: value for name, value in call.items() if name != "input_ids"}
+                placed["inputs_embeds"] = embeddings
+            return {**call, **more, **placed}
+
+        return giving_decoder(self.model, prepare_step, changed)
+
+    def _tokens(self, inputs: PassInputs, rows: Rows) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass, which a model that counts
-        them by itself learns from its cache.
+        them by itself learns from its cache; and the embeddings that the decoder is given where the model is given ids.
         """
         if self._counts:
             given = {"input_ids": inputs.ids[None]}
             self.cache.before = TokensBefore(_placed(inputs.positions, rows))
-            return given | {"attention_mask": torch.ones_like(given["input_ids"])} if self._takes_mask else given
+            mask = {"attention_mask": torch.ones_like(given["input_ids"])} if self._takes_mask else {}
+            return given | mask, None
         if not self._positions:
-            return {"input_ids": inputs.ids[None]}
-        planes = state_of(self.model).generation.form.planes
+            return {"input_ids": inputs.ids[None]}, None
+        planes = _planes(state_of(self.model).generation.form.planes, rows)
         positions = _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
         embedded = [each for each in rows if each.embeddings is not None]
         if not embedded:
-            return {"input_ids": inputs.ids[None], "position_ids": positions}
+            return {"input_ids": inputs.ids[None], "position_ids": positions}, None
         ids = inputs.ids.clone()
         for each in embedded:
             ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
         embeddings = self.model.get_input_embeddings()(ids)
         for each in embedded:
             embeddings[each.first : each.first + each.count] = each.embeddings
-        return {"inputs_embeds": embeddings[None], "position_ids": positions}
+        if any(each.arguments is not None for each in rows):  # which the model's own code makes of ids
+            return {"input_ids": ids[None], "position_ids": positions}, embeddings[None]
+        return {"inputs_embeds": embeddings[None], "position_ids": positions}, None
+
+
+def _planes(planes: int | None, rows: Rows) -> int | None:
+    """Return how many coordinates the positions of a pass have: P of its texts, or those that one of its tokens has."""
+    given = max((len(each.positions) for each in rows if each.positions is not None), default=1)
+    return given if planes is None and given > 1 else planes
 
 
 def _placed(positions: Tensor, rows: Rows) -> Tensor:
@@ -305,9 +330,9 @@ def _placed(positions: Tensor, rows: Rows) -> Tensor:
     positions = positions.clone() if placed else positions
     for each in placed:
         assert each.positions is not None
-        positions[..., each.first : each.first + each.count] = each.positions.to(positions.device).view(
-            *positions.shape[:-1], -1
-        )
+        own = each.positions.to(positions.device)
+        own = own if positions.ndim < 3 else own[:, None]
+        positions[..., each.first : each.first + each.count] = own
     return positions
 
 

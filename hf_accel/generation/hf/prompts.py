@@ -24,10 +24,11 @@ from ..prompt_inputs import (
     contents_of_wholes,
     moved,
 )
+from ..token_arguments import TokenArguments, read_arguments
 from .decoder_call import UpToDecoder
 from .encoder_source import encoder_output
 from .generation_state import LoopCall
-from .marked_trial import refuse_mixed_tokens
+from .decoder_trial import counted_positions, refuse_mixed_arguments, refuse_mixed_tokens, refuse_planes
 from .model_runner import prepare_step
 from .prompt_masks import tokens_seen
 
@@ -195,7 +196,7 @@ class _Call:
     """The arguments of a decoder: embeddings [B, T, D], positions [P, B, T] on the host, and a mask.
 
     planes: P where it was given positions [P, B, T]; None if they were [B, T]. marked: the features that it was given
-    for some of the B * T tokens; None for none.
+    for some of the B * T tokens; None for none. arguments: what it was given for each token, [B, T, ...].
     """
 
     embeddings: Tensor
@@ -203,6 +204,7 @@ class _Call:
     planes: int | None
     mask: Any
     marked: MarkedInputs | None
+    arguments: TokenArguments
 
 
 class _Read:
@@ -228,9 +230,55 @@ class _Read:
             raise NotRaggedError(f"it is given embeddings of {self.first.embeddings.dtype}")
         if not torch.equal(self.second.embeddings, self._embedded(probes)) or self.second.marked is not None:
             raise NotRaggedError(f"{type(calls.model).__name__} embeds the tokens behind a prompt in a way of its own")
-        self._check_pass()
+        self._check_planes(state)
+        self.of_ids: TokenArguments = {}
+        if self.first.arguments or self.second.arguments:
+            self._check_arguments(probes)
+        else:
+            self._check_pass()
         if self.first.marked is not None:
             self._check_marked(self.first.marked)
+
+    def _check_planes(self, state: Any) -> None:
+        """Raise NotRaggedError unless positions of so many coordinates mean the same in passes of texts."""
+        if self.first.planes != self.second.planes:
+            raise NotRaggedError("tokens behind a prompt have positions of another form than those of the prompt")
+        if state is None or self.first.planes == state.generation.form.planes:
+            return
+        if self.first.planes is None:
+            raise NotRaggedError("it is given positions of another form than for a text")
+        refuse_planes(self.calls.decoder, self.first.planes, self.first.embeddings)
+
+    def _check_arguments(self, probes: Tensor) -> None:
+        """Raise NotRaggedError unless texts, and the tokens behind a prompt, are given what their ids say, and the
+        decoder takes arguments token by token.
+        """
+        names = ", ".join({**self.first.arguments, **self.second.arguments})
+        if not self.ids.shape[1]:
+            raise NotRaggedError(f"its decoder is given {names} for embeddings")
+        self.of_ids = self._arguments_of(self.ids)
+        of_probes = self._arguments_of(probes)
+        if not _same_arguments(self.second.arguments, of_probes):
+            raise NotRaggedError(f"its decoder is given {names} in a way of its own behind a prompt")
+        given = {name: value.flatten(0, 1) for name, value in self.first.arguments.items()}
+        if find_state(self.calls.model) is not None and given:
+            absent = given.keys() - self.of_ids.keys()
+            refuse_mixed_arguments(
+                self.calls.decoder, given, self.first.planes, self.first.embeddings, absent=absent
+            )
+
+    def _arguments_of(self, ids: Tensor) -> TokenArguments:
+        """Return what the decoder is given for each token of ids [B, T] where these stand in one row, in another order,
+        and at other positions. Raises NotRaggedError if the positions do not reach it.
+        """
+        row = ids.flatten().flip(0)[None]
+        positions = torch.arange(row.shape[1], device=row.device)[None] + 3
+        if self.first.planes is not None:
+            positions = positions.expand(self.first.planes, 1, -1)
+        given = self.calls(input_ids=row, position_ids=positions, use_cache=True)
+        if not _are_given(given, positions):
+            raise NotRaggedError("its own code changes positions that it is given")
+        return {n: value[0].flip(0).unflatten(0, ids.shape) for n, value in self._call(given).arguments.items()}
 
     def _check_pass(self) -> None:
         """Raise NotRaggedError unless the model hands on the embeddings and positions of a ragged pass unchanged."""
@@ -240,7 +288,7 @@ class _Read:
             positions = positions.expand(planes, 1, self.columns)
         given = self.calls(inputs_embeds=embeddings, position_ids=positions, use_cache=True)
         call = self._call(given)
-        if not torch.equal(call.embeddings, embeddings) or not torch.equal(given["position_ids"], positions):
+        if not torch.equal(call.embeddings, embeddings) or not _are_given(given, positions):
             raise NotRaggedError("its own code changes embeddings or positions that it is given")
 
     def _check_marked(self, marked: MarkedInputs) -> None:
@@ -260,23 +308,24 @@ class _Read:
         ids = plain.long()
         if self.ids.shape[1]:
             ids = self.ids[row].cpu()[columns]
-            plain = (self._embedded(ids) == embeddings).all(dim=-1).cpu()
+            plain = (self._embedded(ids) == embeddings).all(dim=-1).cpu() & self._has_own_arguments(row)
         is_moved = bool((positions != indices).any()) or bool(shifts.any())
         marked = self._marked(row)
         if bool(plain.all()) and not is_moved and self.seen[row] is None and marked is None:
             return None
         is_plain = (plain & (positions == indices).all(dim=0)).tolist()
         places = positions if is_moved else None
-        contents = contents_of(ids.tolist(), is_plain, embeddings, places, marked=marked)
+        arguments = {name: value[row][self.tokens[row].to(value.device)] for name, value in self.first.arguments.items()}
+        contents = contents_of(ids.tolist(), is_plain, embeddings, places, marked=marked, arguments=arguments)
         seen = self.seen[row]
         if seen is not None:
             contents = contents_of_wholes(contents, seen)
-        return PromptInputs(embeddings, places, tuple(shifts.tolist()), contents, seen, marked)
+        return PromptInputs(embeddings, places, tuple(shifts.tolist()), contents, seen, marked, arguments or None)
 
     def is_moved_text(self, row: int, columns: int) -> bool:
         """Return whether a row is a text whose tokens stand, with those behind it, so many columns later."""
         positions, ids = self._positions(row), self.ids[row].cpu()[self.tokens[row]]
-        same = torch.equal(self._embedded(ids), self._embeddings(row))
+        same = torch.equal(self._embedded(ids), self._embeddings(row)) and bool(self._has_own_arguments(row).all())
         moved = positions == torch.arange(len(ids)) + columns
         return same and bool(moved.all()) and bool((self._shifts(row) == columns).all())
 
@@ -288,17 +337,28 @@ class _Read:
             if name not in TEXT_INPUTS and name != "inputs_embeds" and value is not False and self.calls.is_read(name)
         }
         positions, embeddings = given.get("position_ids"), given.get("inputs_embeds")
+        if embeddings is None:
+            embeddings = self._embedded(given["input_ids"])
+        rows, columns = embeddings.shape[:2]
+        if positions is None:
+            positions = counted_positions(self.calls.decoder, given, (rows, columns))
         if positions is None:
             raise NotRaggedError("its decoder is given no positions, and counts tokens in a way of its own")
         planes = len(positions) if positions.ndim == 3 else None
         positions = (positions[None] if planes is None else positions).cpu()
-        if embeddings is None:
-            embeddings = self._embedded(given["input_ids"])
-        rows, columns = embeddings.shape[:2]
         marked = read_marked(others, (rows, columns))
-        if others and marked is None:
+        arguments = {} if marked is not None else read_arguments(others, (rows, columns))
+        if arguments is None:
             raise NotRaggedError(f"its decoder is given {next(iter(others))}")
-        return _Call(embeddings, positions, planes, given.get("attention_mask"), marked)
+        return _Call(embeddings, positions, planes, given.get("attention_mask"), marked, arguments)
+
+    def _has_own_arguments(self, row: int) -> Tensor:
+        """Return for each token of a row whether the decoder is given for it what its id says, [n] bool."""
+        same = torch.ones(self.columns, dtype=torch.bool)
+        for name, value in self.first.arguments.items():
+            expected = self.of_ids[name][row] if name in self.of_ids else torch.zeros_like(value[row])
+            same &= (value[row] == expected).reshape(self.columns, -1).all(dim=1).cpu()
+        return same[self.tokens[row]]
 
     def _embeddings(self, row: int) -> Tensor:
         embeddings = self.first.embeddings
@@ -326,3 +386,13 @@ class _Read:
         table: Any = self.calls.model.get_input_embeddings()
         embedded: Tensor = table(ids.to(self.ids.device))
         return embedded
+
+
+def _are_given(call: Mapping[str, Any], positions: Tensor) -> bool:
+    """Return whether a decoder's call has these positions."""
+    given = call.get("position_ids")
+    return given is not None and torch.equal(given, positions)
+
+
+def _same_arguments(first: TokenArguments, second: TokenArguments) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
