@@ -4,10 +4,12 @@ forward of ours.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..config import PatchConfig
 from ..fused.hf.dtype_readers import dtype_readers
@@ -16,9 +18,45 @@ from ..fused.hf.part_activations import part_activations
 from ..fused.hf.recurrences import state_sites
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.prompts import own_methods, text_form
-from .attention_survey import known_operators
+from .attention_survey import cache_refusal, known_operators, loop_refusal, pages_refusal
 from .decoder_survey import counts_padding, rows_hidden_in
 from .plan import FusedPlan, LinearPlan
+
+
+@dataclass(frozen=True)
+class InnerGenerator:
+    """A part of a model whose generate() the model's own generate() calls.
+
+    stock_cache, stock_loop, form: see Plan, of this part.
+    """
+
+    name: str
+    stock_cache: str | None
+    stock_loop: str | None
+    form: DecoderForm
+
+
+def inner_generator(model: PreTrainedModel, config: PatchConfig) -> InnerGenerator | None:
+    """Return the part whose generate() that of the model's class calls; None if it calls none, or several."""
+    own = getattr(type(model), "generate", None)
+    if own is None or own is GenerationMixin.generate:
+        return None
+    names = _names_in(inspect.unwrap(own))
+    parts = {name: part for name, part in model.named_children() if name in names and isinstance(part, GenerationMixin)}
+    if len(parts) != 1 or "generate" not in names:
+        return None
+    (name, part), *_ = parts.items()
+    if not isinstance(part, PreTrainedModel) or not part.can_generate():
+        return None
+    no_cache = cache_refusal(part) if config.attention is not None else "attention=None leaves attention stock"
+    stock_cache = "cache=None" if config.cache is None else no_cache or pages_refusal(part, config.cache)
+    stock_loop = stock_cache or loop_refusal(part)
+    return InnerGenerator(name, stock_cache, stock_loop, decoder_form(part, stock_cache, stock_loop))
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_names
 
 
 def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: str | None) -> DecoderForm:

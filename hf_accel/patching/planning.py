@@ -48,7 +48,7 @@ from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .over_pages import decoder_form, with_dtype_readers, with_pages
+from .over_pages import decoder_form, inner_generator, with_dtype_readers, with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import check_other_quantizer, input_embedding, sites_for, split_of
 from .twin import twin
@@ -100,6 +100,7 @@ def make_plan(
         linears=linears,
         attention=attention,
         form=form,
+        inner=inner_generator(inner, config),
         fused=fused if stock_cache else with_pages(inner, config, fused, form),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),

@@ -27,7 +27,7 @@ from hf_accel.linear import QuantLinear
 from ..parity.dequantize import dequantized
 from ..parity.snapshot import snapshot
 from .changes import CHANGES
-from .images import alone_with_image, image_prompts, largest
+from .images import alone_with_image, image_prompts, largest, one_without_image
 from .inputs import SHAPES, decoder_prompts, prompts, shaped, single
 from .models import Family, build
 
@@ -468,7 +468,9 @@ def _image_forward(case: Case) -> Outcome:
 
 @feature("image: greedy", "vision")
 def _image_greedy(case: Case) -> Outcome:
-    """Rows 0 and 1 say the same about different images; one by one over one cache, and both at once."""
+    """Rows 0 and 1 say the same about different images; one by one over one cache, and both at once; and row 1 without
+    its image.
+    """
     inputs = case.images
     scored = {"return_dict_in_generate": True, "output_logits": True}
     expected = by_stock(lambda: generate(case.stock, inputs, **scored))
@@ -478,7 +480,21 @@ def _image_greedy(case: Case) -> Outcome:
     if torch.equal(expected.logits[0][0], expected.logits[0][1]):
         raise StockCannot("the image does not change the logits")
     _one_cache_for_two_images(case)
-    return result
+    return _with_and_without_images(case, result)
+
+
+def _with_and_without_images(case: Case, result: Outcome) -> Outcome:
+    mixed = one_without_image(case.images)
+    if mixed is None:
+        return result
+    scored = {"return_dict_in_generate": True, "output_logits": True}
+    try:
+        expected = by_stock(lambda: generate(case.stock, mixed, **scored))
+    except StockCannot:
+        return result
+    same_tokens(expected, generate(case.patched, mixed), _prompt_columns(case, mixed))
+    own = _loop_word(case.patched)
+    return own if result.word == "fast" else result
 
 
 def _one_cache_for_two_images(case: Case) -> None:

@@ -28,6 +28,9 @@ ALL_SEE = ("paligemma",)  # whose token types say which tokens stand behind the 
 
 TOKENS = ("image_token_id", "image_token_index", "video_token_index")
 
+MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
+ROW_BY_ROW = (*MARKS, "input_ids", "attention_mask")
+
 Recipe = Callable[[Any, torch.Generator], dict[str, Tensor]]
 
 
@@ -67,6 +70,28 @@ def alone_with_image(given: dict[str, Tensor], row: int) -> dict[str, Tensor]:
     return alone | {name: value - value.min() for name, value in alone.items() if name in INDICES}
 
 
+def one_without_image(given: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """The same rows, of which row 1 says other words where its image is; None if that is not known to be no image."""
+    ids = given.get("input_ids")
+    if ids is None:
+        return None
+    special = ids[1] >= FIRST_SPECIAL
+    if not bool(special.any()):
+        return None
+    ids = ids.clone()
+    ids[1, special] = torch.arange(FIRST_WORD, FIRST_WORD + int(special.sum())) % (FIRST_SPECIAL - FIRST_WORD) + 3
+    mixed = {"input_ids": ids}
+    for name, value in given.items():
+        if name in ROW_BY_ROW:
+            mixed[name] = value.clone()
+            if name in MARKS:
+                mixed[name][1] = 0
+        elif name != "input_ids":
+            parts = value.chunk(IMAGES, dim=_axis_of_images(value))
+            mixed[name] = torch.cat([parts[0], parts[2]], dim=_axis_of_images(value))
+    return mixed
+
+
 def _axis_of_images(value: Tensor) -> int:
     """The axis along which images stand; those of one sample may be packed end to end, by columns or by patches."""
     return 0 if len(value) != 1 else {4: 3, 5: 1}[value.ndim]
@@ -100,9 +125,8 @@ def _prompts(model: PreTrainedModel, pixels: dict[str, Tensor], count: int, para
     mask = torch.ones_like(ids)
     mask[2, :2] = 0
     given = {"input_ids": ids, "attention_mask": mask, **pixels}
-    marks = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
     marked = torch.zeros_like(ids) if config.model_type in ALL_SEE else (ids == token).long()
-    given |= {name: marked for name in marks if name in parameters}
+    given |= {name: marked for name in MARKS if name in parameters}
     if "cross_attention_mask" in parameters:
         tiles = pixels["pixel_values"].shape[2]
         given["cross_attention_mask"] = torch.ones(IMAGES, ids.shape[1], 1, tiles, dtype=torch.long)

@@ -161,6 +161,7 @@ class GenerationState:
         many sequences in one row; None if it can.
     form: how ragged passes call the decoder. marked_form: in which form it was given features of marked tokens; None
         before the first of them.
+    inner: that of the part whose generate() the model's own generate() calls; None if it calls none.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
@@ -181,6 +182,7 @@ class GenerationState:
     form: DecoderForm = STOCK_FORM
     marked_form: Any = None
     invariant_rows: int | None = None
+    inner: GenerationState | None = None
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
     seen_salt: bytes = b""
