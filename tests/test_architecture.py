@@ -29,6 +29,7 @@ CORE = {  # room -> the rooms before it
     "attention": {"recognition", "kernels", "cache"},
     "linear": {"recognition", "kernels", "cache"},
     "fused": {"recognition", "kernels", "cache", "attention", "linear"},
+    "recurrent": {"recognition", "kernels", "cache", "attention", "linear", "fused"},
     "generation": {"recognition", "kernels", "cache", "attention", "linear", "fused"},
     "distill": {"cache", "generation"},
 }

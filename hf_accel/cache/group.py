@@ -1,20 +1,41 @@
-"""The pages of layers that share a pool, what a forward pass reads from and writes to them, and its inputs."""
+"""The pages of layers that share a pool, and what a forward pass reads from and writes to them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.layouts import KV, AttentionOptions, Ragged
-from ..tensors import integers, packed, views
+from ..kernels.layouts import KV, Ragged
+from ..tensors import integers
 from .pool import BlockPool, BlockTable, PrefixIndex
+from .step import GroupStep, SharedContext, TokenRange, offsets, written_places
 from .storage import KVStorage
+
+
+class PageForm:
+    """How pages hold the keys and values that a layer writes: as they are.
+
+    rank: the numbers of compressed keys, from which keys and values are made; None for keys and values themselves.
+    """
+
+    rank: int | None = None
+
+    def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V [..., H, D] that a layer writes as the pages hold them."""
+        return keys, values
+
+    def parted(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V [..., H, D] of pages as a layer wrote them; the inverse of `joined`."""
+        return keys, values
+
+    def attended(self, pages: KV) -> KV:
+        """Return a layer's pages as attention reads them."""
+        return pages
+
+
+PLAIN = PageForm()
 
 
 class PageGroup:
@@ -23,9 +44,13 @@ class PageGroup:
     window: the layers' sliding window in tokens, None for full attention. index: the blocks that others may find, None
     if sequences share no prefixes. context: the ranks that share out the blocks, set before
     there are pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
-    rank: the numbers of compressed keys, set before there are pages (latent_pages.py); None for keys and values.
-    chunk: the tokens of a chunk, if a token attends to those of its chunk alone: the window, and whole blocks.
+    form: how the pages hold what layers write. A kind of state whose blocks, tables or steps are other ones has a
+    class of its own (kinds/).
     """
+
+    holds_tokens = True  # whether a block holds as many tokens of a sequence as it has slots
+    sees_padding = False  # whether padding between tokens would change what is kept of them
+    chunk: int | None = None  # the tokens of a chunk, if a token attends to those of its chunk alone
 
     def __init__(
         self,
@@ -36,10 +61,9 @@ class PageGroup:
         growable: bool,
         prefix_sharing: bool,
         quantized: torch.dtype | None,
+        form: PageForm = PLAIN,
     ) -> None:
-        self.window = window
-        self.rank: int | None = None
-        self.chunk: int | None = None
+        self.window, self.form = window, form
         self.context: SharedContext | None = None
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
@@ -50,6 +74,18 @@ class PageGroup:
     def table(self, source: Tensor | None = None) -> BlockTable:
         """Return the empty table of a new sequence. source: the output of an encoder that the sequence attends to."""
         return BlockTable(self.pool)
+
+    @property
+    def rolls(self) -> bool:
+        """Whether a sequence of any length fits, because a block is always free before a new one is needed."""
+        return self.window is not None and self.pool.num_blocks > -(-(self.window - 1) // self.pool.block_size)
+
+    def num_blocks_of(self, num_tokens: int, source: Tensor | None) -> int:
+        """Return the blocks that a sequence of so many tokens needs at most, of which one is copied for a fork.
+
+        source: the output [T, C] of the encoder that its tokens attend to; None if there is none.
+        """
+        return -(-num_tokens // self.pool.block_size) + 1
 
     # -- prefixes --------------------------------------------------------------------------------------
 
@@ -165,143 +201,49 @@ class PageGroup:
         """Return the bytes of the blocks in use; about those of this rank, where ranks share the blocks out."""
         return self.nbytes * self.pool.num_used / (self.pool.num_blocks + self.has_scratch)
 
+    # -- a pass ----------------------------------------------------------------------------------------
 
-class SharedContext(ABC):
-    """The ranks among which the blocks of pages are shared out. All keep the same records of all blocks.
+    def step(
+        self, ranges: Sequence[TokenRange], tables: Sequence[BlockTable], *,
+        runs: Sequence[list[tuple[int, int]]], cu_q: Tensor,
+    ) -> GroupStep:  # fmt: skip
+        """Make the part of a Step for this group. Attention does not read a sequence's slots beyond its range.
 
-    rank, size: of this process, and of all.
-    """
-
-    rank: int
-    size: int
-
-    @abstractmethod
-    def num_own(self, num_blocks: int) -> int:
-        """The blocks that pages of a pool of `num_blocks` have here."""
-
-    @abstractmethod
-    def narrow(
-        self, step: GroupStep, tables: Sequence[BlockTable], spans: Sequence[range], window: int | None
-    ) -> GroupStep:
-        """Return the part of a GroupStep that belongs to this rank.
-
-        spans: the positions that the pass computes of each sequence.
+        tables: of this group, of the sequence of each range. runs: the runs of each range, see TokenRange.runs. cu_q:
+        where the queries of each run begin, and their number: [R + 1] int32.
         """
+        slots: list[int] = []
+        held: list[int] = []
+        attending: list[list[int]] = []
+        counts: list[int] = []
+        size, device = self.pool.block_size, cu_q.device
+        for each, table, queries in zip(ranges, tables, runs, strict=True):
+            slots += table.slots(each.write_from or each.start, each.start + each.count)
+            dropped = table.num_dropped_blocks * size
+            for count, first, stop in self.attended(each, dropped, queries):
+                counts.append(count)
+                held.append(stop - first)
+                attending.append(table.blocks[(first - dropped) // size :])
+        written = None
+        if len(slots) < sum(each.count for each in ranges):
+            written = integers(written_places(ranges)).to(device)
+        ragged = Ragged(
+            cu_q if self.chunk is None else offsets(counts, device),
+            kv_len=integers(held, dtype=torch.int32).to(device),
+            max_q=max(counts, default=0),
+            max_kv=max(held, default=0),
+            block_table=self.table_tensor(attending, device),
+        )
+        step = GroupStep(integers(slots).to(device), written, ragged)
+        if self.context is None:
+            return step
+        return self.context.narrow(step, tables, [each.span for each in ranges], self.window)
 
-    @abstractmethod
-    def copy(self, pages: KV, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, given as (source, destination), wherever they are."""
+    def attended(
+        self, each: TokenRange, dropped: int, queries: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, int, int]]:
+        """Return what the queries of a range attend to: (queries, the first token, the end of the tokens).
 
-    @abstractmethod
-    def attend(self, backend: Any, q: Tensor, pages: KV, *, step: GroupStep, options: AttentionOptions) -> Tensor:
-        """Attention of q [N, Hq, D] over the blocks of all ranks -> [N, Hq, Dv]. See AttentionBackend.paged."""
-
-    @abstractmethod
-    def check_same(self, *inputs: Tensor | None) -> None:
-        """Raise LostRankError unless all ranks give the same."""
-
-
-@dataclass
-class GroupStep:
-    """The slots that the layers of one group write and read in a forward pass.
-
-    They share a sliding window, so also blocks.
-
-    written: [W] int64, the indices of the tokens that the pass writes, out of its N tokens; None if it writes all.
-    A token whose block is shared is written only once. slots: [W] int64, where these tokens are written.
-    ragged: what attention reads. Its block table and kv_len begin at the first block that the sequence still holds.
-    own: the part that attention reads on this rank, where ranks share out the blocks; `slots` and `written` are then
-    those of this rank.
-    """
-
-    slots: Tensor
-    written: Tensor | None
-    ragged: Ragged
-    own: Any = None
-
-
-@dataclass
-class Step:
-    """A forward pass over B sequences with N new tokens in all: what it writes and reads.
-
-    num_columns: Q, the columns of the [B, Q] input. token_columns: [N] int64, the indices of the flattened [B * Q]
-        input columns that hold a token; None if all columns do.
-    fresh: whether no sequence had tokens before this pass, so that attention needs only the pass's own K and V.
-    contiguous: for each group, whether bottom-right causal attention over a sequence's tokens gives the same result as
-        attention over its columns. If not (padding on the right, or inside a sliding window), attention needs all
-        columns and a mask.
-    gathers: whether the cache returns K and V of all columns, as an unpatched model expects, and not its pages.
-    """
-
-    groups: list[GroupStep]
-    num_columns: int
-    token_columns: Tensor | None
-    fresh: bool
-    contiguous: list[bool]
-    gathers: bool = False
-
-    def tokens(self, states: Tensor) -> Tensor:
-        """Select the N tokens of the pass from [B, H, Q, D]; returns [N, H, D]."""
-        flat = states.transpose(1, 2).flatten(0, 1)
-        return flat if self.token_columns is None else flat.index_select(0, self.token_columns)
-
-    def columns(self, tokens: Tensor, batch_size: int) -> Tensor:
-        """Put [N, H, D] back into [B, Q, H, D], with zeros in the padding."""
-        if self.token_columns is None:
-            return tokens.view(batch_size, -1, *tokens.shape[1:])
-        out = tokens.new_zeros(batch_size * self.num_columns, *tokens.shape[1:])
-        out.index_copy_(0, self.token_columns, tokens)
-        return out.view(batch_size, self.num_columns, *tokens.shape[1:])
-
-
-def offsets(lengths: list[int], device: torch.device) -> Tensor:
-    """Return where each of B sequences begins if they stand end to end, and the total length: [B + 1] int32."""
-    return integers([0, *accumulate(lengths)], dtype=torch.int32).to(device)
-
-
-@dataclass(frozen=True)
-class PassInputs:
-    """The tensors of a pass over N tokens. All are on one device.
-
-    ids, positions: [N] int64. keep: [K] int64, the indices of the tokens whose logits are wanted. step: see Step.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    keep: Tensor
-    step: Step
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        groups = self.step.groups
-        # All groups have the same queries, so one cu_q.
-        found = [self.ids, self.positions, self.keep, *(group.slots for group in groups)]
-        found += [group.written for group in groups if group.written is not None]
-        found += [groups[0].ragged.cu_q, *(group.ragged.kv_len for group in groups)]
-        return found + [group.ragged.block_table for group in groups if group.ragged.block_table is not None]
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> PassInputs:
-        """Return the same pass with other tensors, in the order of `tensors`."""
-        given, groups = iter(tensors), self.step.groups
-        ids, positions, keep = next(given), next(given), next(given)
-        slots = [next(given) for _ in groups]
-        written = [None if group.written is None else next(given) for group in groups]
-        cu_q, kv_len = next(given), [next(given) for _ in groups]
-        tables = [None if group.ragged.block_table is None else next(given) for group in groups]
-        moved = [
-            GroupStep(
-                slots[i],
-                written[i],
-                group.ragged._replace(cu_q=cu_q, kv_len=kv_len[i], block_table=tables[i]),
-                None if group.own is None else group.own.to(ids.device),
-            )
-            for i, group in enumerate(groups)
-        ]
-        return PassInputs(ids, positions, keep, replace(self.step, groups=moved))
-
-    def to(self, device: torch.device) -> PassInputs:
-        """Return the same pass on `device`, copied there at once. The tensors are on the host before."""
-        if device.type == "cpu":
-            return self
-        tensors = self.tensors
-        return self.with_tensors(views(packed(tensors, device).to(device, non_blocking=True), tensors))
+        dropped: the tokens that the sequence no longer holds. queries: the runs of the range.
+        """
+        return [(count, dropped, stop) for count, stop in queries]

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .cached_sequence import CachedSequence
-from .group import Step
-from .pages import Pages, TokenRange
+from .pages import Pages
 from .prefixes import NO_MATCH
-from .states import StateGroup
+from .step import Step, TokenRange
 
 
 class PaddedBatch:
@@ -125,8 +124,8 @@ class PaddedBatch:
         return None if self.token_mask is None and bool(mask.all()) else mask
 
     def _refuse_gaps(self, token_mask: Tensor | None) -> None:
-        """Raise UnsupportedError if there are states, and padding stands between tokens: it would change them."""
-        if token_mask is None or not any(isinstance(group, StateGroup) for group in self.pages.groups):
+        """Raise UnsupportedError if padding stands between tokens, and would change what is kept of them."""
+        if token_mask is None or not any(group.sees_padding for group in self.pages.groups):
             return
         begun, left = token_mask.bool().cummax(1).values, token_mask.bool().flip(1).cummax(1).values.flip(1)
         if bool((begun & left & ~token_mask.bool()).any()):

@@ -4,70 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..kernels.layouts import Ragged
-from ..tensors import integers
 from .cached_sequence import CachedSequence
-from .chunks import chunks_of
-from .group import GroupStep, PageGroup, Step, offsets
-from .once import OnceGroup
+from .group import PageGroup
 from .pool import BlockTable
 from .prefixes import NO_MATCH, Prefixes, PrefixMatch, chain
-from .states import StateGroup
+from .step import Step, TokenRange, offsets
 
 HOST = torch.device("cpu")
 STATES_APART = 16  # tokens between the states that others may find, if no layer has keys and values
-
-
-@dataclass(frozen=True)
-class TokenRange:
-    """Tokens start..start+count-1 of a sequence, which a pass computes. The sequence has slots for them already.
-
-    write_from: the first token whose K and V the pass writes; 0 means `start`. The tokens before it are in blocks
-    that the sequence shares, so they are written already, or by another sequence of the same pass. num_prompt: the
-    tokens of the sequence that were given; later ones were generated, which is a difference to some recurrent layers.
-    seen: for each token, how many of the sequence's first tokens it attends to; None if to those up to itself.
-    """
-
-    sequence: CachedSequence
-    start: int
-    count: int
-    write_from: int = 0
-    num_prompt: int = sys.maxsize
-    seen: Sequence[int] | None = None
-
-    @property
-    def num_written(self) -> int:
-        return self.start + self.count - (self.write_from or self.start)
-
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """The runs of tokens that attend causally to the first tokens of their sequence: (tokens, attended to).
-
-        A token that sees later ones is a run of its own.
-        """
-        if self.seen is None:
-            return [(self.count, self.start + self.count)]
-        runs: list[tuple[int, int]] = []
-        for index, attended in enumerate(self.seen, start=self.start + 1):
-            grows = bool(runs) and attended == index and runs[-1][1] == index - 1
-            runs[-1:] = [(runs[-1][0] + 1, index)] if grows else [*runs[-1:], (1, attended)]
-        return runs
-
-
-def _rolls(group: PageGroup) -> bool:
-    """Return whether a sequence of any length fits, because the window always frees a block before a new one is
-    needed.
-    """
-    if group.window is None:
-        return isinstance(group, OnceGroup)  # whose blocks hold no tokens
-    return group.pool.num_blocks > -(-(group.window - 1) // group.pool.block_size)
 
 
 class Pages:
@@ -75,7 +24,7 @@ class Pages:
 
     def __init__(self, groups: list[PageGroup]) -> None:
         self.groups = groups
-        self.sharing_size = next((g.pool.block_size for g in groups if not isinstance(g, StateGroup)), STATES_APART)
+        self.sharing_size = next((g.pool.block_size for g in groups if g.holds_tokens), STATES_APART)
         shares = all(group.index is not None for group in groups)
         self.prefixes = Prefixes(groups, self.sharing_size) if shares else None
         self.epoch = 0
@@ -93,7 +42,7 @@ class Pages:
     @property
     def capacity(self) -> int | None:
         """The number of tokens that one sequence can have if it is alone; None if there is no limit."""
-        bounded = [g.pool.num_blocks * g.pool.block_size for g in self.groups if not g.pool.growable and not _rolls(g)]
+        bounded = [g.pool.num_blocks * g.pool.block_size for g in self.groups if not g.pool.growable and not g.rolls]
         return min(bounded, default=None)
 
     # -- prefix caching --------------------------------------------------------------------------------
@@ -266,11 +215,13 @@ class Pages:
 
         device: where its tensors are. A Runner takes them on the host, and moves them in one copy.
         """
-        runs = [each.runs for each in ranges]
-        cu_q = offsets([count for each in runs for count, _ in each], device)
+        windowed = _runs(ranges, device, windowed=True)
+        plain = _runs(ranges, device, windowed=False) if any(each.seen_in_windows for each in ranges) else windowed
+        found = [plain if group.window is None else windowed for group in self.groups]
         return Step(
             groups=[
-                _group_step(group, index, ranges, runs=runs, cu_q=cu_q) for index, group in enumerate(self.groups)
+                group.step(ranges, [each.sequence.tables[index] for each in ranges], runs=runs, cu_q=cu_q)
+                for index, (group, (runs, cu_q)) in enumerate(zip(self.groups, found, strict=True))
             ],
             num_columns=sum(each.count for each in ranges),
             token_columns=None,
@@ -302,54 +253,9 @@ class Pages:
         return 1 - sum(tokens_in.values()) / held if held else 0.0
 
 
-def _reads_spans(group: PageGroup) -> bool:
-    return isinstance(group, StateGroup | OnceGroup) or group.context is not None
-
-
-def _group_step(
-    group: PageGroup, index: int, ranges: Sequence[TokenRange], *, runs: Sequence[list[tuple[int, int]]], cu_q: Tensor
-) -> GroupStep:
-    """Make the part of a Step for one group. Attention does not read a sequence's slots beyond its range.
-
-    runs: the runs of each range, see TokenRange.runs.
-    """
-    device, tables = cu_q.device, [each.sequence.tables[index] for each in ranges]
-    spans = [range(each.start, each.start + each.count) for each in ranges] if _reads_spans(group) else []
-    if isinstance(group, StateGroup):
-        firsts, prompts = [each.write_from or each.start for each in ranges], [each.num_prompt for each in ranges]
-        return group.step(tables, spans, firsts, prompts=prompts, cu_q=cu_q)
-    if isinstance(group, OnceGroup):
-        return group.step(tables, spans)
-    slots: list[int] = []
-    held: list[int] = []
-    attending: list[list[int]] = []
-    counts: list[int] = []
-    size = group.pool.block_size
-    for each, table, queries in zip(ranges, tables, runs, strict=True):
-        slots += table.slots(each.write_from or each.start, each.start + each.count)
-        dropped = table.num_dropped_blocks * size
-        parts = [(count, dropped, stop) for count, stop in queries]
-        if group.chunk is not None:  # to attention each chunk is a sequence of its own, which begins with a block
-            parts = chunks_of(each.start, each.count, group.chunk)
-        for count, first, stop in parts:
-            counts.append(count)
-            held.append(stop - first)
-            attending.append(table.blocks[(first - dropped) // size :])
-    written = None
-    if len(slots) < sum(each.count for each in ranges):
-        ends = accumulate(each.count for each in ranges)
-        places = [
-            place for each, end in zip(ranges, ends, strict=True) for place in range(end - each.num_written, end)
-        ]
-        written = integers(places).to(device)
-    ragged = Ragged(
-        cu_q if group.chunk is None else offsets(counts, device),
-        kv_len=integers(held, dtype=torch.int32).to(device),
-        max_q=max(counts, default=0),
-        max_kv=max(held, default=0),
-        block_table=group.table_tensor(attending, device),
-    )
-    step = GroupStep(integers(slots).to(device), written, ragged)
-    if group.context is None:
-        return step
-    return group.context.narrow(step, tables, spans, group.window)
+def _runs(
+    ranges: Sequence[TokenRange], device: torch.device, *, windowed: bool
+) -> tuple[list[list[tuple[int, int]]], Tensor]:
+    """Return the runs of each range, see TokenRange.runs, and where each of them begins in the pass."""
+    runs = [each.runs(windowed=windowed) for each in ranges]
+    return runs, offsets([count for each in runs for count, _ in each], device)

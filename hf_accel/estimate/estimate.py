@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from ..cache.quantized import QUANTIZED, dim_refusal
+from ..cache.quantized import QUANTIZED
 from ..config import KVDtype, WeightConfig, parse_weights
 from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
@@ -125,7 +125,7 @@ def count(
     if context is None:
         context = longest_input(config, shapes) if encodes else DECODER_TOKENS
     layers = tuple(find_layers(config, context=context))
-    for refusal in filter(None, (dim_refusal(layer.head_dim, QUANTIZED.get(kv_dtype or "")) for layer in layers)):
+    for refusal in filter(None, (layer.dtype_refusal(QUANTIZED.get(kv_dtype or "")) for layer in layers)):
         raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")
     return Workload(
         tensors=tuple(weight_tensors(shapes, recipe, held, tables)),

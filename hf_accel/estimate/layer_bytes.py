@@ -9,94 +9,60 @@ import torch
 from transformers import DynamicCache
 
 from ..cache.hf import kinds_of_layer, layer_names
-from ..cache.hf.state_sizes import state_sizes
-from ..cache.quantized import head_bytes
+from ..cache.kinds import KeysAndValues, Kind
+from ..cache.kinds.kind import Numbers
+from ..cache.quantized import dim_refusal
 from ..errors import UnsupportedError
-from ..models import head_dim, num_kv_heads
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionLayer:
-    """One layer that attends; `tokens` are what a query sees of a sequence (at most the layer's window).
+@dataclass(frozen=True)
+class StatefulLayer:
+    """One layer that attends or keeps a state; `tokens` are what a query sees of a sequence (at most its window).
 
-    caches: whether it keeps keys and values for later tokens; else each query sees tokens on both sides.
+    numbers: what its pages hold of a token. kind: of the pages; None if it keeps nothing for later tokens, and each
+    query sees tokens on both sides.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    numbers: Numbers
     tokens: int
-    caches: bool = True
+    kind: Kind | None
 
     def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
-        """Return the bytes of the keys and values of one sequence.
+        """Return the bytes that the layer keeps of one sequence.
 
         quantized: the dtype of pages with a scale per token and head.
         """
-        if not self.caches:
-            return 0
-        return 2 * self.kv_heads * self.tokens * head_bytes(self.head_dim, dtype, quantized)
+        return self.tokens * self.numbers.token_bytes(dtype, quantized) if self.kind is not None else 0
+
+    def dtype_refusal(self, quantized: torch.dtype | None) -> str | None:
+        """Return why its pages cannot have a quantized dtype, as one clause; None if they can."""
+        if quantized is None or self.kind is None or not self.numbers.quantizes:
+            return None
+        sizes = (dim_refusal(size, quantized) for size in (self.numbers.keys, self.numbers.values))
+        return self.kind.dtype_refusal(quantized) or next(filter(None, sizes), None)
 
     @property
     def decode_operations(self) -> int:
-        """Return the operations of one query: two products, and two operations per multiply-add."""
-        return 4 * self.heads * self.head_dim * self.tokens
+        """Return the operations of one query."""
+        return self.numbers.pair_operations * self.tokens
 
     def prefill_operations(self, context: int) -> int:
         """Return the operations of `context` queries, each of which sees itself and the tokens before it within the
         window.
         """
         pairs = self.tokens * context
-        if self.caches:
+        if self.kind is not None:
             pairs -= self.tokens * (self.tokens - 1) // 2
-        return 4 * self.heads * self.head_dim * pairs
+        return self.numbers.pair_operations * pairs
 
 
-class ConvolutionLayer(AttentionLayer):
-    """One layer with a short convolution, whose inputs stay in pages as they are."""
-
-    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
-        """Return the bytes of the inputs that one sequence keeps, in `dtype` whatever the pages of others have."""
-        return super().kv_bytes(dtype=dtype, quantized=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressedLayer(AttentionLayer):
-    """One layer that keeps compressed keys, of which head_dim counts those that all heads read as one head.
-
-    rank: how many of their numbers are read as values too.
-    """
-
-    rank: int
-
-    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
-        """Return the bytes of the compressed keys of one sequence; pages with scales have room for values' as well."""
-        sizes = (self.head_dim, 0) if quantized else (self.head_dim,)
-        return self.tokens * sum(head_bytes(size, dtype, quantized) for size in sizes)
-
-    @property
-    def decode_operations(self) -> int:
-        return 2 * self.heads * (self.head_dim + self.rank) * self.tokens
-
-    def prefill_operations(self, context: int) -> int:
-        pairs = self.tokens * context - self.tokens * (self.tokens - 1) // 2
-        return 2 * self.heads * (self.head_dim + self.rank) * pairs
-
-
-class RecurrentLayer(AttentionLayer):
-    """One layer that keeps a state after each of `tokens` tokens; head_dim: the numbers of one, in float32."""
-
-    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
-        """Return the bytes of the states that one sequence keeps, whatever `dtype` the pages of others have."""
-        return self.tokens * self.head_dim * torch.float32.itemsize
-
-
-def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
+def attention_layers(config: Any, *, context: int) -> list[StatefulLayer]:
     """Return the layers that have a cache of their own, as transformers' cache counts them.
 
     Layers that reuse another's keys and values are left out. Raises UnsupportedError for layers of other kinds.
     """
-    layers, cache = [], cast(Any, DynamicCache(config=config))
+    layers: list[StatefulLayer] = []
+    cache = cast(Any, DynamicCache(config=config))
     # Layers that reuse others' come last. The cache of older transformers ends before them.
     names = layer_names(config, len(cache.layers))
     for layer, shape, name in zip(cache.layers, config.per_layer_config, names, strict=False):
@@ -105,46 +71,14 @@ def attention_layers(config: Any, *, context: int) -> list[AttentionLayer]:
             raise UnsupportedError(f"{type(config).__name__} has {type(layer).__name__} layers, unknown to estimate()")
         for kind in kinds:
             tokens = context if kind.window is None else min(context, kind.window)
-            make = _layer if kind.rank is None else _compressed
-            make = _recurrent if kind.recurs else _convolution if kind.convolves else make
-            make = _indexer if kind.indexes else make
-            layers.append(make(shape, tokens=tokens))
+            layers.append(StatefulLayer(kind.numbers(shape), tokens, kind))
     return layers
 
 
-def encoder_layers(config: Any, *, context: int) -> list[AttentionLayer]:
+def encoder_layers(config: Any, *, context: int) -> list[StatefulLayer]:
     """Return the layers of an encoder, which caches nothing."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "local_attention", None) or context  # ModernBERT's, of both sides together
     seen = {True: min(context, window), False: context}
-    return [_layer(config, tokens=seen["sliding" in kind], caches=False) for kind in kinds]
-
-
-def _convolution(config: Any, *, tokens: int) -> AttentionLayer:
-    """Return the layer whose one head has half of the inputs of a short convolution as keys, and half as values."""
-    return ConvolutionLayer(heads=1, kv_heads=1, head_dim=config.hidden_size // 2, tokens=tokens)
-
-
-def _indexer(config: Any, *, tokens: int) -> AttentionLayer:
-    """Return the layer whose one head has half of an indexer's key as a key, and half as a value."""
-    return ConvolutionLayer(heads=1, kv_heads=1, head_dim=config.index_head_dim // 2, tokens=tokens)
-
-
-def _compressed(config: Any, *, tokens: int) -> AttentionLayer:
-    """Return the layer whose one head has the numbers that keys and values are made from, and the rotated ones."""
-    size = config.kv_lora_rank + config.qk_rope_head_dim
-    return CompressedLayer(
-        heads=config.num_attention_heads, kv_heads=1, head_dim=size, tokens=tokens, rank=config.kv_lora_rank
-    )
-
-
-def _recurrent(config: Any, *, tokens: int) -> AttentionLayer:
-    """Return the layer whose one head has a state, and the inputs of the convolution before it that go with it."""
-    sizes = state_sizes(config)
-    assert sizes is not None  # which made it a layer with a state
-    return RecurrentLayer(heads=1, kv_heads=1, head_dim=sum(sizes), tokens=tokens)
-
-
-def _layer(config: Any, *, tokens: int, caches: bool = True) -> AttentionLayer:
-    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
-    return AttentionLayer(heads=heads, kv_heads=kv_heads, head_dim=head_dim(config), tokens=tokens, caches=caches)
+    numbers = KeysAndValues(None).numbers(config)
+    return [StatefulLayer(numbers, seen["sliding" in kind], None) for kind in kinds]

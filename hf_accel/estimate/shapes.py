@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..cache.hf.kinds import COMPRESSED_NUMBERS
+from ..cache.kinds.compressed import RANK
 from ..errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ..linear import LinearSpec, QuantModule
 from ..linear.embedding import QuantEmbedding
@@ -118,7 +118,7 @@ def check_known(config: Any, model: Any = None) -> None:
         raise UnsupportedError(f"{name} describes a model of several parts; estimate() knows those of one")
     if getattr(text, "index_topk", None):
         raise UnsupportedError(f"{name} has attention over chosen keys, whose indices estimate() does not know yet")
-    if not getattr(text, COMPRESSED_NUMBERS, None) and getattr(text, "v_head_dim", None) not in (
+    if not getattr(text, RANK, None) and getattr(text, "v_head_dim", None) not in (
         None,
         getattr(text, "head_dim", None),
     ):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..attention import AttentionSpec
 from ..attention import choose_backend as choose_attention
+from ..cache.kinds import KeysAndValues
 from ..config import Layout
 from ..fused.projections import UNLIMITED, native_rows
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
@@ -31,7 +32,7 @@ from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import LinearSpec, choose
 from ..linear.backends.registry import example, timed_outputs
-from .layer_bytes import AttentionLayer
+from .layer_bytes import StatefulLayer
 from .roofline import ByRows, Machine
 from .workload import MULTIPLIED, WeightTensor, Workload
 
@@ -60,7 +61,7 @@ def measure_machine(workload: Workload, device: torch.device | str) -> Machine:
     quantized = Counter({tensor: count for tensor, count in matrices.items() if tensor.spec is not None})
     tensor, count = largest(quantized or matrices)
     here = Conditions(_uncached_bytes(hardware), torch.get_num_threads())
-    layer = replace(max(workload.layers, key=lambda one: one.decode_operations), tokens=KEYS, caches=True)
+    layer = replace(max(workload.layers, key=lambda one: one.decode_operations), tokens=KEYS, kind=KeysAndValues(None))
     machine = Machine(
         bandwidth,
         compute,
@@ -144,9 +145,10 @@ def _products(runs: Sequence[Run], shape: tuple[int, int], dtype: torch.dtype, s
 
 @functools.cache
 @torch.no_grad()
-def _attention(layer: AttentionLayer, dtype: torch.dtype, here: Conditions) -> Measured:
+def _attention(layer: StatefulLayer, dtype: torch.dtype, here: Conditions) -> Measured:
     """Measure attention with the last queries of a few sequences."""
-    heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
+    numbers = layer.numbers
+    heads, kv_heads, dim = numbers.queries, numbers.heads, max(numbers.keys, numbers.values)
     spec = AttentionSpec(
         dtype=dtype, device_type="cpu", head_dim=dim, value_dim=dim, num_heads=heads, num_kv_heads=kv_heads
     )

@@ -23,7 +23,7 @@ from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
 from ..patching.survey import linear_sites, sites_for, sites_named
 from ..patching.weight_sites import LinearSite
-from .layer_bytes import AttentionLayer
+from .layer_bytes import StatefulLayer
 from .roofline import Work
 from .shapes import decoder_config
 
@@ -36,7 +36,7 @@ class Workload:
     """weights: how they are quantized, by name; kv_dtype: of a quantized cache, a name of QUANTIZED."""
 
     tensors: tuple[WeightTensor, ...]
-    layers: tuple[AttentionLayer, ...]
+    layers: tuple[StatefulLayer, ...]
     weights: str | None
     dtype: torch.dtype
     kv_dtype: str | None
@@ -51,7 +51,7 @@ class Workload:
     @property
     def decodes(self) -> bool:
         """True if it is a decoder's; an encoder has passes of `context` tokens alone."""
-        return all(layer.caches for layer in self.layers)
+        return all(layer.kind is not None for layer in self.layers)
 
     @property
     def weights_by_kind(self) -> dict[str, int]:
@@ -71,7 +71,7 @@ class Workload:
 
     @property
     def attention_bytes(self) -> AttentionBytes:
-        heads = self.batch * max(layer.heads for layer in self.layers)
+        heads = self.batch * max(layer.numbers.queries for layer in self.layers)
         return AttentionBytes.of(context=self.context, heads=heads, dtype=self.dtype)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..cache.group import GroupStep
+from ..cache.step import GroupStep
 from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.layer_call import KINDS, Columns, LayerOp, run_layer
 from ..kernels.cpu.library import DTYPES, threads

@@ -10,7 +10,8 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from ..cache.group import GroupStep, PageGroup, PassInputs
+from ..cache.group import PageGroup
+from ..cache.step import GroupStep, PassInputs
 from ..kernels.layouts import Ragged
 
 SEQUENCES: Final = (1, 2, 4, *range(8, 513, 8))  # as vLLM has them

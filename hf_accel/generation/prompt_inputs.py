@@ -51,7 +51,8 @@ class PromptInputs:
     coordinates for each token; None if each stands at its index. shifts: what is added to the index of a token behind
     the prompt, for each coordinate. contents: for each token, the number by which the prefix index knows it: its id,
     or a negative number that is another one for other inputs.
-    seen: for each token, how many of the first tokens it sees; None if each sees those up to itself.
+    seen: for each token, how many of the first tokens it sees; None if each sees those up to itself. seen_in_windows:
+    whether only layers with a sliding window let tokens see later ones.
     marked: the features that the decoder is given for some of the tokens; None if it is given none.
     arguments: what else the decoder is given for each token; None for what follows from the ids.
     """
@@ -63,6 +64,7 @@ class PromptInputs:
     seen: list[int] | None = None
     marked: MarkedInputs | None = None
     arguments: TokenArguments | None = None
+    seen_in_windows: bool = False
 
     def seen_by(self, start: int, count: int) -> list[int] | None:
         """Return how many tokens each of the tokens start..start+count-1 sees; None if it sees those up to itself."""

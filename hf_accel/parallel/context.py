@@ -20,9 +20,9 @@ from ..attention.contract import AttentionBackend, empty_lse
 from ..attention.masking import visible
 from ..attention.paged_kv import gather, rotated_like_pages
 from ..attention.sdpa import grouped_attention
-from ..cache.group import GroupStep, SharedContext
 from ..cache.hf import sharing_refusal
 from ..cache.pool import BlockTable
+from ..cache.step import GroupStep, SharedContext
 from ..config import PatchConfig
 from ..errors import LostRankError, UnsupportedError
 from ..kernels.layouts import KV, AttentionOptions, Ragged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,15 +23,14 @@ from ..attention.hf.stock import (
     stock_parts,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
-from ..cache.hf.kinds import COMPRESSED_NUMBERS, LayerKind, chunks_refusal
-from ..cache.hf.state_sizes import steps_of_prompts_differ
-from ..cache.quantized import INT4, QUANTIZED, dim_refusal
+from ..cache.hf.kinds import blocks_refusal
+from ..cache.kinds import CompressedKeys, IndexKeys, KeysAndValues
+from ..cache.kinds.state_sizes import steps_of_prompts_differ
+from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
-from ..fused.hf.convolutions import is_known_convolution
 from ..fused.hf.indexers import is_known_indexer
 from ..fused.hf.operator_models import OperatorModel, operator_model
-from ..fused.hf.recurrences import known_recurrence, recurrent_pages_refusal
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
@@ -38,6 +38,8 @@ from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
+from ..recurrent.hf.convolutions import is_known_convolution
+from ..recurrent.hf.recurrences import known_recurrence
 from ..tensors import model_device
 from .decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
@@ -79,6 +81,12 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
+def attends_in_decoder_alone(model: PreTrainedModel, sites: Sequence[AttentionSite]) -> bool:
+    """Return whether a model that generates text attends in these modules alone, and each of them is causal."""
+    known = {site.module for site in sites if getattr(site.module, "is_causal", True)}
+    return model.can_generate() and known.issuperset(attention_modules(model)) and not attention_refusals(model)
+
+
 def _function_refusal(model: PreTrainedModel) -> str | None:
     """Return a clause if a function that attends in the model does not compute what ours does.
 
@@ -117,25 +125,20 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    refusal = _compression_refusal(model, compressed=kinds.compresses) or _reuse_refusal(model)
+    refusal = _compression_refusal(model, compressed=kinds.has(CompressedKeys)) or _reuse_refusal(model)
     if refusal is not None:
         return refusal
-    if kinds.indexes and model_device(model).type not in ("cpu", "meta"):
-        return f"{name} selects tokens by keys whose pages are read on a CPU alone"
-    if kinds.chunks and model_device(model).type not in ("cpu", "meta"):
-        return f"{name} attends within chunks, whose pages are read on a CPU alone"
-    if kinds.convolves and model_device(model).type not in ("cpu", "meta"):
-        return f"{name} has convolutions, whose pages are read on a CPU alone"
-    if kinds.recurs and (refusal := recurrent_pages_refusal(model_device(model))) is not None:
-        return f"{name} has recurrent layers, {refusal}"
-    return _bidirectional_refusal(model)
+    clauses = (kind.device_refusal(model_device(model)) for kind in kinds.distinct)
+    clause = next(filter(None, clauses), None)
+    return _bidirectional_refusal(model) if clause is None else f"{name} {clause}"
 
 
 def known_operators(model: PreTrainedModel) -> OperatorModel | None:
     """Return what is known of a model that attends by torch's operators, if its pages can be read that way."""
+    if model_attention_refusal(model) is None or split_of(model) is not None:
+        return None
     known = answer_once(operator_model, model)
-    is_ours = isinstance(known, OperatorModel) and model_attention_refusal(model) is not None
-    return known if is_ours and split_of(model) is None else None  # type: ignore[return-value]
+    return known if isinstance(known, OperatorModel) else None
 
 
 def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
@@ -150,7 +153,7 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    return None if kinds.distinct == (LayerKind(None),) else refusal
+    return None if kinds.distinct == (KeysAndValues(None),) else refusal
 
 
 def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | None:
@@ -159,22 +162,21 @@ def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | N
     compressed: whether the config says that it caches compressed keys.
     """
     for module in attention_modules(model):
-        known = is_known_expansion(module)
-        if code_of(module).caches and known is not compressed:
+        code = code_of(module)
+        known = bool(code.expands) and is_known_expansion(module)
+        if code.caches and known is not compressed:
             return f"{type(module).__name__} makes K and V of what it caches in a way of its own"
     if not compressed:
         return None
     if split_of(model) is not None:
         return f"the compressed keys of {type(model).__name__} are not shared out over ranks"
-    if model_device(model).type not in ("cpu", "meta"):
-        return f"{type(model).__name__} caches compressed keys, whose pages are read on a CPU alone"
     return None
 
 
 def _reuse_refusal(model: PreTrainedModel) -> str | None:
     """Return a clause if a layer that keeps no keys and values attends to others than another layer has given it."""
     kinds = model_kinds(model.config).layers
-    indexers = sum(kind.indexes for own in kinds for kind in own)
+    indexers = sum(isinstance(kind, IndexKeys) for own in kinds for kind in own)
     if indexers and indexers != sum(map(is_known_indexer, model.modules())):
         return f"{type(model).__name__} selects tokens by other indexers than those that are known"
     for site in attention_sites(model, quantized_kv=False):
@@ -210,13 +212,14 @@ def loop_refusal(model: PreTrainedModel) -> str | None:
 
 def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | None:
     """Return why pages of the requested dtype cannot hold the model's heads, as one clause; None if they can."""
-    if cache is not None and (refusal := chunks_refusal(model.config, cache)) is not None:
+    if cache is not None and (refusal := blocks_refusal(model.config, cache)) is not None:
         return refusal
     quantized = None if cache is None else QUANTIZED.get(cache.dtype)
     if quantized is None:
         return None
-    if quantized is INT4 and getattr(layers_config(model.config), COMPRESSED_NUMBERS, None):
-        return "int4 pages rotate compressed keys whole, and attention reads a part of them as values; take 'int8'"
+    clauses = (kind.dtype_refusal(quantized) for kind in model_kinds(model.config).distinct)
+    if (clause := next(filter(None, clauses), None)) is not None:
+        return clause
     operators = known_operators(model)
     specs = [site.spec for site in attention_sites(model, quantized_kv=True)]
     specs += [] if operators is None else operators.specs

@@ -23,11 +23,13 @@ from ..attention.hf.forward import register
 from ..attention.hf.stock import answer_once, stock_implementation
 from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
-from ..cache.hf.kinds import LayerKind, model_kinds
-from ..cache.pages import Pages, TokenRange
+from ..cache.hf.kinds import model_kinds
+from ..cache.kinds import KeysAndValues
+from ..cache.pages import Pages
+from ..cache.step import TokenRange
 from ..config import CacheConfig
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
-from ..generation.hf.model_runner import ModelRunner, counts_positions
+from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import layers_config
 from ..recognition.small_model import ROWS, first_layers_model
@@ -67,8 +69,8 @@ def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
 
 
 def rows_hidden_in(model: PreTrainedModel) -> bool | None:
-    """Return mask_hides_rows of an encoder-decoder; None for any other model, and on the meta device."""
-    if not model.config.is_encoder_decoder or model_device(model).type == "meta":
+    """Return mask_hides_rows of an encoder-decoder; None on the meta device."""
+    if model_device(model).type == "meta":
         return None
     return answer_once(mask_hides_rows, model)
 
@@ -90,7 +92,7 @@ def counting_refusal(model: PreTrainedModel) -> str | None:
     since it counts the tokens of a sequence as stock does, from the number of tokens before each of them.
     """
     name = type(model).__name__
-    if not all(kinds == (LayerKind(None),) for kinds in model_kinds(model.config).layers):
+    if not all(kinds == (KeysAndValues(None),) for kinds in model_kinds(model.config).layers):
         return f"{name} takes no position_ids"
     if model_device(model).type == "meta":
         return None  # nothing can be tried before the weights are there
@@ -102,10 +104,10 @@ def counting_refusal(model: PreTrainedModel) -> str | None:
 
 
 def counts_padding(model: PreTrainedModel) -> bool:
-    """Return whether a model without an encoder that can run ragged counts positions by itself, and the padding in
-    front of tokens with them.
+    """Return whether a model without an encoder that counts positions by itself counts the padding in front of tokens
+    with them.
     """
-    if not counts_positions(model) or model_device(model).type == "meta":
+    if model_device(model).type == "meta":
         return False
     return agree(lambda: _stock_alone(model, padding=PADDING), lambda: _paged(model, first=PADDING), CLOSE)
 

@@ -19,11 +19,11 @@ GROUP: GroupSize = 64
 
 
 def with_finer_groups(model: PreTrainedModel, sites: list[LinearSite]) -> list[LinearSite]:
-    """Return the sites, those in encoders of more than 12 layers that end in a norm with groups of 64 inputs.
+    """Return the sites of an encoder, those in more than 12 layers that end in a norm with groups of 64 inputs.
 
-    A model that generates text has none of these, nor has a layer whose inputs cannot be divided so.
+    A layer whose inputs cannot be divided so keeps its scales.
     """
-    if len(sites) <= LAYERS or model.can_generate():
+    if len(sites) <= LAYERS:
         return sites
     stacks = normed_stacks(model, longer_than=LAYERS)
     return [_finer(site) if any(is_within(site.name, stack) for stack in stacks) else site for site in sites]

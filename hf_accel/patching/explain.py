@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..fused.hf.compressed import COMPRESSED
-from ..fused.hf.convolutions import CONVOLUTION
-from ..fused.hf.counted_positions import COUNTED
-from ..fused.hf.dtype_readers import DTYPE_READER
 from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.indexers import INDEXER
-from ..fused.hf.operator_models import OPERATORS
-from ..fused.hf.part_activations import PART_ACTIVATION
-from ..fused.hf.recurrences import RECURRENCE
-from ..fused.hf.sites import ACTIVATION, JOINED, JOINS, KIND
+from ..fused.hf.sites import JOINED, JOINS
 from ..generation import graphs
 from ..generation.hf.graphed_runner import OPERATORS_ON_HOST
 from ..kernels import cpu as cpu_kernels
@@ -122,42 +114,13 @@ def _shapes(members: list[LinearPlan]) -> str:
     return f" [{'x'.join(map(str, shapes.pop()))}]" if len(shapes) == 1 else ""
 
 
-FUSED_KINDS = {
-    KIND: ("decoder layers", "one native call each"),
-    LAYER: ("encoder layers", "one native call each"),
-    STACK: ("encoders", "layer after layer, in one form"),
-    "norm": ("RMSNorms", "one native call"),
-    "rotary": ("rotary embeddings", "one native call"),
-    "mlp": ("gated MLPs", "one call, then down"),
-    "gate": ("gated MLPs", "activation and product in one call"),
-    ACTIVATION: ("activations", "one native call"),
-    "conv1d": ("float Conv1Ds", "torch, in float32"),
-    PART_ACTIVATION: ("activations of parts", "as of whole tensors"),
-    DTYPE_READER: ("modules that read the dtype of a weight", "without its numbers"),
-    CONVOLUTION: ("short convolutions", "inputs in pages"),
-    RECURRENCE: ("recurrent layers", "states in pages"),
-    OPERATORS: ("attention modules by operators", "over pages"),
-    COMPRESSED: ("attention modules", "compressed keys in pages"),
-    INDEXER: ("indexers", "keys in pages"),
-    COUNTED: ("attention modules", "positions of each sequence"),
-}
-
-KNOWN_BY = {
-    LAYER: "every operation of its code is known",
-    STACK: "its code calls these layers, and does nothing else",
-    DTYPE_READER: "their code asks for nothing else of it",
-}
-
-
 def _fused_lines(plan: Plan) -> Iterator[Line]:
     fused = plan.fused
     if fused.reason is not None:
         yield Line("fused", "nothing", "stock", fused.reason)
         return
-    for kind, (what, choice) in FUSED_KINDS.items():
-        count = sum(site.kind == kind for site in fused.sites)
-        if count:
-            yield Line("fused", _counted(count, what), choice, KNOWN_BY.get(kind, "checked on random input"))
+    for kind, count in Counter(site.kind for site in fused.sites if site.kind.choice).items():
+        yield Line("fused", _counted(count, kind.modules), kind.choice, kind.known_by)
     shared = Counter(site.state.joined for site in fused.sites if site.kind == JOINED)
     for joined, count in shared.items():
         named = "; ".join(what for kind, what in JOINS.items() if kind in joined)
@@ -165,8 +128,7 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
     if fused.linears:
         yield Line("fused", f"{len(fused.linears)} float linears", "native for few rows", "weights are read in place")
     for (kind, reason), count in Counter((d.kind, d.reason) for d in fused.dropped).items():
-        choice = "module by module" if kind in (KIND, LAYER) else "stock"
-        yield Line("fused", _counted(count, FUSED_KINDS[kind][0]), choice, reason)
+        yield Line("fused", _counted(count, kind.modules), kind.else_choice, reason)
 
 
 def _counted(count: int, what: str) -> str:

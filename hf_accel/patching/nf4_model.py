@@ -10,7 +10,6 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear.nf4 import has_changed, is_nf4, require_bitsandbytes
 from ..undo.journal import Journal
@@ -64,10 +63,10 @@ def check_nf4(model: PreTrainedModel) -> None:
         )
 
 
-def check_takes_nf4(model: PreTrainedModel, config: WeightConfig | None) -> None:
-    """Raise UnsupportedError if NF4 is asked for and bitsandbytes is not there, or PEFT would not see its layers."""
-    if config is None or not config.is_nf4:
-        return
+def check_takes_nf4(model: PreTrainedModel) -> None:
+    """Raise UnsupportedError for a model that cannot have NF4 layers, because bitsandbytes is not there, or because
+    PEFT would not see them.
+    """
     require_bitsandbytes()
     adapted = next((name for name, module in model.named_modules() if "base_layer" in module._modules), None)
     if adapted is not None:

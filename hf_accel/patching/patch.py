@@ -29,7 +29,8 @@ from ..config.patch_config import (
     takes_patch_keywords,
 )
 from ..errors import UnsupportedError
-from ..fused.hf.sites import ACTIVATION, FusedSite
+from ..fused.hf.sites import ACTIVATION
+from ..fused.site import FusedSite
 from ..generation.hf import AcceleratedGeneration, GenerationState, prepare_step
 from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords

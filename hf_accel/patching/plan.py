@@ -12,12 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionBackend
 from ..config import PatchConfig, WeightConfig
-from ..fused.hf.convolutions import CONVOLUTION
-from ..fused.hf.encoder_sites import LAYER, STACK
-from ..fused.hf.indexers import INDEXER
-from ..fused.hf.recurrences import RECURRENCE
-from ..fused.hf.sites import ACTIVATION, Dropped, FusedSite
 from ..fused.projections import UNLIMITED
+from ..fused.site import Dropped, FusedSite
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..linear import BackendChoice, QuantLinear, QuantModule
@@ -63,7 +59,6 @@ class LinearPlan:
 
 
 # Sites of modules of which our kernels compute all activations.
-WHOLE = frozenset({ACTIVATION, CONVOLUTION, LAYER, "mlp", RECURRENCE, STACK})
 
 
 @dataclass(frozen=True)
@@ -175,8 +170,7 @@ class Plan(Printed):
         }
         if any(p.site.spec.window is not None for p in self.attention):
             clauses.add("attention within a window rounds by what the cache has dropped")
-        if any(site.kind == INDEXER for site in self.fused.sites):
-            clauses.add("an indexer's choice between nearly equal tokens depends on how a prompt is cut")
+        clauses |= {site.kind.varies for site in self.fused.sites if site.kind.varies is not None}
         if self.split is not None and self.agreement.size > 2:
             clauses.add("sums over more than two ranks round by their place in a pass")
         if self.context is not None:
@@ -187,11 +181,11 @@ class Plan(Printed):
         elif self.invariant_rows is not None:
             clauses.add(f"float linears of more than {self.invariant_rows} rows go to torch, which rounds otherwise")
         # Over pages, we compute the convolutions of these.
-        kept = (site.module for site in self.fused.sites if site.kind in (CONVOLUTION, RECURRENCE))
+        kept = (site.module for site in self.fused.sites if site.kind.convolves)
         replaced |= {part for module in kept for part in module.children() if isinstance(part, nn.Conv1d)}
         own = {type(m).__name__ for m in self.model.modules() if m not in replaced and _has_matrix_of_its_own(m)}
         clauses |= {f"the products of {name} are torch's, which rounds by batch size" for name in own}
-        whole = (site.module for site in self.fused.sites if site.kind in WHOLE)
+        whole = (site.module for site in self.fused.sites if site.kind.computes_all)
         clauses |= set(placed_functions(self.model, {part for module in whole for part in module.modules()}))
         return sorted(clauses)
 

@@ -17,7 +17,8 @@ from ..attention.hf.stock import reading_once, stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
-from ..fused.hf.sites import Dropped, fused_sites, layer_sites, native_linears
+from ..fused.hf.sites import fused_sites, layer_sites, native_linears
+from ..fused.site import Dropped
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
@@ -34,6 +35,7 @@ from ..parallel.tensor import TensorParallel, check_split
 from ..recognition.unchanged import has_own_forward
 from ..tensors import model_device
 from .attention_survey import (
+    attends_in_decoder_alone,
     attention_modules,
     attention_sites,
     cache_refusal,
@@ -126,7 +128,8 @@ def _check_weights(model: PreTrainedModel, config: PatchConfig) -> None:
     check_other_quantizer(model, config)
     check_calibration(config.weights)
     check_in_memory(model, config.weights)
-    check_takes_nf4(model, config.weights)
+    if config.weights is not None and config.weights.is_nf4:
+        check_takes_nf4(model)
 
 
 def _kind(model: PreTrainedModel) -> str:
@@ -327,8 +330,9 @@ def _plan_fused(
     ours: list[nn.Module] | None = [] if model_attention_refusal(model) else attention_modules(model)
     if config.attention not in ("auto", CpuBackend.name) or split is not None:
         ours = None
-    encoders, stock_encoders = encoder_sites(model, model.dtype, ours=ours, linears=kernels)
-    layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]
+    if not attends_in_decoder_alone(model, [p.site for p in attention]):
+        encoders, stock_encoders = encoder_sites(model, model.dtype, ours=ours, linears=kernels)
+        layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]
     return FusedPlan((*sites, *layers), tuple(floats), (*dropped, *by_module), float_rows)
 
 

@@ -79,7 +79,8 @@ def sites_for(
     """
     check_linear_names(model, config)
     sites = list(linear_sites(model, config.skip))
-    if config.leaves_groups and (device_type or model_device(model).type) in ("cpu", "meta"):
+    on_cpu = (device_type or model_device(model).type) in ("cpu", "meta")
+    if config.leaves_groups and on_cpu and not model.can_generate():
         sites = with_finer_groups(model, sites)
     experts = list(experts_sites(model, config.skip))
     if config.layout.group_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows

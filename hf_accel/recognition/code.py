@@ -202,7 +202,8 @@ def attention_code(kind: type, absent: frozenset[str] = frozenset()) -> Attentio
     refusals: list[str] = []
     unpaged: list[str] = []
     forward: Any = kind.forward  # type: ignore[attr-defined]
-    known = CALL_KEYWORDS | ({SELECTED} if selects_tokens(forward) else set())
+    given = {keyword.arg for each in calls.values() for call in each for keyword in call.keywords}
+    known = CALL_KEYWORDS | ({SELECTED} if SELECTED in given and selects_tokens(forward) else set())
     for function in functions:
         found = (clause for call in calls[id(function)] for clause in _call_refusals(function, call, known))
         refusals += [f"{name} {clause}" for clause in found]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_accel.attention import BACKENDS, AttentionBackend
-from hf_accel.cache.group import GroupStep
 from hf_accel.cache.quantized import INT4
+from hf_accel.cache.step import GroupStep
 from hf_accel.kernels.layouts import KV
 from hf_accel.parallel import context
 from hf_accel.parallel.context import attend_own, merge_ranks, num_own, own_slots, own_step

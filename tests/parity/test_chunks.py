@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_accel
 from hf_accel import CacheConfig, PagedCache, UnsupportedError
 from hf_accel.attention.hf.mask import CausalMask, as_known, chunk_of
-from hf_accel.cache.chunks import chunks_of
+from hf_accel.cache.kinds.chunks import chunks_of
 from hf_accel.fused.hf.counted_positions import CountedAttention
 
 from .families import VOCABULARY

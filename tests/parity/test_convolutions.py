@@ -14,7 +14,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForC
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
 from hf_accel.cache.hf import model_kinds
-from hf_accel.fused.hf.convolutions import PagedConvolution, is_known_convolution
+from hf_accel.recurrent.hf.convolutions import PagedConvolution, is_known_convolution
 
 from .families import VOCABULARY
 from .snapshot import snapshot

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import hf_accel
 from hf_accel import PagedCache
-from hf_accel.cache.hf.state_sizes import state_sizes
-from hf_accel.fused.hf.delta_attention import DeltaAttention
-from hf_accel.fused.hf.recurrences import known_recurrence
-from hf_accel.fused.hf.state_pass import PagedRecurrence
+from hf_accel.cache.kinds.state_sizes import state_sizes
 from hf_accel.kernels.cpu import refusal
+from hf_accel.recurrent.hf.delta_attention import DeltaAttention
+from hf_accel.recurrent.hf.recurrences import known_recurrence
+from hf_accel.recurrent.hf.state_pass import PagedRecurrence
 
 from .families import VOCABULARY
 from .snapshot import snapshot

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hf_accel
-from hf_accel.cache.group import PassInputs
 from hf_accel.cache.hf import page_groups
-from hf_accel.cache.pages import Pages, TokenRange
+from hf_accel.cache.pages import Pages
+from hf_accel.cache.step import PassInputs, TokenRange
 from hf_accel.generation.hf.model_runner import ModelRunner
 from hf_accel.generation.sampling.choice import likeliest
 from hf_accel.tensors import integers

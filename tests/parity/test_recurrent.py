@@ -13,14 +13,14 @@ from torch import Tensor, distributed, nn
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
-from hf_accel.cache.hf.state_sizes import state_sizes
-from hf_accel.cache.states import MOST_STATES
-from hf_accel.fused.hf import delta_rules, selective_scans, state_spaces
+from hf_accel.cache.kinds.state_sizes import state_sizes
+from hf_accel.cache.kinds.states import MOST_STATES
 from hf_accel.fused.hf.part_activations import PartActivation
-from hf_accel.fused.hf.recurrences import known_recurrence
-from hf_accel.fused.hf.state_pass import PagedRecurrence
 from hf_accel.kernels.cpu import refusal
 from hf_accel.recognition.trial import Tolerance, agree
+from hf_accel.recurrent.hf import delta_rules, selective_scans, state_spaces
+from hf_accel.recurrent.hf.recurrences import known_recurrence
+from hf_accel.recurrent.hf.state_pass import PagedRecurrence
 
 from .families import VOCABULARY
 from .recurrent_models import DELTA_RULES, FULL, LAYERS, LINEAR, STATE_SPACES, delta_rule_of, state_space_of

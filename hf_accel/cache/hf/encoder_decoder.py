@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
-from ..group import PageGroup, Step
-from ..once import OnceGroup, OnceStep
+from ..group import PageGroup
+from ..kinds.once import OnceGroup, OnceStep
+from ..step import Step
 from .layers import CacheOverPages, LayerOverPages, PagedKV, as_attended
 from .ragged import RaggedCache
 from .tokens_before import TokensBefore

@@ -6,19 +6,30 @@ import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ...config import CacheConfig
 from ...errors import UnsupportedError
-from ..group import PageGroup, SharedContext
-from ..once import OnceGroup
+from ..group import PageGroup
+from ..kinds import (
+    Chunks,
+    CompressedKeys,
+    ConvolutionInputs,
+    IndexKeys,
+    KeysAndValues,
+    Kind,
+    OnceGroup,
+    RecurrentStates,
+)
+from ..kinds.compressed import RANK
+from ..kinds.kind import GroupSettings
+from ..kinds.state_sizes import state_sizes, steps_of_prompts_differ
+from ..kinds.states import WINDOW
 from ..quantized import QUANTIZED
-from ..states import FIRST_STATES, MOST_STATES, WINDOW, StateGroup
-from .state_sizes import state_sizes, steps_of_prompts_differ
+from ..step import SharedContext
 
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
@@ -27,31 +38,11 @@ CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many toke
 REUSES = "reuse"  # what configs call a layer that attends to the keys and values of another
 SELECTS_AS_BEFORE = "shared"  # what configs call a layer that attends to the tokens that one before it has selected
 WITHOUT_STATE = ("moe", "mlp", REUSES)  # what configs call layers that keep nothing
-COMPRESSED_NUMBERS = "kv_lora_rank"  # the setting that says how many numbers stand for a token's keys and values
 FIRST_TOKENS = 1024  # the initial capacity, in tokens over all sequences, of a cache that grows
 
 
-class LayerKind(NamedTuple):
-    """A kind of pages that a decoder layer has for its tokens: of keys and values, or one of the three below.
-
-    window: the number of last tokens that it keeps; None for all. convolves: whether it keeps the inputs of a short
-    convolution. recurs: whether it keeps a state of fixed size after a token. rank: the numbers that it keeps in place
-    of a token's keys and values, and makes both from; None if it keeps these themselves. chunked: whether the window
-    is a chunk, and a token attends to those of its own alone. indexes: whether it keeps the keys of an indexer.
-    """
-
-    window: int | None
-    convolves: bool = False
-    recurs: bool = False
-    rank: int | None = None
-    chunked: bool = False
-    indexes: bool = False
-
-
-RECURRENT_STATE = LayerKind(WINDOW, recurs=True)
-INDEX_KEYS = LayerKind(None, indexes=True)
 # What a layer keeps: one kind; keys and values, and then a state; or nothing.
-LayerKinds = tuple[LayerKind, ...]
+LayerKinds = tuple[Kind, ...]
 
 
 @dataclass(frozen=True)
@@ -60,13 +51,11 @@ class ModelKinds:
 
     layers: of each layer. distinct: each kind once; states come last, so that the first group has the blocks of a
     sequence's tokens, if there are any. has_encoder: whether the layers keep something of an encoder's output too.
-    steps_differ: see steps_of_prompts_differ.
     """
 
     layers: tuple[LayerKinds, ...]
-    distinct: tuple[LayerKind, ...]
+    distinct: tuple[Kind, ...]
     has_encoder: bool
-    steps_differ: bool
 
     @cached_property
     def windows(self) -> list[int | None]:
@@ -74,35 +63,18 @@ class ModelKinds:
         return [kinds[0].window if kinds else None for kinds in self.layers]
 
     @cached_property
-    def convolves(self) -> bool:
-        return any(kind.convolves for kind in self.distinct)
-
-    @cached_property
-    def recurs(self) -> bool:
-        return any(kind.recurs for kind in self.distinct)
-
-    @cached_property
-    def chunks(self) -> list[int]:
-        """Return the tokens of the chunks within which tokens attend, of each kind of layer that has some."""
-        return [kind.window or 0 for kind in self.distinct if kind.chunked]
-
-    @cached_property
-    def indexes(self) -> bool:
-        return any(kind.indexes for kind in self.distinct)
-
-    @cached_property
     def mask_windows(self) -> list[int | None]:
-        """Return the window of the mask of each decoder layer, which is None too where tokens attend within chunks."""
-        return [None if not own or own[0].chunked else own[0].window for own in self.layers]
+        """Return the window of the mask of each decoder layer."""
+        return [kinds[0].mask_window if kinds else None for kinds in self.layers]
 
-    @cached_property
-    def compresses(self) -> bool:
-        return any(kind.rank is not None for kind in self.distinct)
+    def has(self, *kinds: type[Kind]) -> bool:
+        """Return whether a layer keeps something of one of these kinds."""
+        return any(isinstance(each, kinds) for each in self.distinct)
 
     @cached_property
     def is_states_alone(self) -> bool:
         """Return whether the layers keep recurrent states and nothing else: no layer attends."""
-        return all(kind.recurs for kind in self.distinct)
+        return all(isinstance(kind, RecurrentStates) for kind in self.distinct)
 
 
 @dataclass
@@ -130,8 +102,8 @@ def model_kinds(config: PreTrainedConfig) -> ModelKinds:
     if known is not None and known.config() is config and known.settings == settings:
         return known.kinds
     layers = _layer_kinds(config, decoder)
-    distinct = sorted(dict.fromkeys(kind for own in layers for kind in own), key=lambda kind: kind.recurs)
-    kinds = ModelKinds(tuple(layers), tuple(distinct), config.is_encoder_decoder, steps_of_prompts_differ(decoder))
+    distinct = sorted(dict.fromkeys(kind for own in layers for kind in own), key=lambda kind: not kind.holds_tokens)
+    kinds = ModelKinds(tuple(layers), tuple(distinct), config.is_encoder_decoder)
     key = id(config)
     _known[key] = _Known(weakref.ref(config, lambda _: _known.pop(key, None)), settings, kinds)
     return kinds
@@ -192,27 +164,31 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     attends = _attending(layer, name, decoder)
     if attends is not None and name not in ("hybrid", "hybrid_sliding"):
         if type(layer).__name__ == "DynamicIndexedLayer":  # which older transformers do not have
-            return (attends,) if name == SELECTS_AS_BEFORE else (attends, INDEX_KEYS)
+            return (attends,) if name == SELECTS_AS_BEFORE else (attends, IndexKeys(None))
         return (attends,) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else None
     window = getattr(decoder, CONVOLVED_TOKENS, None)
     if not isinstance(layer, LinearAttentionLayer):
         return None
     if name == "conv" and type(layer) is LinearAttentionLayer and isinstance(window, int):
-        return (LayerKind(window, convolves=True),)
-    if state_sizes(decoder) is None or getattr(layer, "number_of_states", 1) != 1:
+        return (ConvolutionInputs(window),)
+    sizes = state_sizes(decoder)
+    if sizes is None or getattr(layer, "number_of_states", 1) != 1:
         return None
+    state = RecurrentStates(WINDOW, sizes, steps_of_prompts_differ(decoder))
     if name == "linear_attention" and type(layer) is LinearAttentionLayer:
-        return (RECURRENT_STATE,)
-    return None if attends is None else (attends, RECURRENT_STATE)
+        return (state,)
+    return None if attends is None else (attends, state)
 
 
-def _attending(layer: Any, name: str | None, decoder: Any) -> LayerKind | None:
+def _attending(layer: Any, name: str | None, decoder: Any) -> Kind | None:
     """Return the kind of the keys and values that a layer keeps, next to a state or alone; None if it keeps none."""
-    rank = getattr(decoder, COMPRESSED_NUMBERS, None)
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        chunked = name == CHUNKED or (name is None and not getattr(decoder, "sliding_window", None))
-        return LayerKind(layer.sliding_window, rank=rank, chunked=chunked)
-    return LayerKind(None, rank=rank) if isinstance(layer, DynamicLayer) else None
+    slides = isinstance(layer, DynamicSlidingWindowLayer)
+    if not slides and not isinstance(layer, DynamicLayer):
+        return None
+    window, rank = layer.sliding_window if slides else None, getattr(decoder, RANK, None)
+    if slides and (name == CHUNKED or (name is None and not getattr(decoder, "sliding_window", None))):
+        return Chunks(window)
+    return KeysAndValues(window) if rank is None else CompressedKeys(window, rank)
 
 
 def page_groups(
@@ -230,77 +206,34 @@ def page_groups(
     capacity: the tokens that a growing cache has room for at first. context: the ranks that share out the blocks.
     """
     kinds = model_kinds(config)
+    refusal = blocks_refusal(config, settings)
+    if refusal is not None:
+        raise UnsupportedError(refusal)
     tokens = capacity if settings.max_tokens is None else settings.max_tokens
-    num_blocks, growable = max(1, -(-tokens // settings.block_size)), settings.max_tokens is None
-    groups = [
-        StateGroup(
-            num_blocks=FIRST_STATES if growable else most_states(num_blocks),
-            growable=growable,
-            prefix_sharing=settings.prefix_sharing and not kinds.steps_differ,
-        )
-        if kind.recurs
-        else PageGroup(
-            window=kind.window,
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            growable=growable,
-            prefix_sharing=settings.prefix_sharing,
-            quantized=None if kind.convolves or kind.indexes else QUANTIZED.get(settings.dtype),
-        )
-        for kind in kinds.distinct
-    ]
-    for group, kind in zip(groups, kinds.distinct, strict=True):
-        group.rank, group.chunk = kind.rank, kind.window if kind.chunked else None
-        if (group.chunk or 0) % group.pool.block_size:
-            raise UnsupportedError(chunks_refusal(config, settings))
+    each = GroupSettings(
+        num_blocks=max(1, -(-tokens // settings.block_size)),
+        block_size=settings.block_size,
+        growable=settings.max_tokens is None,
+        prefix_sharing=settings.prefix_sharing,
+        quantized=QUANTIZED.get(settings.dtype),
+    )
+    groups = [kind.group(**each) for kind in kinds.distinct]
     if kinds.has_encoder:
-        groups.append(
-            OnceGroup(
-                window=None,
-                num_blocks=num_blocks,
-                block_size=settings.block_size,
-                growable=growable,
-                prefix_sharing=False,
-                quantized=QUANTIZED.get(settings.dtype),
-            )
-        )
+        groups.append(OnceGroup(window=None, **(each | {"prefix_sharing": False})))
     for group in groups:
         group.context = context
     return groups, [tuple(map(kinds.distinct.index, own)) for own in kinds.layers]
 
 
-def chunks_refusal(config: PreTrainedConfig, settings: CacheConfig) -> str | None:
-    """Return why blocks cannot hold the chunks of a model's attention, as one clause; None if they can."""
-    chunks = [chunk for chunk in model_kinds(config).chunks if chunk % settings.block_size]
-    if not chunks:
-        return None
-    size = gcd(settings.block_size, *chunks)
-    return (
-        f"chunks of {chunks[0]} tokens do not begin with blocks of {settings.block_size}; "
-        f"take CacheConfig(block_size={size})"
-    )
-
-
-def most_states(num_blocks: int) -> int:
-    """Return the states for which a pool of fixed size has room, next to `num_blocks` blocks of keys and values.
-
-    Each sequence has a block at least, and two states; drafts take more of them.
-    """
-    return WINDOW * num_blocks + MOST_STATES
+def blocks_refusal(config: PreTrainedConfig, settings: CacheConfig) -> str | None:
+    """Return why blocks of these settings cannot hold what a model's layers keep, as one clause; None if they can."""
+    refusals = (kind.block_refusal(settings.block_size) for kind in model_kinds(config).distinct)
+    return next(filter(None, refusals), None)
 
 
 def sharing_refusal(config: PreTrainedConfig) -> str | None:
     """Return why ranks cannot share out the pages of a model, as one clause; None if they can."""
-    kinds = model_kinds(config)
-    if kinds.convolves or kinds.recurs:
-        return "layers that are no attention need all that they keep on each rank"
-    if kinds.indexes:
-        return "no rank knows how to select tokens among a part of them"
-    if kinds.chunks:
-        return "no rank knows how to attend within chunks"
-    if kinds.compresses:
-        return "no rank knows how to attend over a part of the compressed keys"
-    return None
+    return next(filter(None, (kind.ranks_clause for kind in model_kinds(config).distinct)), None)
 
 
 def check_windows(own: list[int | None], config: PreTrainedConfig) -> None:

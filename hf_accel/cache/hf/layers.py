@@ -17,9 +17,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import NotRaggedError, UnsupportedError
 from ...kernels.layouts import KV
 from ...tensors import product_dtype
-from ..group import GroupStep, PageGroup, Step
-from ..latent_pages import attended, joined, parted
-from ..states import StateStep
+from ..group import PageGroup
+from ..kinds.states import StateStep
+from ..step import GroupStep, Step
 from ..storage import KVStorage
 from .kinds import NOT_PAGED
 
@@ -113,7 +113,7 @@ class LayerOverPages(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         group_step = step.groups[self.group_index]
-        new_keys, new_values = joined(step.tokens(keys), step.tokens(values), self.group.rank)
+        new_keys, new_values = self.group.form.joined(step.tokens(keys), step.tokens(values))
         storage = self.group.storage(self.layer_idx, new_keys, new_values)
         if group_step.written is not None:
             new_keys, new_values = new_keys[group_step.written], new_values[group_step.written]
@@ -249,16 +249,16 @@ class PagedKV:
     @property
     def rank(self) -> int | None:
         """The numbers of compressed keys; None for keys and values that are not compressed."""
-        return self.layer.group.rank
+        return self.layer.group.form.rank
 
     @property
     def pages(self) -> KV:
-        return attended(self.storage.pages, self.rank)
+        return self.layer.group.form.attended(self.storage.pages)
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Return K and V [1, Hkv, M, D] of all tokens that the sequences of the pass have, end to end."""
         slots = self.group_step.ragged.slots(self.layer.group.pool.block_size)
-        keys, values = parted(*self.storage.read(slots), self.rank)
+        keys, values = self.layer.group.form.parted(*self.storage.read(slots))
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def attach(self, keys: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
 from ..cached_sequence import CachedSequence
-from ..group import PageGroup, SharedContext, Step
-from ..latent_pages import parted
+from ..group import PageGroup
 from ..padded import PaddedBatch, last_columns
 from ..pages import Pages
+from ..step import SharedContext, Step
 from .kinds import FIRST_TOKENS, REMADE, check_windows, model_kinds, page_groups, windows_of_pages
 from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
 
@@ -87,7 +87,7 @@ class PagedLayer(LayerOverPages):
             )
         storage = self.group.storages[self.layer_idx]
         slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
-        keys, values = parted(*read_with_zeros(storage, slots), self.group.rank)
+        keys, values = self.group.form.parted(*read_with_zeros(storage, slots))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

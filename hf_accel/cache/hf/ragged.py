@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from ...kernels.layouts import PositionBias
-from ..group import PageGroup, Step
+from ..group import PageGroup
+from ..step import Step
 from .layers import CacheOverPages, LayerOverPages, as_attended
 from .tokens_before import TokensBefore
 

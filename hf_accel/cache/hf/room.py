@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from ...config import CacheConfig
 from ...errors import OutOfBlocksError
 from ...hardware.device import pool_memory
-from ...models import head_dim, layers_config, num_kv_heads
-from ..quantized import QUANTIZED, head_bytes
-from .kinds import COMPRESSED_NUMBERS
+from ...models import layers_config
+from ..quantized import QUANTIZED
+from .kinds import model_kinds
 
 SPARE_SHARE = 0.05  # of the free memory, for what is not counted: fragments, and libraries
 GRAPH_BYTES = 2**30
@@ -75,25 +75,19 @@ def share_settings(
 
 
 def token_bytes(model: PreTrainedModel, settings: CacheConfig, own_heads: Mapping[int, int] | None = None) -> int:
-    """The bytes of a token's K and V in all layers.
+    """Return the bytes of a token in the pages of all layers, but for states of fixed size.
 
     own_heads: the heads of K and V that this process has in each layer, where it is not all of them.
     """
     config: Any = layers_config(model.config)
-    quantized = QUANTIZED.get(settings.dtype)
-    total = 0
-    for index, layer in enumerate(config.per_layer_config):
-        rank = getattr(layer, COMPRESSED_NUMBERS, None)
-        if rank:
-            sizes = (rank + layer.qk_rope_head_dim, 0) if quantized else (rank + layer.qk_rope_head_dim,)
-            total += sum(head_bytes(size, model.dtype, quantized) for size in sizes)
-            continue
-        heads = (own_heads or {}).get(index) or num_kv_heads(layer)
-        dim = head_dim(layer)
-        key_dim = max(dim, getattr(layer, "qk_head_dim", None) or 0)
-        value_dim = max(dim, getattr(layer, "v_head_dim", None) or 0)
-        total += heads * sum(head_bytes(each, model.dtype, quantized) for each in (key_dim, value_dim))
-    return total
+    quantized, heads = QUANTIZED.get(settings.dtype), own_heads or {}
+    layers = zip(model_kinds(model.config).layers, config.per_layer_config, strict=False)
+    return sum(
+        kind.numbers(layer).token_bytes(model.dtype, quantized, heads=heads.get(index))
+        for index, (kinds, layer) in enumerate(layers)
+        for kind in kinds
+        if kind.holds_tokens
+    )
 
 
 def pass_bytes(model: PreTrainedModel, rows: int) -> int:

@@ -18,9 +18,9 @@ from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..projections import ProjectionCall
-from .sites import FusedSite
+from ..site import FusedSite, SiteKind
 
-COMPRESSED = "compressed"  # the kind in the plan
+COMPRESSED = SiteKind("compressed", "attention modules", "compressed keys in pages")
 
 
 class PagedLatents(Mixin):

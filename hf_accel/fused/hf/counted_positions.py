@@ -17,9 +17,9 @@ from ...recognition.code import code_of
 from ...recognition.source import tree_of
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
-from .sites import FusedSite
+from ..site import FusedSite, SiteKind
 
-COUNTED = "counted positions"  # the kind in the plan
+COUNTED = SiteKind("counted positions", "attention modules", "positions of each sequence")
 STEPS = "floor_scale"  # the attribute that says how many positions have one temperature
 IN_STEPS = f"torch.floor((positions.float() + 1.0) / self.{STEPS})"  # the one use of positions in code with STEPS
 

@@ -17,9 +17,12 @@ from transformers import PreTrainedModel
 from ...recognition.generation_code import reads_dtype_of
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
-from .sites import FusedSite
+from ..site import FusedSite, SiteKind
 
-DTYPE_READER = "dtype reader"  # the kind in the plan
+DTYPE_READER = SiteKind(
+    "dtype reader", "modules that read the dtype of a weight", "without its numbers",
+    "their code asks for nothing else of it",
+)  # fmt: skip
 
 
 class ReadsDtypes(Mixin):

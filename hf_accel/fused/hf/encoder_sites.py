@@ -23,13 +23,21 @@ from ...recognition.stack_trace import StackTrace
 from ...recognition.trace import WEIGHTS, Trace
 from ...recognition.unchanged import has_own_forward
 from ..operations import Planned, refuse_over_rows, refuse_without_kernel
+from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import has_no_head
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls
 from .encoder_checks import scale_of
 from .layer_calls import attend_of
-from .sites import Dropped, FusedSite, refuse_partial_rotation
+from .sites import refuse_partial_rotation
 
-LAYER, STACK = "encoder layer", "encoder"
+LAYER = SiteKind(
+    "encoder layer", "encoder layers", "one native call each", "every operation of its code is known",
+    else_choice="module by module", computes_all=True,
+)  # fmt: skip
+STACK = SiteKind(
+    "encoder", "encoders", "layer after layer, in one form", "its code calls these layers, and does nothing else",
+    computes_all=True,
+)  # fmt: skip
 RETURNS_WEIGHTS = "it returns the weights of its attention, and the code around it does more than call such layers"
 
 

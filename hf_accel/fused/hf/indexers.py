@@ -18,14 +18,18 @@ from torch import Tensor, nn
 from ...attention.hf.selected import RaggedSelection
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
-from ...cache.pages import Pages, TokenRange
+from ...cache.pages import Pages
+from ...cache.step import TokenRange
 from ...recognition.source import lines_of
 from ...recognition.trial import RandomNumbers, unwatched_twin
+from ...recognition.trial_modules import trial_linear
 from ...undo.journal import Mixin, mixed_class, original_class
-from .convolutions import trial_linear
-from .sites import FusedSite
+from ..site import FusedSite, SiteKind
 
-INDEXER = "indexer"  # the kind in the plan
+INDEXER = SiteKind(
+    "indexer", "indexers", "keys in pages",
+    varies="an indexer's choice between nearly equal tokens depends on how a prompt is cut",
+)  # fmt: skip
 MOST_DRAFTED = 16  # tokens of a sequence that are computed one by one
 PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
 INDEXER_SIZES = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk", "layer_idx")

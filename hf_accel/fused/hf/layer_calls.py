@@ -21,8 +21,9 @@ from ...attention import AttentionSpec, PlannedAttention
 from ...attention.cpu import CpuBackend
 from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
 from ...attention.hf.mask import window_of
-from ...cache.group import GroupStep, PageGroup, Step
+from ...cache.group import PageGroup
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
+from ...cache.step import GroupStep, Step
 from ...kernels.cpu.library import native
 from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
 from ...recognition.operation import Operation, UntraceableError

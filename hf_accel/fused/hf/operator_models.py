@@ -21,7 +21,8 @@ from ...attention import AttentionSpec, choose_backend
 from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
-from ...cache.pages import Pages, TokenRange
+from ...cache.pages import Pages
+from ...cache.step import TokenRange
 from ...config import PatchConfig
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
@@ -33,9 +34,9 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree
 from ...tensors import model_device
 from ...undo.journal import Mixin, mixed_class, original_class
 from ...undo.state import FUSED
-from .sites import FusedSite
+from ..site import FusedSite, SiteKind
 
-OPERATORS = "operators"  # the kind in the plan
+OPERATORS = SiteKind("operators", "attention modules by operators", "over pages")
 BIASES = ("alibi", "position_bias")  # the names of parameters that take a bias of positions
 SHORT, LONG = 6, 4096  # lengths for which masks and biases are looked at
 CLOSE = Tolerance(of_largest=1e-4)

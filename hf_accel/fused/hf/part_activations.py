@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ...recognition.trial import RandomNumbers
 from ...recognition.unchanged import has_own_forward, is_known_class
 from ...undo.journal import Mixin, original_class
-from .sites import FusedSite
+from ..site import FusedSite, SiteKind
 
-PART_ACTIVATION = "part activation"  # the kind in the plan
+PART_ACTIVATION = SiteKind("part activation", "activations of parts", "as of whole tensors")
 CUTS = frozenset({"chunk", "split"})  # what code calls to cut a tensor into parts
 
 

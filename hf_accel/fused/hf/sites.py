@@ -20,7 +20,7 @@ from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.trace import Trace, is_conv1d
 from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
-from ...undo.journal import Mixin, mixed_class
+from ...undo.journal import mixed_class
 from ...undo.state import FUSED
 from ..composed_activation import NativeActivation, composed_activation
 from ..joined_layer import joins, refuse_others
@@ -35,26 +35,19 @@ from ..modules import (
 from ..norms import NativeNorm, NormForms, norm_form
 from ..operations import Planned, refuse_without_kernel
 from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readable, is_slow_in_torch
+from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
 from .layer_calls import TracedForward, attention_of
 
-ACTIVATION = "activation"
+NORM = SiteKind("norm", "RMSNorms", "one native call")
+ROTARY = SiteKind("rotary", "rotary embeddings", "one native call")
+MLP = SiteKind("mlp", "gated MLPs", "one call, then down", computes_all=True)
+GATE = SiteKind("gate", "gated MLPs", "activation and product in one call")
+ACTIVATION = SiteKind("activation", "activations", "one native call", computes_all=True)
+LINEAR = SiteKind("linear")
+CONV1D = SiteKind("conv1d", "float Conv1Ds", "torch, in float32")
 DIFFERS = "the native call differs from the module's own result on random input"
-
-
-@dataclass(frozen=True)
-class FusedSite:
-    """A module that gets a class of its own.
-
-    kind: its name in the plan. state: the values that the mixin reads, by attribute.
-    """
-
-    name: str
-    module: nn.Module
-    kind: str
-    mixin: type[Mixin]
-    state: Any
 
 
 @dataclass(frozen=True)
@@ -63,15 +56,6 @@ class ProjectionSite:
 
     parent: str
     layers: tuple[str, ...]  # names within the model
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A module that looked like a candidate, and the reason why it keeps its own forward."""
-
-    name: str
-    kind: str
-    reason: str
 
 
 def fused_sites(
@@ -112,9 +96,9 @@ def _checked(
         if signature not in checked:
             checked[signature] = _agrees(site, dtype, device_type)
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
-    if site.kind == "norm" and norm_form(module) is None:
+    if site.kind == NORM and norm_form(module) is None:
         return Dropped(name, site.kind, DIFFERS)
-    if site.kind == "conv1d":
+    if site.kind == CONV1D:
         if type(module) not in checked:
             checked[type(module)] = _multiplies_equally(module, dtype)
         return site if checked[type(module)] else Dropped(name, site.kind, DIFFERS)
@@ -126,16 +110,16 @@ def _candidate(
 ) -> FusedSite | None:
     """Return a site of the kind that a module seems to be, by its name and its code."""
     if seems_rms_norm(module):
-        return FusedSite(name, module, "norm", NativeNorm, NormForms())
+        return FusedSite(name, module, NORM, NativeNorm, NormForms())
     if rotary_form(module, dtype, device_type) is not None:
-        return FusedSite(name, module, "rotary", NativeRotary, None)
+        return FusedSite(name, module, ROTARY, NativeRotary, None)
     if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
-        return FusedSite(name, module, "conv1d", WidenedConv1D, None)
+        return FusedSite(name, module, CONV1D, WidenedConv1D, None)
     form = composed_activation(module, dtype) if has_library(device_type) else None
     if form is not None:
         return FusedSite(name, module, ACTIVATION, NativeActivation, form)
     parts = GatedCall.of(module, float_rows)
-    kind, mixin = ("mlp", NativeGatedMLP) if has_library(device_type) else ("gate", FusedGate)
+    kind, mixin = (MLP, NativeGatedMLP) if has_library(device_type) else (GATE, FusedGate)
     return None if parts is None else FusedSite(name, module, kind, mixin, parts)
 
 
@@ -143,7 +127,7 @@ def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
     """Find plain float Linears whose weight a native call can read in place."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and not has_own_forward(module) and is_readable(module):
-            yield FusedSite(name, module, "linear", NativeLinear, ProjectionCall(float_rows))
+            yield FusedSite(name, module, LINEAR, NativeLinear, ProjectionCall(float_rows))
 
 
 def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:
@@ -196,8 +180,8 @@ def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
 
 # -- whole decoder layers: their code is run once with stand-ins ---------------------------------------
 
-KIND = "layer"
-JOINED = "joined layer"  # the kind of one on a GPU
+KIND = SiteKind("layer", "decoder layers", "one native call each", else_choice="module by module")
+JOINED = SiteKind("joined layer")  # one on a GPU
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
 
 

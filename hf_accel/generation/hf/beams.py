@@ -10,15 +10,11 @@ from transformers import StoppingCriteriaList
 from transformers.generation import stopping_criteria
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-from ...cache.once import OnceGroup
-from ...cache.states import StateGroup
 from ..beam_search import BeamSearch, BeamSettings
 from ..sequence import Sequence
 from .beam_scores import process_of
 from .generation_state import LoopCall
 from .processing import BY_ROW, STATEFUL, is_stock
-
-STATES_OF_A_BEAM = 3  # after its last token, after the one before it, and after a prompt whose beginning others share
 
 # These decide for each beam alone, so that a prompt may end before others do.
 BY_BEAM = (
@@ -137,13 +133,9 @@ def _has_room(call: LoopCall) -> bool:
     """Return whether the pages hold all beams, none of which may wait until others have ended."""
     length, count = call.prompt_columns + call.config.max_length - call.num_columns, len(call.input_ids)
     states = getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)
+    source = None if states is None else states[0]
     for group in call.cache.pages.groups:
-        size = group.pool.block_size
-        needed = -(-length // size) + 1
-        if isinstance(group, StateGroup):
-            needed = STATES_OF_A_BEAM
-        elif isinstance(group, OnceGroup):
-            needed = 0 if states is None else -(-states.shape[1] // size)
-        if not group.pool.growable and count * needed > group.pool.num_blocks:
+        needed = count * group.num_blocks_of(length, source)
+        if not group.pool.growable and needed > group.pool.num_blocks:
             return False
     return True

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...cache.group import PageGroup, PassInputs
+from ...cache.group import PageGroup
 from ...cache.hf import RaggedEncoderDecoderCache
+from ...cache.step import PassInputs
 from ...models import layers_config
 from ..prompt_inputs import PassRows
 from .model_runner import ModelRunner

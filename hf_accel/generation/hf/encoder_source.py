@@ -18,13 +18,12 @@ from ..prompt_inputs import RequestInputs
 from .generation_state import LoopCall
 
 
-def with_encoder(cache: Any, model: Any) -> Any:
-    """Return the cache that generate() of a model is given, of which a part is for the output of an encoder.
+def with_encoder(cache: Any) -> Any:
+    """Return the cache that generate() of an encoder-decoder is given, of which a part is for the encoder's output.
 
     That part is transformers' own; ragged passes keep both in the pages. A cache without pages stays as it is.
     """
-    is_paged = isinstance(cache, PagedCache) and model.config.is_encoder_decoder
-    return EncoderDecoderCache(cache, DynamicCache()) if is_paged else cache
+    return EncoderDecoderCache(cache, DynamicCache()) if isinstance(cache, PagedCache) else cache
 
 
 def give_stock_cache(call: LoopCall) -> None:

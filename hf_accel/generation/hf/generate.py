@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...cache.cached_sequence import CachedSequence
 from ...cache.hf import PagedCache
-from ...cache.pages import TokenRange
+from ...cache.step import TokenRange
 from ...errors import UnsupportedError
 from ...undo.state import state_of
 from ..prompt_inputs import PassRows, PromptInputs, RequestInputs

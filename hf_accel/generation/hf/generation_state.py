@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ...cache.group import SharedContext
 from ...cache.hf import PagedCache
+from ...cache.step import SharedContext
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..agreement import ALONE, ProcessAgreement
@@ -136,6 +136,8 @@ class DecoderForm:
     hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
     counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
+    makes_masks: whether the model around the decoder makes masks of texts that our attention does not understand,
+        though they say no more than those that the decoder makes by itself, which it then does.
     """
 
     prepares: bool = False
@@ -144,6 +146,7 @@ class DecoderForm:
     hides_rows: bool | None = None
     counts_padding: bool = False
     operators: Any = None
+    makes_masks: bool = False
 
 
 STOCK_FORM = DecoderForm()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
-from ...cache.group import PageGroup, Step
+from ...cache.group import PageGroup
 from ...cache.hf import PagedCache
+from ...cache.step import Step
 from ...config import CacheConfig
 from ...recognition.unchanged import Hooks, has_own_forward
 from ...tensors import autocast_dtype, integers, packed, plain_tensors, views

@@ -307,10 +307,10 @@ class AcceleratedGeneration(WritesModelCard):
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
                 kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-            model_kwargs[name] = with_encoder(kept, self)
+            model_kwargs[name] = with_encoder(kept) if self.config.is_encoder_decoder else kept  # type: ignore[attr-defined]
         else:
             if given is not None:
-                model_kwargs[name] = with_encoder(given, self)
+                model_kwargs[name] = with_encoder(given) if self.config.is_encoder_decoder else given  # type: ignore[attr-defined]
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
             )

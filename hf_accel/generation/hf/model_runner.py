@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...attention.hf import ATTENTION_NAME
-from ...cache.group import PageGroup, PassInputs, Step
+from ...cache.group import PageGroup
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, keeps_states_alone, model_kinds
+from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...fused.hf.operator_models import OperatorModel
@@ -278,7 +279,8 @@ class ModelRunner:
         """
         marked = [(each.first, each.marked) for each in rows if each.marked is not None]
         others = [(each.first, each.arguments) for each in rows if each.arguments is not None]
-        if not marked and not others:
+        own_masks = state_of(self.model).generation.form.makes_masks
+        if not marked and not others and not own_masks:
             return self.model
         more = marked_arguments(marked, count) if marked else {}
 
@@ -287,6 +289,8 @@ class ModelRunner:
             if embeddings is not None:
                 call = {name: value for name, value in call.items() if name != "input_ids"}
                 placed["inputs_embeds"] = embeddings
+            if own_masks:
+                more["attention_mask"] = None
             return {**call, **more, **placed}
 
         return giving_decoder(self.model, prepare_step, changed)

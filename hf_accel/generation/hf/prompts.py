@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
+from ...attention.hf.stock import SDPA
 from ...errors import NotRaggedError, UnsupportedError
 from ...models import vocabulary_size
 from ...recognition.generation_code import only_passes_on
@@ -132,10 +133,12 @@ class TextForm:
 
     planes: P where it is given P coordinates for the position of each token; None for one. is_ids: whether it is given
     no more than what follows from the token ids; if not, the model's own code reads each text before it runs.
+    makes_masks: see DecoderForm.
     """
 
     planes: int | None
     is_ids: bool
+    makes_masks: bool
 
 
 def text_form(model: PreTrainedModel) -> TextForm:
@@ -144,19 +147,19 @@ def text_form(model: PreTrainedModel) -> TextForm:
     This is found by calling the model's own code with random texts, one of them with padding. Raises NotRaggedError if
     the decoder is given what ragged passes do not hand on, in passes of a text or behind it.
     """
-    planes, is_ids = None, True
+    planes, is_ids, makes_masks = None, True, False
     for lengths in TEXT_LENGTHS:
         ids, mask = _texts(model, lengths)
         calls = UpToDecoder(model, prepare_step)
         inputs: dict[str, Any] = {"attention_mask": mask}
         inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
         read = _Read(calls, ids, mask, inputs)
-        planes = read.first.planes
+        planes, makes_masks = read.first.planes, makes_masks or read.makes_masks
         for row, count in enumerate(lengths):
             padding = max(lengths) - count
             found = read.row(row)
             is_ids &= found is None or bool(padding and read.is_moved_text(row, padding))
-    return TextForm(planes, is_ids)
+    return TextForm(planes, is_ids, makes_masks)
 
 
 def text_refusal(model: PreTrainedModel) -> str | None:
@@ -220,7 +223,7 @@ class _Read:
         state = find_state(calls.model)
         if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
-        if state is not None and state.generation.context is not None and (any(self.seen) or self.first.marked):
+        if state is not None and state.generation.context is not None and (any(self.seen.rows) or self.first.marked):
             raise NotRaggedError("tokens see later ones or bring features, and ranks share out its cache")
         if bool((ids >= vocabulary_size(calls.model)).any()):  # a drafter may propose such a token
             raise NotRaggedError("the prompt holds token ids that have no embedding")
@@ -299,6 +302,15 @@ class _Read:
         refuse_mixed_tokens(self.calls.decoder, marked, self.first.planes, self.first.embeddings)
         state.marked_form = marked.form
 
+    @property
+    def makes_masks(self) -> bool:
+        """Return whether the decoder is given a mask of four dimensions where stock's sdpa has none, without padding."""
+        mask = self.first.mask
+        masks = list(mask.values()) if isinstance(mask, dict) else [mask]
+        is_plain = bool(self.tokens.all()) and not any(self.seen.rows)
+        is_plain = is_plain and self.calls.config._attn_implementation == SDPA
+        return is_plain and any(isinstance(each, Tensor) and each.ndim == 4 for each in masks)
+
     def row(self, row: int) -> PromptInputs | None:
         """Return the inputs of one prompt; None if it is text alone."""
         columns = self.tokens[row].nonzero().flatten()
@@ -311,16 +323,19 @@ class _Read:
             plain = (self._embedded(ids) == embeddings).all(dim=-1).cpu() & self._has_own_arguments(row)
         is_moved = bool((positions != indices).any()) or bool(shifts.any())
         marked = self._marked(row)
-        if bool(plain.all()) and not is_moved and self.seen[row] is None and marked is None:
+        if bool(plain.all()) and not is_moved and self.seen.rows[row] is None and marked is None:
             return None
         is_plain = (plain & (positions == indices).all(dim=0)).tolist()
         places = positions if is_moved else None
         arguments = {name: value[row][self.tokens[row].to(value.device)] for name, value in self.first.arguments.items()}
         contents = contents_of(ids.tolist(), is_plain, embeddings, places, marked=marked, arguments=arguments)
-        seen = self.seen[row]
+        seen = self.seen.rows[row]
         if seen is not None:
             contents = contents_of_wholes(contents, seen)
-        return PromptInputs(embeddings, places, tuple(shifts.tolist()), contents, seen, marked, arguments or None)
+        return PromptInputs(
+            embeddings, places, tuple(shifts.tolist()), contents, seen, marked, arguments or None,
+            seen_in_windows=self.seen.in_windows,
+        )  # fmt: skip
 
     def is_moved_text(self, row: int, columns: int) -> bool:
         """Return whether a row is a text whose tokens stand, with those behind it, so many columns later."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache, model_kinds
+from ...cache.kinds import RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
 from ...models import vocabulary_size
@@ -137,7 +138,7 @@ def padding_refusal(model: PreTrainedModel, mask: object) -> str | None:
 
     In transformers, padding behind a token changes the state of a recurrent layer.
     """
-    if not isinstance(mask, Tensor) or _only_left_padded(mask) or not model_kinds(model.config).recurs:
+    if not isinstance(mask, Tensor) or _only_left_padded(mask) or not model_kinds(model.config).has(RecurrentStates):
         return None
     return "padding stands behind or between tokens"
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...attention import PlannedAttention
 from ...cache.cached_sequence import CachedSequence
 from ...cache.hf import PagedCache, fixed_settings, model_kinds, page_groups, windows_of_pages
-from ...cache.once import require_room
+from ...cache.kinds.once import require_room
 from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError

@@ -8,8 +8,8 @@ import pytest
 
 from hf_accel.cache.cached_sequence import CachedSequence
 from hf_accel.cache.group import PageGroup
+from hf_accel.cache.kinds.states import MOST_SNAPSHOTS, StateGroup
 from hf_accel.cache.pages import Pages
-from hf_accel.cache.states import MOST_SNAPSHOTS, StateGroup
 from hf_accel.errors import OutOfBlocksError
 
 SIZE = 4

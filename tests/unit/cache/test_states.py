@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from hf_accel.cache.kinds.states import MOST_STATES, StateGroup, StateTable
 from hf_accel.cache.pages import Pages
-from hf_accel.cache.states import MOST_STATES, StateGroup, StateTable
 from hf_accel.errors import OutOfBlocksError
 
 

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from hf_accel.cache.kinds import KeysAndValues
+from hf_accel.cache.kinds.kind import Numbers
 from hf_accel.config import WeightConfig
-from hf_accel.estimate.layer_bytes import AttentionLayer
+from hf_accel.estimate.layer_bytes import StatefulLayer
 from hf_accel.estimate.workload import WeightTensor, Workload
 from hf_accel.linear import LinearSpec
 
@@ -19,7 +21,7 @@ WORKLOAD = Workload(
         WeightTensor(kind="embeddings", shape=(11, 3), itemsize=2),
         WeightTensor(kind="other", shape=(3,), itemsize=2),
     ),
-    layers=(AttentionLayer(heads=2, kv_heads=1, head_dim=4, tokens=6),) * 2,
+    layers=(StatefulLayer(Numbers(2, 1, keys=4, values=4), 6, KeysAndValues(None)),) * 2,
     weights=None,
     dtype=torch.bfloat16,
     kv_dtype=None,

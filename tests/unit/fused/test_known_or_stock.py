@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from hf_accel.fused.hf.sites import ACTIVATION, FusedSite, fused_sites, native_linears
+from hf_accel.fused.hf.sites import ACTIVATION, fused_sites, native_linears
+from hf_accel.fused.site import FusedSite
 from hf_accel.fused.norms import NormForms
 from hf_accel.fused.projections import NativeLinear
 from hf_accel.kernels import cpu as kernels
@@ -90,7 +91,7 @@ def reasons(module: nn.Module, dtype: torch.dtype = torch.float32) -> list[str]:
 
 def test_an_activation_that_the_code_names() -> None:
     module = FunctionMLP()
-    assert [site.kind for site in sites(module)] == ["mlp"]
+    assert [site.kind.name for site in sites(module)] == ["mlp"]
     x = torch.randn(3, 8)
     with torch.no_grad():
         expected = module(x)

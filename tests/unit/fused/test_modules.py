@@ -154,7 +154,7 @@ def test_a_forward_without_a_rotation_has_no_form():
 def test_a_gated_mlp_is_recognized_and_close(act, epilogue, dtype):
     module = GatedMLP(40, 70, act, bias=True).to(dtype)
     sites, dropped = fused_sites(nn.ModuleList([module]), dtype, 64)
-    assert [site.kind for site in sites] == ["mlp"]
+    assert [site.kind.name for site in sites] == ["mlp"]
     assert not dropped
     assert sites[0].state.epilogue == epilogue
     native = mixed(module, NativeGatedMLP, sites[0].state)

@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_accel
 from hf_accel.fused import projections
-from hf_accel.fused.hf.sites import Dropped, FusedSite, fused_sites
+from hf_accel.fused.hf.sites import fused_sites
+from hf_accel.fused.site import Dropped, FusedSite
 from hf_accel.fused.projections import UNLIMITED, WidenedConv1D, is_slow_in_torch, widened_product
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
@@ -122,7 +123,7 @@ ScaledConv1D.__name__ = "Conv1D"
 
 def test_conv1ds_are_found_and_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     (site,), dropped = sites(Conv1D(5, 7).bfloat16())
-    assert (site.kind, site.mixin, dropped) == ("conv1d", WidenedConv1D, [])
+    assert (site.kind.name, site.mixin, dropped) == ("conv1d", WidenedConv1D, [])
     found, (other,) = sites(ScaledConv1D(5, 7).bfloat16())
     assert found == []
     assert "differs" in other.reason

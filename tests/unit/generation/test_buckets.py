@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from hf_accel.cache.group import PassInputs
-from hf_accel.cache.pages import HOST, Pages, TokenRange
+from hf_accel.cache.pages import HOST, Pages
+from hf_accel.cache.step import PassInputs, TokenRange
 from hf_accel.generation.buckets import NOT_UNIFORM, PaddedPass, padded
 from hf_accel.tensors import packed, views
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.cache.group import Step
 from hf_accel.cache.pages import Pages
+from hf_accel.cache.step import Step
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Draft, Sequence

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accel.cache.group import PageGroup, Step
+from hf_accel.cache.group import PageGroup
 from hf_accel.cache.pages import Pages
+from hf_accel.cache.step import Step
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sampling.token_prefix import Prefix
 from hf_accel.generation.sequence import Draft, Sequence

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ....cache.cached_sequence import CachedSequence
-from ....cache.pages import Pages, TokenRange
+from ....cache.pages import Pages
+from ....cache.step import TokenRange
 from ....tensors import Unread, all_unread, integers, is_remote, sent
 from ...batcher import Runner
 from ...sampling.choice import likeliest, processed

@@ -10,17 +10,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, ClassVar, Unpack
 
+import torch
 from torch import Tensor
 
-from ..kernels.layouts import Ragged
-from ..tensors import integers
-from .group import GroupStep, PageGroup
-from .pool import BlockPool, BlockTable, Copy, copy_nothing
+from ...kernels import cpu
+from ...kernels.layouts import Ragged
+from ...tensors import integers
+from ..group import PageGroup
+from ..pool import BlockPool, BlockTable, Copy, copy_nothing
+from ..step import GroupStep, TokenRange
+from .kind import GroupSettings, Kind, Numbers
+from .state_sizes import StateSizes
 
 WINDOW = 2  # a token's result needs the state before it, and the pass makes its own
 MOST_STATES = 32  # of a pass whose tokens may be taken back
 FIRST_STATES = 8  # the initial capacity of a pool that grows
+STATES_OF_A_SEQUENCE = 3  # after its last token, after the one before, and after a prompt whose beginning others share
 MOST_SNAPSHOTS = 16  # the states of ended or longer sequences that are kept for prompts with the same beginning
 
 
@@ -149,6 +156,9 @@ class StateGroup(PageGroup):
     A state is large, so there are pages for as many as were in use at a time, and not for all of the pool.
     """
 
+    holds_tokens = False
+    sees_padding = True
+
     def __init__(self, *, num_blocks: int, growable: bool, prefix_sharing: bool = False) -> None:
         super().__init__(
             window=WINDOW,
@@ -212,30 +222,59 @@ class StateGroup(PageGroup):
     def has_columns(self, layer_idx: int) -> bool:
         return False
 
-    def step(
-        self,
-        tables: Sequence[BlockTable],
-        spans: Sequence[range],
-        firsts: Sequence[int],
-        *,
-        prompts: Sequence[int],
-        cu_q: Tensor,
-    ) -> GroupStep:
-        """Make the part of a Step for these layers.
+    def num_blocks_of(self, num_tokens: int, source: Tensor | None) -> int:
+        return STATES_OF_A_SEQUENCE
 
-        spans: the tokens that the pass computes of each sequence. firsts: the first of them whose state is written.
-        prompts: the tokens of each sequence that were given.
-        """
+    def step(
+        self, ranges: Sequence[TokenRange], tables: Sequence[BlockTable], *,
+        runs: Sequence[list[tuple[int, int]]], cu_q: Tensor,
+    ) -> GroupStep:  # fmt: skip
         slots: list[int] = []
         given: list[int] = []
         before: list[int] = []
-        for table, span, first, num_prompt in zip(tables, spans, firsts, prompts, strict=True):
+        for each, table in zip(ranges, tables, strict=True):
             assert isinstance(table, StateTable)
+            first = each.write_from or each.start
             written = {token: slot for token, slot in zip(table.tokens, table.blocks, strict=True) if token >= first}
-            slots += [written.get(token, -1) for token in span]
-            given += [int(token < num_prompt) for token in span]
-            before.append(table.slot_before(span.start))
-        starts = [0, *accumulate(map(len, spans))]
+            slots += [written.get(token, -1) for token in each.span]
+            given += [int(token < each.num_prompt) for token in each.span]
+            before.append(table.slot_before(each.start))
+        starts = [0, *accumulate(each.count for each in ranges)]
         own = StateStep(integers(starts), integers(before), integers(slots), integers(given))
         ragged = Ragged(cu_q, kv_len=cu_q[1:] - cu_q[:-1], max_q=0, max_kv=0)
         return GroupStep(own.slots, None, ragged, own)
+
+
+@dataclass(frozen=True)
+class RecurrentStates(Kind):
+    """States of fixed size of recurrent layers, after a token and before it.
+
+    sizes: the numbers of one. steps_differ: see steps_of_prompts_differ.
+    """
+
+    sizes: StateSizes
+    steps_differ: bool
+
+    holds_tokens: ClassVar[bool] = False
+    sees_later: ClassVar[bool] = False
+    device_clause: ClassVar[str | None] = "has recurrent layers, whose states are read in pages on a CPU alone"
+    ranks_clause: ClassVar[str | None] = "layers that are no attention need all that they keep on each rank"
+
+    def group(self, **settings: Unpack[GroupSettings]) -> StateGroup:
+        growable, num_blocks = settings["growable"], settings["num_blocks"]
+        return StateGroup(
+            # Each sequence has a block of keys and values at least, and two states; drafts take more of them.
+            num_blocks=FIRST_STATES if growable else WINDOW * num_blocks + MOST_STATES,
+            growable=growable,
+            prefix_sharing=settings["prefix_sharing"] and not self.steps_differ,
+        )
+
+    def numbers(self, layer: Any) -> Numbers:
+        return Numbers(1, 1, self.sizes.state, self.sizes.inputs, dtype=torch.float32, quantizes=False)
+
+    def device_refusal(self, device: torch.device) -> str | None:
+        # Without our kernel, a prompt would take longer than transformers' own code needs for it.
+        missing = cpu.refusal()
+        if missing is None or device.type not in ("cpu", "meta"):
+            return super().device_refusal(device)
+        return f"has recurrent layers, whose states only our kernels read in pages ({missing})"

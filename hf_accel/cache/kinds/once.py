@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import OutOfBlocksError
-from ..kernels.layouts import Ragged
-from ..tensors import integers
-from .group import GroupStep, PageGroup
-from .pool import BlockPool, BlockTable, Copy, copy_nothing
+from ...errors import OutOfBlocksError
+from ...kernels.layouts import Ragged
+from ...tensors import integers
+from ..group import PageGroup
+from ..pool import BlockPool, BlockTable, Copy, copy_nothing
+from ..step import GroupStep, TokenRange
 
 
 class OnceTable(BlockTable):
@@ -99,11 +100,20 @@ class OnceStep:
 class OnceGroup(PageGroup):
     """The pages of the attention to an encoder's output."""
 
+    holds_tokens = False
+    rolls = True  # whatever the length of a sequence, its blocks hold no tokens of it
+
     def table(self, source: Tensor | None = None) -> OnceTable:
         return OnceTable(self.pool, source)
 
-    def step(self, tables: Sequence[BlockTable], spans: Sequence[range]) -> GroupStep:
-        """Make the part of a Step for these layers. spans: the tokens that the pass computes of each sequence.
+    def num_blocks_of(self, num_tokens: int, source: Tensor | None) -> int:
+        return 0 if source is None else -(-len(source) // self.pool.block_size)
+
+    def step(
+        self, ranges: Sequence[TokenRange], tables: Sequence[BlockTable], *,
+        runs: Sequence[list[tuple[int, int]]], cu_q: Tensor,
+    ) -> GroupStep:  # fmt: skip
+        """Make the part of a Step for these layers.
 
         To attention each token is a sequence of its own, whose single query sees all keys.
         """
@@ -111,13 +121,13 @@ class OnceGroup(PageGroup):
         sources: list[Tensor] = []
         rows: list[list[int]] = []
         lengths: list[int] = []
-        for table, span in zip(tables, spans, strict=True):
+        for each, table in zip(ranges, tables, strict=True):
             assert isinstance(table, OnceTable)
-            if span.start == 0 and table.source is not None:
+            if each.start == 0 and table.source is not None:
                 slots += table.slots(0, table.length)
                 sources.append(table.source)
-            rows += [table.blocks] * len(span)
-            lengths += [table.length] * len(span)
+            rows += [table.blocks] * each.count
+            lengths += [table.length] * each.count
         ragged = Ragged(
             integers(range(len(rows) + 1), dtype=torch.int32),
             kv_len=integers(lengths, dtype=torch.int32),

@@ -6,7 +6,7 @@ drafts, copies and preemption need nothing of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ...cache.hf import CacheOverPages
 from ...errors import NotRaggedError
+from ...fused.site import FusedSite, SiteKind
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, mixed_class, original_class
-from .sites import FusedSite
 
-CONVOLUTION = "convolution"  # the kind in the plan
+CONVOLUTION = SiteKind("convolution", "short convolutions", "inputs in pages", computes_all=True, convolves=True)
 PARTS = ("in_proj", "conv", "out_proj")
 # What a model gives all its layers, and a convolution does not read.
 OTHER_ARGUMENTS = frozenset({
@@ -125,32 +126,6 @@ def _agrees(module: nn.Module) -> bool:
         lambda: ours(x, past_key_values=_OneCall(length)),
         Tolerance(roundings=32, absolute=1e-5),
     )
-
-
-@torch.no_grad()
-def draw_weights(parts: Iterable[nn.Module], numbers: RandomNumbers) -> None:
-    """Draw the weights of parts for a trial so that each gives about as large numbers as it is given.
-
-    Layers behind each other would else give so large numbers that rounding alone exceeds what a trial allows.
-    """
-    for part in parts:
-        for parameter in part.parameters():
-            inputs = parameter[0].numel() if parameter.ndim > 1 else 1
-            parameter.copy_(numbers(*parameter.shape) * inputs**-0.5)
-
-
-def trial_linear(inputs: int, outputs: int) -> nn.Linear:
-    """Make a linear layer for a trial, without a bias; takes none of the user's random numbers."""
-    made: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
-    return made
-
-
-def trial_convolution(channels: int, length: int, *, bias: bool) -> nn.Conv1d:
-    """Make a causal convolution of each channel for a trial; takes none of the user's random numbers."""
-    made: nn.Conv1d = nn.utils.skip_init(
-        nn.Conv1d, channels, channels, length, groups=channels, padding=length - 1, bias=bias
-    )
-    return made
 
 
 class _OneCall(CacheOverPages):

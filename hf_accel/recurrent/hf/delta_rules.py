@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.hf import RecurrentPass
-from ...cache.hf.state_sizes import StateSizes
+from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import delta_rule, short_conv
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import gated_norm
-from .convolutions import draw_weights, trial_convolution, trial_linear
 from .state_pass import (
     PagedRecurrence,
     Recurrence,

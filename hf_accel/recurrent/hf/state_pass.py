@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ...cache.hf import CacheOverPages, RaggedCache, RecurrentPass
-from ...cache.hf.state_sizes import StateSizes
-from ...cache.pages import Pages, TokenRange
-from ...cache.states import StateGroup
+from ...cache.kinds.state_sizes import StateSizes
+from ...cache.kinds.states import StateGroup
+from ...cache.pages import Pages
+from ...cache.step import TokenRange
 from ...kernels import cpu
 from ...kernels.cpu.library import FLOATS
 from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved

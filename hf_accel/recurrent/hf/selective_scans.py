@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.hf import RecurrentPass
-from ...cache.hf.state_sizes import StateSizes
+from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import short_conv, state_scan
 from ...kernels.cpu.float_linear import FloatLinear
 from ...kernels.cpu.library import FLOATS
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm
-from .convolutions import draw_weights, trial_convolution, trial_linear
 from .state_pass import PagedRecurrence, Recurrence, as_generated, in_passes, is_native, scan_refusal
 from .state_spaces import ACTIVATION_PART, NATIVE_SCAN, REFERENCE_SCAN
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial_modules import trial_convolution, trial_linear
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm, gated_norm
-from .convolutions import trial_convolution, trial_linear
 from .delta_rules import DeltaHeads, DeltaRule
 from .state_pass import PagedRecurrence, as_generated, in_passes
 

@@ -1,0 +1,1 @@
+"""Finds such layers in a model of transformers, and computes them over pages."""
