@@ -23,21 +23,26 @@ pytestmark = pytest.mark.skipif(
     transformers.__version__.startswith("5.17."), reason="its configs do not declare their parts: no tiny model"
 )
 
-LLAVA, QWEN, GEMMA, PALI, STACK = (
-    f"{name}ForConditionalGeneration" for name in ("Llava", "Qwen2VL", "Gemma3", "PaliGemma", "Qwen3VL")
+LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED = (
+    f"{name}ForConditionalGeneration"
+    for name in ("Llava", "Qwen2VL", "Gemma3", "PaliGemma", "Qwen3VL", "Gemma4", "Gemma4Unified")
 )
 OTHERS = [
     f"{name}ForConditionalGeneration"
-    for name in ("LlavaNext", "Idefics3", "InternVL", "Mistral3", "Glm4v", "Granite4Vision")
-]
-CLASSES = [LLAVA, QWEN, GEMMA, PALI, STACK, *OTHERS]
+    for name in (
+        "LlavaNext", "Idefics3", "InternVL", "Mistral3", "Glm4v", "Granite4Vision", "Ernie4_5_VLMoe", "GotOcr2",
+        "HyperCLOVAXVisionV2", "MiniCPMV4_7",
+    )
+]  # fmt: skip
+CLASSES = [LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED, *OTHERS]
+TIED = (GEMMA, PALI, LAYERED, UNIFIED)
 NEW_TOKENS = 8
 WAIT = 60
 
 
 def fresh(name: str) -> Any:
     model: Any = build(families()[name], gain=2.0)
-    if name in (GEMMA, PALI):  # its tied and scaled embedding would only repeat the last token
+    if name in TIED:  # its tied and scaled embedding would only repeat the last token
         head = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(5))
         model.lm_head.weight = torch.nn.Parameter(head)
     return model
@@ -100,7 +105,7 @@ def test_requests_together_with_and_without_images(name: str) -> None:
     assert wanted[0] != wanted[1]
 
 
-@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA, PALI, STACK])
+@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED])
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
 def test_random_programmes_of_requests(name: str, seed: int) -> None:
     """Chunks of prompts, preemption, shared prefixes, samples and drafts change no request's tokens."""

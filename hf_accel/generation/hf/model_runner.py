@@ -252,12 +252,12 @@ class ModelRunner:
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         self.cache.known_pass = _known_pass(self.model)
         if self.operators is None:
-            given, embeddings = self._tokens(inputs, rows)
+            given = self._tokens(inputs, rows)
         else:
-            given, embeddings = self.operators.inputs(inputs.ids, inputs.positions), None
+            given = self.operators.inputs(inputs.ids, inputs.positions)
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
-            output = self._called(rows, len(inputs.ids), embeddings)(
+            output = self._called(rows, len(inputs.ids))(
                 **given,
                 use_cache=True,
                 return_dict=True,
@@ -272,54 +272,57 @@ class ModelRunner:
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
 
-    def _called(self, rows: Rows, count: int, embeddings: Tensor | None) -> Any:
+    def _called(self, rows: Rows, count: int) -> Any:
         """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some tokens.
 
-        embeddings: [1, N, D], those that the decoder of this copy is given; None for those that the model hands on.
+        What the decoder is given for all others is what the model's own code makes of their ids.
         """
+        embedded = [(each.first, each.embeddings) for each in rows if each.embeddings is not None]
         marked = [(each.first, each.marked) for each in rows if each.marked is not None]
         others = [(each.first, each.arguments) for each in rows if each.arguments is not None]
         own_masks = state_of(self.model).generation.form.makes_masks
-        if not marked and not others and not own_masks:
+        if not (embedded or marked or others or own_masks):
             return self.model
-        more = marked_arguments(marked, count) if marked else {}
+        more: dict[str, Any] = marked_arguments(marked, count) if marked else {}
+        if own_masks:
+            more["attention_mask"] = None
 
         def changed(call: dict[str, Any]) -> dict[str, Any]:
-            placed = placed_arguments(call, others, count)
-            if embeddings is not None:
-                call = {name: value for name, value in call.items() if name != "input_ids"}
-                placed["inputs_embeds"] = embeddings
-            if own_masks:
-                more["attention_mask"] = None
-            return {**call, **more, **placed}
+            given = {**call, **more, **placed_arguments(call, others, count)}
+            if embedded:
+                given["inputs_embeds"] = self._embeddings(call, embedded)
+                given.pop("input_ids", None)
+            return given
 
         return giving_decoder(self.model, prepare_step, changed)
 
-    def _tokens(self, inputs: PassInputs, rows: Rows) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass, which a model that counts
-        them by itself learns from its cache; and the embeddings that the decoder is given where the model is given ids.
+    def _embeddings(self, call: Mapping[str, Any], embedded: list[tuple[int, Tensor]]) -> Tensor:
+        """Return the embeddings [1, N, D] of a pass. call: of the decoder, for token ids alone. embedded: those of
+        tokens that stand end to end, with the index of the first of them.
+        """
+        own = call.get("inputs_embeds")
+        embeddings: Tensor = self.model.get_input_embeddings()(call["input_ids"]) if own is None else own.clone()
+        for first, each in embedded:
+            embeddings[0, first : first + len(each)] = each
+        return embeddings
+
+    def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
+        """Return the ids [1, N] and the positions of a pass, which a model that counts them by itself learns from its
+        cache.
         """
         if self._counts:
             given = {"input_ids": inputs.ids[None]}
             self.cache.before = TokensBefore(_placed(inputs.positions, rows))
-            mask = {"attention_mask": torch.ones_like(given["input_ids"])} if self._takes_mask else {}
-            return given | mask, None
+            return given | {"attention_mask": torch.ones_like(given["input_ids"])} if self._takes_mask else given
         if not self._positions:
-            return {"input_ids": inputs.ids[None]}, None
+            return {"input_ids": inputs.ids[None]}
         planes = _planes(state_of(self.model).generation.form.planes, rows)
         positions = _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
-        embedded = [each for each in rows if each.embeddings is not None]
-        if not embedded:
-            return {"input_ids": inputs.ids[None], "position_ids": positions}, None
-        ids = inputs.ids.clone()
-        for each in embedded:
-            ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
-        embeddings = self.model.get_input_embeddings()(ids)
-        for each in embedded:
-            embeddings[each.first : each.first + each.count] = each.embeddings
-        if any(each.arguments is not None for each in rows):  # which the model's own code makes of ids
-            return {"input_ids": ids[None], "position_ids": positions}, embeddings[None]
-        return {"inputs_embeds": embeddings[None], "position_ids": positions}, None
+        ids = inputs.ids.clone() if rows else inputs.ids
+        for each in rows:
+            if each.embeddings is not None:
+                ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
+        return {"input_ids": ids[None], "position_ids": positions}
 
 
 def _planes(planes: int | None, rows: Rows) -> int | None:

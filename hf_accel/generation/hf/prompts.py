@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -231,14 +231,12 @@ class _Read:
         self.second = self._call(calls.second(torch.cat([ids, probes], dim=1), inputs, self.columns))
         if self.first.embeddings.dtype is not self.second.embeddings.dtype:
             raise NotRaggedError(f"it is given embeddings of {self.first.embeddings.dtype}")
-        if not torch.equal(self.second.embeddings, self._embedded(probes)) or self.second.marked is not None:
+        self.of_ids = self._of_ids(ids) if ids.shape[1] else None
+        of_probes = self._of_ids(probes)
+        if not torch.equal(self.second.embeddings, of_probes.embeddings) or self.second.marked is not None:
             raise NotRaggedError(f"{type(calls.model).__name__} embeds the tokens behind a prompt in a way of its own")
         self._check_planes(state)
-        self.of_ids: TokenArguments = {}
-        if self.first.arguments or self.second.arguments:
-            self._check_arguments(probes)
-        else:
-            self._check_pass()
+        self._check_arguments(of_probes)
         if self.first.marked is not None:
             self._check_marked(self.first.marked)
 
@@ -252,47 +250,38 @@ class _Read:
             raise NotRaggedError("it is given positions of another form than for a text")
         refuse_planes(self.calls.decoder, self.first.planes, self.first.embeddings)
 
-    def _check_arguments(self, probes: Tensor) -> None:
-        """Raise NotRaggedError unless texts, and the tokens behind a prompt, are given what their ids say, and the
-        decoder takes arguments token by token.
+    def _check_arguments(self, of_probes: _Call) -> None:
+        """Raise NotRaggedError unless the tokens behind a prompt are given what their ids say, and the decoder takes
+        arguments token by token. of_probes: see _of_ids.
         """
         names = ", ".join({**self.first.arguments, **self.second.arguments})
-        if not self.ids.shape[1]:
-            raise NotRaggedError(f"its decoder is given {names} for embeddings")
-        self.of_ids = self._arguments_of(self.ids)
-        of_probes = self._arguments_of(probes)
-        if not _same_arguments(self.second.arguments, of_probes):
+        if not _same_arguments(self.second.arguments, of_probes.arguments):
             raise NotRaggedError(f"its decoder is given {names} in a way of its own behind a prompt")
+        if names and self.of_ids is None:
+            raise NotRaggedError(f"its decoder is given {names} for embeddings")
         given = {name: value.flatten(0, 1) for name, value in self.first.arguments.items()}
-        if find_state(self.calls.model) is not None and given:
-            absent = given.keys() - self.of_ids.keys()
-            refuse_mixed_arguments(
-                self.calls.decoder, given, self.first.planes, self.first.embeddings, absent=absent
-            )
+        if given and self.of_ids is not None and find_state(self.calls.model) is not None:
+            absent = given.keys() - self.of_ids.arguments.keys()
+            like = self.first.embeddings
+            refuse_mixed_arguments(self.calls.decoder, given, self.first.planes, like, absent=absent)
 
-    def _arguments_of(self, ids: Tensor) -> TokenArguments:
-        """Return what the decoder is given for each token of ids [B, T] where these stand in one row, in another order,
-        and at other positions. Raises NotRaggedError if the positions do not reach it.
+    def _of_ids(self, ids: Tensor) -> _Call:
+        """Return what the decoder is given for each token of ids [B, T] in a pass of ids alone, in which these stand in
+        one row, in another order, and at other positions. Raises NotRaggedError if the positions do not reach it.
         """
         row = ids.flatten().flip(0)[None]
-        positions = torch.arange(row.shape[1], device=row.device)[None] + 3
+        positions = torch.arange(row.shape[1], device=row.device).flip(0)[None] + 3
         if self.first.planes is not None:
             positions = positions.expand(self.first.planes, 1, -1)
         given = self.calls(input_ids=row, position_ids=positions, use_cache=True)
-        if not _are_given(given, positions):
+        reached = given.get("position_ids")
+        if reached is None or not torch.equal(reached, positions):
             raise NotRaggedError("its own code changes positions that it is given")
-        return {n: value[0].flip(0).unflatten(0, ids.shape) for n, value in self._call(given).arguments.items()}
-
-    def _check_pass(self) -> None:
-        """Raise NotRaggedError unless the model hands on the embeddings and positions of a ragged pass unchanged."""
-        embeddings, planes = self.first.embeddings[:1], self.first.planes
-        positions = torch.arange(self.columns, device=embeddings.device).flip(0)[None] + 3
-        if planes is not None:
-            positions = positions.expand(planes, 1, self.columns)
-        given = self.calls(inputs_embeds=embeddings, position_ids=positions, use_cache=True)
         call = self._call(given)
-        if not torch.equal(call.embeddings, embeddings) or not _are_given(given, positions):
-            raise NotRaggedError("its own code changes embeddings or positions that it is given")
+        if call.marked is not None:
+            raise NotRaggedError("its decoder is given features of tokens without an image")
+        arguments = {name: value[0].flip(0).unflatten(0, ids.shape) for name, value in call.arguments.items()}
+        return replace(call, embeddings=call.embeddings[0].flip(0).unflatten(0, ids.shape), arguments=arguments)
 
     def _check_marked(self, marked: MarkedInputs) -> None:
         """Raise NotRaggedError unless the decoder takes features of tokens by token, in the form of earlier ones."""
@@ -320,7 +309,7 @@ class _Read:
         ids = plain.long()
         if self.ids.shape[1]:
             ids = self.ids[row].cpu()[columns]
-            plain = (self._embedded(ids) == embeddings).all(dim=-1).cpu() & self._has_own_arguments(row)
+            plain = self._is_as_ids_say(row)
         is_moved = bool((positions != indices).any()) or bool(shifts.any())
         marked = self._marked(row)
         if bool(plain.all()) and not is_moved and self.seen.rows[row] is None and marked is None:
@@ -339,10 +328,9 @@ class _Read:
 
     def is_moved_text(self, row: int, columns: int) -> bool:
         """Return whether a row is a text whose tokens stand, with those behind it, so many columns later."""
-        positions, ids = self._positions(row), self.ids[row].cpu()[self.tokens[row]]
-        same = torch.equal(self._embedded(ids), self._embeddings(row)) and bool(self._has_own_arguments(row).all())
-        moved = positions == torch.arange(len(ids)) + columns
-        return same and bool(moved.all()) and bool((self._shifts(row) == columns).all())
+        positions = self._positions(row)
+        moved = positions == torch.arange(positions.shape[1]) + columns
+        return bool(self._is_as_ids_say(row).all()) and bool(moved.all()) and bool((self._shifts(row) == columns).all())
 
     def _call(self, given: dict[str, Any]) -> _Call:
         """Read a call. Raises NotRaggedError if the decoder reads an argument that ragged passes do not hand on."""
@@ -367,11 +355,13 @@ class _Read:
             raise NotRaggedError(f"its decoder is given {next(iter(others))}")
         return _Call(embeddings, positions, planes, given.get("attention_mask"), marked, arguments)
 
-    def _has_own_arguments(self, row: int) -> Tensor:
+    def _is_as_ids_say(self, row: int) -> Tensor:
         """Return for each token of a row whether the decoder is given for it what its id says, [n] bool."""
-        same = torch.ones(self.columns, dtype=torch.bool)
+        assert self.of_ids is not None
+        same = (self.of_ids.embeddings[row] == self.first.embeddings[row]).all(dim=-1).cpu()
         for name, value in self.first.arguments.items():
-            expected = self.of_ids[name][row] if name in self.of_ids else torch.zeros_like(value[row])
+            own = self.of_ids.arguments.get(name)
+            expected = torch.zeros_like(value[row]) if own is None else own[row]
             same &= (value[row] == expected).reshape(self.columns, -1).all(dim=1).cpu()
         return same[self.tokens[row]]
 
@@ -401,12 +391,6 @@ class _Read:
         table: Any = self.calls.model.get_input_embeddings()
         embedded: Tensor = table(ids.to(self.ids.device))
         return embedded
-
-
-def _are_given(call: Mapping[str, Any], positions: Tensor) -> bool:
-    """Return whether a decoder's call has these positions."""
-    given = call.get("position_ids")
-    return given is not None and torch.equal(given, positions)
 
 
 def _same_arguments(first: TokenArguments, second: TokenArguments) -> bool:
