@@ -21,6 +21,7 @@ from ..fused.hf.indexers import indexer_sites
 from ..fused.hf.operator_models import operator_sites
 from ..fused.hf.part_activations import part_activations
 from ..fused.site import FusedSite
+from ..generation.hf.drafting import refuse_drafts
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
@@ -56,6 +57,8 @@ def inner_generator(model: PreTrainedModel, config: PatchConfig) -> InnerGenerat
     (name, part), *_ = parts.items()
     if not isinstance(part, PreTrainedModel) or not part.can_generate():
         return None
+    if config.speculative is not None:
+        refuse_drafts(model, config.speculative, f"its generate() calls that of {name!r}")
     no_cache = cache_refusal(part) if config.attention is not None else "attention=None leaves attention stock"
     stock_cache = "cache=None" if config.cache is None else no_cache or pages_refusal(part, config.cache)
     stock_loop = stock_cache or loop_refusal(part)

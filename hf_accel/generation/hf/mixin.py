@@ -61,10 +61,10 @@ class AcceleratedGeneration(WritesModelCard):
         state = self._generation_state
         config = state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative)
         call = CallState(config, requires_speculation=speculative is not NOT_GIVEN and config is not None)
-        if call.requires_speculation and state.ragged_refusal is not None:
-            _refuse_speculation(state.ragged_refusal)
         if call.requires_speculation and state.inner is not None:
             _refuse_speculation("its generate() calls that of a part of it")
+        if call.requires_speculation and state.ragged_refusal is not None:
+            _refuse_speculation(state.ragged_refusal)
         if streamer is not None:
             kwargs["streamer"] = streamer if isinstance(streamer, RowStreams) else RowStreams(streamer)
         start = time.perf_counter()
