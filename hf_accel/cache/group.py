@@ -15,7 +15,7 @@ from .storage import KVStorage
 
 
 class PageForm:
-    """How pages hold the keys and values that a layer writes: as they are.
+    """The form in which pages hold the keys and values that a layer writes: as they are.
 
     rank: the numbers of compressed keys, from which keys and values are made; None for keys and values themselves.
     """
@@ -35,17 +35,17 @@ class PageForm:
         return pages
 
 
-PLAIN = PageForm()
+AS_WRITTEN = PageForm()
 
 
 class PageGroup:
     """A block pool, its prefix index, and the K/V pages of the layers that share the pool.
 
     window: the layers' sliding window in tokens, None for full attention. index: the blocks that others may find, None
-    if sequences share no prefixes. context: the ranks that share out the blocks, set before
-    there are pages; None if all blocks are here. The pool and the index are those of all blocks in either case.
-    form: how the pages hold what layers write. A kind of state whose blocks, tables or steps are other ones has a
-    class of its own (kinds/).
+    if sequences share no prefixes. context: the ranks that share out the blocks, set before there are pages; None if
+    all blocks are here. The pool and the index are those of all blocks in either case. form: how the pages hold what
+    layers write, set before there are pages. A kind of state with other blocks, tables or steps has a class of its
+    own (kinds/).
     """
 
     holds_tokens = True  # whether a block holds as many tokens of a sequence as it has slots
@@ -61,9 +61,8 @@ class PageGroup:
         growable: bool,
         prefix_sharing: bool,
         quantized: torch.dtype | None,
-        form: PageForm = PLAIN,
     ) -> None:
-        self.window, self.form = window, form
+        self.window, self.form = window, AS_WRITTEN
         self.context: SharedContext | None = None
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)

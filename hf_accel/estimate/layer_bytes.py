@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from ..cache.hf import kinds_of_layer, layer_names
 from ..cache.kinds import KeysAndValues, Kind
-from ..cache.kinds.kind import Numbers
+from ..cache.kinds.kind import TokenNumbers
 from ..cache.quantized import dim_refusal
 from ..errors import UnsupportedError
 
@@ -23,7 +23,7 @@ class StatefulLayer:
     query sees tokens on both sides.
     """
 
-    numbers: Numbers
+    numbers: TokenNumbers
     tokens: int
     kind: Kind | None
 

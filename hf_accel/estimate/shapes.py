@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..cache.kinds.compressed import RANK
+from ..cache.kinds.compressed_keys import RANK
 from ..errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ..linear import LinearSpec, QuantModule
 from ..linear.embedding import QuantEmbedding
@@ -40,7 +40,7 @@ from ..patching.twin import twin
 from ..patching.weight_sites import empty_original, quantized_layers
 from ..undo.state import find_state
 
-# Numbers of what transformers makes one after the other: a wrong one would keep it busy for days.
+# TokenNumbers of what transformers makes one after the other: a wrong one would keep it busy for days.
 COUNTS = re.compile(r"(^|_)(layers?|blocks?|depths?|stages|experts)$")
 MOST = 20_000  # Doge has 16,384 experts
 

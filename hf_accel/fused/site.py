@@ -14,10 +14,10 @@ from ..undo.journal import Mixin
 class SiteKind:
     """A kind of modules that get a class of their own, in the words of the plan.
 
-    modules: what they are. choice: what becomes of them. known_by: why they are known to give the same.
-    else_choice: what becomes of one that is not known. computes_all: whether ours is then all that their parts compute.
-    convolves: whether the convolutions among their parts are. varies: why the bits of a token depend on what else is
-    computed, as one clause; None if they do not. A kind without `choice` has lines of its own in the plan.
+    modules: what they are. choice: what becomes of them; a kind without one has lines of its own in the plan.
+    known_by: why they are known to give the same. else_choice: what becomes of one that is not known. computes_all:
+    whether we compute all of their parts then. convolves: whether we compute the convolutions among their parts.
+    varies: why the bits of a token depend on what else is computed, as one clause; None if they do not.
     """
 
     name: str

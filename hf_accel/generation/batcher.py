@@ -17,7 +17,7 @@ from ..cache.step import Step, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
-from .beam_passes import continue_beams, end_search
+from .joint_passes import continue_joint, end_joint
 from .prompt_inputs import PassRows, Rows
 from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
@@ -180,8 +180,8 @@ class Batcher:
         failed = self.scheduler.take_failed()
         for sequence in failed:
             self._forget(sequence)
-            if sequence.search is not None:
-                end_search(self.scheduler, sequence.search, sequence.error)
+            if sequence.joint is not None:
+                end_joint(self.scheduler, sequence.joint, sequence.error)
         return [Progress(s, [], error=s.error) for s in failed]
 
     def statistics(self) -> dict[str, int]:
@@ -252,10 +252,10 @@ class Batcher:
         if len(rows) != len(logits):
             logits = logits[sent(integers(rows), logits)]
         progress: list[Progress] = []
-        if any(sequence.search is not None for sequence in sequences):
-            ended = continue_beams(self.scheduler, sequences, logits, self.agreement)
-            progress = [Progress(beam, [], error=beam.error) for beam in ended]
-            others = [at for at, sequence in enumerate(sequences) if sequence.search is None]
+        if any(sequence.joint is not None for sequence in sequences):
+            ended = continue_joint(self.scheduler, sequences, logits, self.agreement)
+            progress = [Progress(each, [], error=each.error) for each in ended]
+            others = [at for at, sequence in enumerate(sequences) if sequence.joint is None]
             if not others:
                 return progress
             sequences, proposed = [sequences[at] for at in others], [proposed[at] for at in others]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .agreement import ProcessAgreement
+from .joint_choice import JointChoice, Moves
 from .sampling.filters import topk
 from .sequence import Sequence as Beam
 
@@ -67,15 +68,6 @@ class Hypothesis:
     score: float
 
 
-@dataclass(frozen=True)
-class Moves:
-    """The moves of a pass: for each beam its parent, whose pages it goes on with; and the beams that end now."""
-
-    beams: list[Beam]
-    parents: list[Beam]
-    ended: list[Beam]
-
-
 @dataclass
 class _Candidates:
     """C continuations of each of P prompts, the best first. values: their scores, [P, C] float32. beams, tokens: what
@@ -88,7 +80,7 @@ class _Candidates:
     ends: Tensor
 
 
-class BeamSearch:
+class BeamSearch(JointChoice):
     """The search for one or many prompts, whose beams advance together. Each beam is a Sequence.
 
     prompts: the beams of each of P prompts. ids: [P * num_beams, L] int64, the columns of each beam that processors
@@ -97,11 +89,11 @@ class BeamSearch:
     """
 
     def __init__(self, prompts: Sequence[list[Beam]], ids: Tensor, settings: BeamSettings) -> None:
+        super().__init__()
         self.settings, self._ids, self._num_prompts = settings, ids, len(prompts)
         self.results: list[list[Hypothesis]] = [[] for _ in prompts]
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
-        self._held: dict[Beam, Tensor] = {}
         self._num_new = 0
         # What follows is of the prompts that are still computed: their numbers, beams, and the steps and scores of
         # their beams and of their results so far.
@@ -115,34 +107,14 @@ class BeamSearch:
         self._best = torch.full(shape, IMPOSSIBLE, device=ids.device)
         self._has_ended = torch.zeros(shape, dtype=torch.bool, device=ids.device)
         self._can_improve = torch.ones((len(prompts), 1), dtype=torch.bool, device=ids.device)
-        for beam in self.beams:
-            beam.search = self
+        for beam in self.sequences:
+            beam.joint = self
 
     @property
-    def beams(self) -> list[Beam]:
-        """The beams of all prompts that are still computed, in order."""
+    def sequences(self) -> list[Beam]:
         return [beam for beams in self._prompts for beam in beams]
 
-    def receive(self, beams: list[Beam], logits: Tensor) -> Tensor | None:
-        """Take the logits of some beams, [len(beams), V]; return those of all, in order, if none is missing.
-
-        A beam may come later than others if a pass has no room for all, or if it was preempted.
-        """
-        awaited = self.beams
-        if beams == awaited:
-            self._held.clear()
-            return logits
-        self._held.update(zip(beams, logits, strict=True))
-        if not all(beam in self._held and _is_computed(beam) for beam in awaited):
-            return None
-        held, self._held = self._held, {}
-        return torch.stack([held[beam] for beam in awaited])
-
     def advance(self, logits: Tensor, agreement: ProcessAgreement) -> Moves:
-        """Continue all beams by their logits, [len(beams), V], and append to each Sequence its new token.
-
-        Who calls this gives each beam the pages of its parent.
-        """
         candidates = self._candidates(logits, agreement)
         self._num_new += 1
         running = candidates.values + candidates.ends.to(torch.float32) * IMPOSSIBLE
@@ -150,7 +122,7 @@ class BeamSearch:
         self._scores = running.gather(1, chosen)
         steps = self._continued(candidates)
         self._keep_best(candidates, steps)
-        beams = self.beams
+        beams = self.sequences
         parents = self._go_on(candidates, steps, chosen)
         self._look_ahead()
         is_over = not bool(self._can_improve.any()) or bool(candidates.ends.all())
@@ -216,7 +188,7 @@ class BeamSearch:
         rows = sources + torch.arange(len(sources), device=sources.device)[:, None] * self.settings.num_beams
         self._ids = torch.cat([self._ids[rows.flatten()], tokens.reshape(-1, 1)], dim=1)
         self._steps = [[own[place] for place in places] for own, places in zip(steps, chosen.tolist(), strict=True)]
-        beams = self.beams
+        beams = self.sequences
         parents = [beams[row] for row in rows.flatten().tolist()]
         texts = [parent.tokens for parent in parents]
         for beam, text, token in zip(beams, texts, tokens.flatten().tolist(), strict=True):
@@ -297,10 +269,6 @@ def largest_sums(scores: Tensor, before: Tensor, count: int) -> tuple[Tensor, Te
             return best[:, :-1], beams * size + tokens.view(len(sums), -1).gather(1, places[:, :-1])
     values, places = torch.topk((scores + before[:, :, None]).flatten(1), count)
     return values, places
-
-
-def _is_computed(beam: Beam) -> bool:
-    return beam.cached is not None and beam.num_computed == len(beam.tokens)
 
 
 def _hypothesis(step: BeamStep | None, score: float) -> Hypothesis:

@@ -38,7 +38,7 @@ class Sequence:
     followers: other samples of the same prompt, which share this sequence's pages.
     keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
     inputs: what the request brings besides its tokens, which its followers share; None if it brings nothing else.
-    search: the BeamSearch that chooses the tokens and decides when they end; None if this is no beam of one.
+    joint: the JointChoice that chooses the tokens with those of others, and decides when they end; None without one.
     """
 
     tokens: list[int]
@@ -62,7 +62,7 @@ class Sequence:
     keeps_pages: bool = False
     kept_pages: CachedSequence | None = None
     inputs: RequestInputs | None = None
-    search: Any = None
+    joint: Any = None
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 
     def __post_init__(self) -> None:

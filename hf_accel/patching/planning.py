@@ -18,10 +18,10 @@ from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
 from ..fused.hf.sites import fused_sites, layer_sites, native_linears
-from ..fused.site import Dropped
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
+from ..fused.site import Dropped
 from ..generation.hf.drafting import refuse_drafts
 from ..hardware import detect, read_bandwidth
 from ..kernels import triton

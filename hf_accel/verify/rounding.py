@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..cache.group import PageForm
 from ..cache.quantized import rotate
 from ..hardware import detect
+from ..kernels.layouts import KV
 from ..linear import QuantModule
 from ..linear.backends.reference import Reference
 from .passes import last_logits, new_cache
@@ -89,8 +91,8 @@ class ReferenceModel:
         cache = new_cache(self.model)
         flip = None if cache is None else FLIPS.get(cache.settings.dtype)
         if cache is not None and flip is not None:
-            for layer in cache.paged_layers:
-                layer.update = functools.partial(_update_flipped, flip, layer.update)
+            for group in cache.pages.groups:
+                group.form = FlippedForm(group.form, flip)
         elif not rounds_inputs(self.model):
             return None
         with flipped_inputs(self.model):
@@ -166,15 +168,20 @@ def _flip_rotated_head(states: Tensor) -> Tensor:
 FLIPS: dict[str, Callable[[Tensor], Tensor]] = {"int8": _flip_head, "int4": _flip_rotated_head}
 
 
-def _update_flipped(
-    flip: Callable[[Tensor], Tensor],
-    update: Callable[..., Any],
-    keys: Tensor,
-    values: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return update(flip(keys), flip(values), *args, **kwargs)
+class FlippedForm(PageForm):
+    """The form of pages whose keys and values have a rounding decision of each head reversed when they are written."""
+
+    def __init__(self, form: PageForm, flip: Callable[[Tensor], Tensor]) -> None:
+        self.rank, self._form, self._flip = form.rank, form, flip
+
+    def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self._form.joined(self._flip(keys), self._flip(values))
+
+    def parted(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self._form.parted(keys, values)
+
+    def attended(self, pages: KV) -> KV:
+        return self._form.attended(pages)
 
 
 class Jitter:

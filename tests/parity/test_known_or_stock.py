@@ -42,14 +42,14 @@ def attentions(model: nn.Module) -> list[Any]:
 
 def test_a_call_that_falls_back_warns_once() -> None:
     model = patched()
-    asked = {"output_scores": True, "return_dict_in_generate": True}
-    with pytest.warns(hf_accel.HfAccelWarning, match=r"output_scores=True.*stats\(model\)") as caught:
+    asked = {"output_hidden_states": True, "return_dict_in_generate": True}
+    with pytest.warns(hf_accel.HfAccelWarning, match=r"output_hidden_states=True.*stats\(model\)") as caught:
         tokens(model, **asked)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tokens(model, **asked)
-        assert loop(model).startswith("stock: output_scores=True")
+        assert loop(model).startswith("stock: output_hidden_states=True")
         tokens(model)
         assert loop(model) == "ragged"
 

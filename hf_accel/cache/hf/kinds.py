@@ -24,7 +24,7 @@ from ..kinds import (
     OnceGroup,
     RecurrentStates,
 )
-from ..kinds.compressed import RANK
+from ..kinds.compressed_keys import RANK
 from ..kinds.kind import GroupSettings
 from ..kinds.state_sizes import state_sizes, steps_of_prompts_differ
 from ..kinds.states import WINDOW

@@ -75,7 +75,7 @@ def share_settings(
 
 
 def token_bytes(model: PreTrainedModel, settings: CacheConfig, own_heads: Mapping[int, int] | None = None) -> int:
-    """Return the bytes of a token in the pages of all layers, but for states of fixed size.
+    """Return the bytes of a token in the pages of all layers, except for states of fixed size.
 
     own_heads: the heads of K and V that this process has in each layer, where it is not all of them.
     """

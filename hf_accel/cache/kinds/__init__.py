@@ -1,7 +1,7 @@
 """The kinds of state that decoder layers keep of their tokens; each file holds all that pages need to know of one."""
 
 from .chunks import Chunks
-from .compressed import CompressedKeys
+from .compressed_keys import CompressedKeys
 from .inputs import ConvolutionInputs, IndexKeys
 from .kind import KeysAndValues, Kind
 from .once import OnceGroup

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
 from ..group import PageGroup
-from .kind import GroupSettings, Kind, Numbers
+from .kind import GroupSettings, Kind, TokenNumbers
 
 
 class _InHalves(Kind):
-    """Numbers of a token of which pages hold one half as a key and one as a value, so that kernels write them."""
+    """TokenNumbers of a token of which pages hold one half as a key and one as a value, so that kernels write them."""
 
     def group(self, **settings: Unpack[GroupSettings]) -> PageGroup:
         return PageGroup(window=self.window, **(settings | {"quantized": None}))
@@ -24,9 +24,9 @@ class ConvolutionInputs(_InHalves):
     device_clause: ClassVar[str | None] = "has convolutions, whose pages are read on a CPU alone"
     ranks_clause: ClassVar[str | None] = "layers that are no attention need all that they keep on each rank"
 
-    def numbers(self, layer: Any) -> Numbers:
+    def numbers(self, layer: Any) -> TokenNumbers:
         half = layer.hidden_size // 2
-        return Numbers(1, 1, half, half, quantizes=False)
+        return TokenNumbers(1, 1, half, half, quantizes=False)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,6 @@ class IndexKeys(_InHalves):
     device_clause: ClassVar[str | None] = "selects tokens by keys whose pages are read on a CPU alone"
     ranks_clause: ClassVar[str | None] = "no rank knows how to select tokens among a part of them"
 
-    def numbers(self, layer: Any) -> Numbers:
+    def numbers(self, layer: Any) -> TokenNumbers:
         half = layer.index_head_dim // 2
-        return Numbers(1, 1, half, half, quantizes=False)
+        return TokenNumbers(1, 1, half, half, quantizes=False)

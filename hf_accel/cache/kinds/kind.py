@@ -23,7 +23,7 @@ class GroupSettings(TypedDict):
     quantized: torch.dtype | None
 
 
-class Numbers(NamedTuple):
+class TokenNumbers(NamedTuple):
     """The numbers that pages hold of a token, and those that a query reads of it.
 
     queries: the heads of a query. heads: those of keys and of values, of which one has `keys` and `values` numbers.
@@ -81,7 +81,7 @@ class Kind(ABC):
         """Make the pages of all layers of this kind."""
 
     @abstractmethod
-    def numbers(self, layer: Any) -> Numbers:
+    def numbers(self, layer: Any) -> TokenNumbers:
         """Return what the pages hold of a token. layer: the config of a layer (PreTrainedConfig.per_layer_config)."""
 
     def device_refusal(self, device: torch.device) -> str | None:
@@ -104,8 +104,8 @@ class KeysAndValues(Kind):
     def group(self, **settings: Unpack[GroupSettings]) -> PageGroup:
         return PageGroup(window=self.window, **settings)
 
-    def numbers(self, layer: Any) -> Numbers:
+    def numbers(self, layer: Any) -> TokenNumbers:
         dim = head_dim(layer)
         key_dim = max(dim, getattr(layer, "qk_head_dim", None) or 0)
         value_dim = max(dim, getattr(layer, "v_head_dim", None) or 0)
-        return Numbers(layer.num_attention_heads, num_kv_heads(layer), key_dim, value_dim)
+        return TokenNumbers(layer.num_attention_heads, num_kv_heads(layer), key_dim, value_dim)

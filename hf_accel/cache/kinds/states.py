@@ -21,7 +21,7 @@ from ...tensors import integers
 from ..group import PageGroup
 from ..pool import BlockPool, BlockTable, Copy, copy_nothing
 from ..step import GroupStep, TokenRange
-from .kind import GroupSettings, Kind, Numbers
+from .kind import GroupSettings, Kind, TokenNumbers
 from .state_sizes import StateSizes
 
 WINDOW = 2  # a token's result needs the state before it, and the pass makes its own
@@ -269,8 +269,8 @@ class RecurrentStates(Kind):
             prefix_sharing=settings["prefix_sharing"] and not self.steps_differ,
         )
 
-    def numbers(self, layer: Any) -> Numbers:
-        return Numbers(1, 1, self.sizes.state, self.sizes.inputs, dtype=torch.float32, quantizes=False)
+    def numbers(self, layer: Any) -> TokenNumbers:
+        return TokenNumbers(1, 1, self.sizes.state, self.sizes.inputs, dtype=torch.float32, quantizes=False)
 
     def device_refusal(self, device: torch.device) -> str | None:
         # Without our kernel, a prompt would take longer than transformers' own code needs for it.

@@ -226,7 +226,7 @@ def request_rules(
         criteria = model._get_stopping_criteria(generation_config=config, stopping_criteria=[])
     except (TypeError, ValueError) as error:
         raise UnsupportedError(f"the settings of this request have no meaning: {error}") from error
-    refusal = processors_refusal(all_processors, criteria, batch_size=1)
+    refusal = processors_refusal(all_processors)
     if refusal is not None:
         raise UnsupportedError(f"continuous batching cannot serve this generation_config: {refusal}; use generate()")
     sampling = stock_sampling(

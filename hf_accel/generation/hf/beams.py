@@ -14,6 +14,7 @@ from ..beam_search import BeamSearch, BeamSettings
 from ..sequence import Sequence
 from .beam_scores import process_of
 from .generation_state import LoopCall
+from .joint_rows import has_room
 from .processing import BY_ROW, STATEFUL, is_stock
 
 # These decide for each beam alone, so that a prompt may end before others do.
@@ -32,7 +33,7 @@ def beams_refusal(call: LoopCall) -> str | None:
             return f"{type(processor).__name__} depends on its earlier calls"
     if getattr(config, "low_memory", None) or config.max_length <= call.num_columns:
         return "transformers refuses its settings"
-    if not _has_room(call):
+    if not has_room(call):
         return "the beams of all prompts may need more pages than max_tokens= allows"
     return None
 
@@ -55,8 +56,8 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
         process=process_of(call.processors),
         stops=_stops(others) if others else None,
         drops_ended=_drops_ended(call),
-        keeps_scores=_returns(call, "output_scores"),
-        keeps_logits=_returns(call, "output_logits"),
+        keeps_scores=call.returns("output_scores"),
+        keeps_logits=call.returns("output_logits"),
     )
     prompts = [sequences[first : first + count] for first in range(0, len(sequences), count)]
     return BeamSearch(prompts, call.input_ids, settings)
@@ -83,10 +84,6 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     if config.output_logits:
         fields["logits"] = tuple(search.logits)
     return GenerateBeamDecoderOnlyOutput(**fields)
-
-
-def _returns(call: LoopCall, name: str) -> bool:
-    return bool(call.config.return_dict_in_generate and getattr(call.config, name))
 
 
 def _fill(call: LoopCall) -> int:
@@ -127,15 +124,3 @@ def _drops_ended(call: LoopCall) -> bool:
 
 def _depends_on_row(processor: Any) -> bool:
     return type(processor).__name__ in BY_ROW or isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
-
-
-def _has_room(call: LoopCall) -> bool:
-    """Return whether the pages hold all beams, none of which may wait until others have ended."""
-    length, count = call.prompt_columns + call.config.max_length - call.num_columns, len(call.input_ids)
-    states = getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)
-    source = None if states is None else states[0]
-    for group in call.cache.pages.groups:
-        needed = count * group.num_blocks_of(length, source)
-        if not group.pool.growable and needed > group.pool.num_blocks:
-            return False
-    return True

@@ -25,6 +25,7 @@ from .beams import begin_search, search_output
 from .encoder_source import sources
 from .generation_state import LoopCall
 from .graphed_runner import GraphedRunner, keep_runner
+from .joint_rows import begin_rows, kept_of_passes, why_together
 from .processing import BatchDraws, stock_sampling, stop_rules
 from .prompts import inputs_of_rows
 from .session import Session
@@ -33,11 +34,13 @@ from .session import Session
 def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     """Run the loop of a call. Returns what transformers' loop would return, and statistics of the speculation."""
     budget, inputs = call.config.prefill_chunk_size, inputs_of_rows(call)
-    if budget is not None and call.has_beams:
-        budget = max(budget, len(call.input_ids))  # beams wait for each other, so a pass has room for all
+    together = not call.has_beams and why_together(call) is not None
+    if budget is not None and (call.has_beams or together):
+        budget = max(budget, len(call.input_ids))  # these wait for each other, so a pass has room for all
     with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
         sequences = _sequences(call, inputs)
         search = begin_search(call, sequences) if call.has_beams else None
+        rows = begin_rows(call, sequences) if together else None
         try:
             _loop(call, session, sequences)
             result: Any = _result(call, sequences) if search is None else search_output(call, search)
@@ -58,7 +61,7 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     if search is not None:
         return result, graphs
     if call.config.return_dict_in_generate:
-        result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=call.cache)
+        result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=call.cache, **kept_of_passes(rows))
         if call.speculative is not None:
             result.spec_stats = statistics
     return result, {**statistics, **graphs}

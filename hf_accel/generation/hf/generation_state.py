@@ -111,6 +111,10 @@ class LoopCall:
         embeddings = self.inputs.get("inputs_embeds")
         return self.num_columns if embeddings is None else int(embeddings.shape[1])
 
+    def returns(self, name: str) -> bool:
+        """Return whether the call returns what a setting of this name asks for."""
+        return bool(self.config.return_dict_in_generate and getattr(self.config, name))
+
     @property
     def has_beams(self) -> bool:
         return (self.config.num_beams or 1) > 1

@@ -45,21 +45,21 @@ BY_ROW = (
 )
 
 
-def processors_refusal(
-    processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, batch_size: int
-) -> str | None:
-    """Return why these need all rows of the batch together or each step exactly once; None if they do not."""
-    for processor in processors:
-        name = type(processor).__name__
-        if name in STATEFUL:
-            return f"{name} depends on its earlier calls"
-        if batch_size > 1 and (name in BY_ROW or not is_stock(processor)):
-            return f"{name} may depend on the batch"
-    for criterion in criteria:
-        if batch_size > 1 and not is_stock(criterion):
-            return f"{type(criterion).__name__} may depend on the batch"
+def processors_refusal(processors: LogitsProcessorList) -> str | None:
+    """Return why these need each step exactly once, as one clause; None if they do not."""
+    name = next((type(each).__name__ for each in processors if type(each).__name__ in STATEFUL), None)
+    return None if name is None else f"{name} depends on its earlier calls"
+
+
+def needs_all_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, batch_size: int) -> str | None:
+    """Return why these need all rows of the batch together, as one clause; None if they do not."""
+    if batch_size == 1:
+        return None
+    for each in (*processors, *criteria):
+        if type(each).__name__ in BY_ROW or not is_stock(each):
+            return f"{type(each).__name__} may depend on the batch"
     stops = any(isinstance(criterion, stopping_criteria.StopStringCriteria) for criterion in criteria)
-    if batch_size > 1 and stops and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+    if stops and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         return "without an eos_token_id, transformers lets rows that have stopped go on until all have stopped"
     return None
 

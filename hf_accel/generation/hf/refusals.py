@@ -20,6 +20,7 @@ from ..sampling.purity import stateful_refusal
 from .beams import beams_refusal
 from .encoder_source import encoder_refusal
 from .generation_state import GenerationState, LoopCall
+from .joint_rows import together_refusal
 from .model_runner import (
     attention_refusal,
     is_compiled,
@@ -98,10 +99,7 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     more = call.has_more_than_ids
     if more and not own_cache and call.cache.get_seq_length():
         return f"a cache that holds tokens is passed along with {other or 'positions'}"
-    wanted = ["output_attentions", "output_hidden_states"]
-    if not call.has_beams:
-        wanted = ["output_scores", "output_logits", *wanted]
-    asked = [name for name in wanted if getattr(call.config, name) and call.config.return_dict_in_generate]
+    asked = [name for name in ("output_attentions", "output_hidden_states") if call.returns(name)]
     if asked:
         return f"{asked[0]}=True collects a tensor of each step"
     shape = (len(input_ids), call.prompt_columns)
@@ -122,7 +120,7 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "position_ids do not count tokens"
     if call.has_beams:
         return beams_refusal(call)
-    return processors_refusal(call.processors, call.criteria, batch_size=len(input_ids))
+    return processors_refusal(call.processors) or together_refusal(call)
 
 
 def drafts_refusal(call: LoopCall) -> str | None:

@@ -323,8 +323,8 @@ class Scheduler:
         while self._waiting and budget > 0:
             head = self._waiting.head
             size = 1 + len(head.followers)
-            # A beam for which others wait has a place.
-            if self.running and size > places and not any(s.search is head.search is not None for s in self.running):
+            # A sequence for which others wait has a place.
+            if self.running and size > places and not any(s.joint is head.joint is not None for s in self.running):
                 return
             slack = self._slack() if slack is None else slack
             if self.running and self._was_refused(head, slack):

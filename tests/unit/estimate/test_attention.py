@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, RecurrentGemmaConfig
 
 from hf_accel.cache.kinds import KeysAndValues
-from hf_accel.cache.kinds.kind import Numbers
+from hf_accel.cache.kinds.kind import TokenNumbers
 from hf_accel.cache.quantized import INT4
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate.layer_bytes import StatefulLayer, attention_layers
@@ -16,15 +16,14 @@ from .shapes import GEMMA2_2B, TINY
 
 @pytest.mark.parametrize(("context", "window"), [(1, 1), (7, 7), (7, 3), (7, 1), (100, 64)])
 def test_prefill_counts_the_pairs_that_are_visible(context, window):
-    layer = StatefulLayer(Numbers(3, 1, keys=5, values=5), min(context, window), KeysAndValues(None))
+    layer = StatefulLayer(TokenNumbers(3, 1, keys=5, values=5), min(context, window), KeysAndValues(None))
     pairs = sum(1 for query in range(context) for key in range(context) if 0 <= query - key < window)
     assert layer.prefill_operations(context) == 2 * 2 * 3 * 5 * pairs
 
 
 def test_decode_multiplies_every_head_with_every_kept_token_twice():
-    assert (
-        StatefulLayer(Numbers(3, 1, keys=5, values=5), 11, KeysAndValues(None)).decode_operations == 2 * 2 * 3 * 5 * 11
-    )
+    layer = StatefulLayer(TokenNumbers(3, 1, keys=5, values=5), 11, KeysAndValues(None))
+    assert layer.decode_operations == 2 * 2 * 3 * 5 * 11
 
 
 @pytest.mark.parametrize(
@@ -39,14 +38,14 @@ def test_decode_multiplies_every_head_with_every_kept_token_twice():
     ],
 )
 def test_kv_bytes(dtype, quantized, per_vector):
-    layer = StatefulLayer(Numbers(8, 2, keys=64, values=64), 10, KeysAndValues(None))
+    layer = StatefulLayer(TokenNumbers(8, 2, keys=64, values=64), 10, KeysAndValues(None))
     assert layer.kv_bytes(dtype=dtype, quantized=quantized) == 2 * 2 * 10 * per_vector
 
 
 def test_layers_with_and_without_a_window():
     layers = attention_layers(GEMMA2_2B, context=5000)
     assert [layer.tokens for layer in layers] == [4096, 5000] * 13
-    assert {layer.numbers for layer in layers} == {Numbers(8, 4, keys=256, values=256)}
+    assert {layer.numbers for layer in layers} == {TokenNumbers(8, 4, keys=256, values=256)}
 
 
 def test_layers_that_reuse_keys_and_values_keep_none():

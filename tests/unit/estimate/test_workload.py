@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_accel.cache.kinds import KeysAndValues
-from hf_accel.cache.kinds.kind import Numbers
+from hf_accel.cache.kinds.kind import TokenNumbers
 from hf_accel.config import WeightConfig
 from hf_accel.estimate.layer_bytes import StatefulLayer
 from hf_accel.estimate.workload import WeightTensor, Workload
@@ -21,7 +21,7 @@ WORKLOAD = Workload(
         WeightTensor(kind="embeddings", shape=(11, 3), itemsize=2),
         WeightTensor(kind="other", shape=(3,), itemsize=2),
     ),
-    layers=(StatefulLayer(Numbers(2, 1, keys=4, values=4), 6, KeysAndValues(None)),) * 2,
+    layers=(StatefulLayer(TokenNumbers(2, 1, keys=4, values=4), 6, KeysAndValues(None)),) * 2,
     weights=None,
     dtype=torch.bfloat16,
     kv_dtype=None,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from hf_accel.fused.hf.sites import ACTIVATION, fused_sites, native_linears
-from hf_accel.fused.site import FusedSite
 from hf_accel.fused.norms import NormForms
 from hf_accel.fused.projections import NativeLinear
+from hf_accel.fused.site import FusedSite
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED

@@ -61,7 +61,7 @@ def test_what_only_looks_like_a_norm_is_left_alone():
     unlike.variance_epsilon = 1  # type: ignore[assignment]  # no float
     assert norm_form(unlike) is None
     _, dropped = fused_sites(nn.Sequential(ClampedRMSNorm(48)), torch.float32, 64)
-    assert [(d.name, d.kind) for d in dropped] == [("0", "norm")]
+    assert [(d.name, d.kind.name) for d in dropped] == [("0", "norm")]
     assert "differs" in dropped[0].reason
 
 

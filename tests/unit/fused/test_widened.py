@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 import hf_accel
 from hf_accel.fused import projections
 from hf_accel.fused.hf.sites import fused_sites
-from hf_accel.fused.site import Dropped, FusedSite
 from hf_accel.fused.projections import UNLIMITED, WidenedConv1D, is_slow_in_torch, widened_product
+from hf_accel.fused.site import Dropped, FusedSite
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
 from tests.parity.families import build

@@ -440,8 +440,8 @@ def test_a_path_that_leads_nowhere_is_found_out_first(tmp_path: Path, monkeypatc
 
 @pytest.mark.filterwarnings("error::hf_accel.HfAccelWarning")
 def test_scores_that_verify_asks_for_are_no_warning() -> None:
-    """They go to transformers' own loop, and the user hears of it only in a call of their own."""
-    model, history = hf_accel.patch(build("llama"), weights=None), prompts(1, 6)
+    """With drafts they go to transformers' own loop, and the user hears of it only in a call of their own."""
+    model, history = hf_accel.patch(build("llama"), weights=None, speculative="suffix"), prompts(1, 6)
     passes.last_logits(model, history)
     passes.logits_of_the_run(model, history, 3, {})
     with pytest.warns(hf_accel.HfAccelWarning, match="output_scores=True"):

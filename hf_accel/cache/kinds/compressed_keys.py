@@ -17,13 +17,13 @@ from ...errors import UnsupportedError
 from ...kernels.layouts import KV
 from ..group import PageForm, PageGroup
 from ..quantized import INT4
-from .kind import GroupSettings, Kind, Numbers
+from .kind import GroupSettings, Kind, TokenNumbers
 
 RANK = "kv_lora_rank"  # the setting that says how many numbers stand for a token's keys and values
 
 
 class CompressedForm(PageForm):
-    """How pages hold compressed keys of `rank` numbers."""
+    """The form of compressed keys of `rank` numbers."""
 
     def __init__(self, rank: int) -> None:
         self.rank: int = rank
@@ -56,11 +56,13 @@ class CompressedKeys(Kind):
     ranks_clause: ClassVar[str | None] = "no rank knows how to attend over a part of the compressed keys"
 
     def group(self, **settings: Unpack[GroupSettings]) -> PageGroup:
-        return PageGroup(window=self.window, **settings, form=CompressedForm(self.rank))
+        group = PageGroup(window=self.window, **settings)
+        group.form = CompressedForm(self.rank)
+        return group
 
-    def numbers(self, layer: Any) -> Numbers:
+    def numbers(self, layer: Any) -> TokenNumbers:
         size = layer.kv_lora_rank + layer.qk_rope_head_dim
-        return Numbers(layer.num_attention_heads, 1, size, 0, read=layer.kv_lora_rank)
+        return TokenNumbers(layer.num_attention_heads, 1, size, 0, read=layer.kv_lora_rank)
 
     def dtype_refusal(self, quantized: torch.dtype) -> str | None:
         if quantized is not INT4:

@@ -1,0 +1,164 @@
+"""Rows whose tokens are chosen together: a user's processors and criteria see what they see in transformers' loop."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import hf_accel
+from hf_accel import CacheConfig
+from hf_accel.errors import OutOfBlocksError
+
+from .families import PADDING, VOCABULARY, build, prompts
+
+END = 5
+
+
+class AcrossRows(LogitsProcessor):
+    """Lowers the last token's score, and adds a part of the first row's scores to the others'. Keeps what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append((input_ids.clone(), scores.clone()))
+        scores = scores.clone()
+        scores.scatter_add_(1, input_ids[:, -1:], torch.full((len(scores), 1), -2.0))
+        scores[1:] += 0.2 * scores[:1]
+        return scores
+
+
+class AtTokens(StoppingCriteria):
+    """Ends a row at some of the tokens."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids[:, -1] % 9 == 4
+
+
+@functools.cache
+def stock() -> Any:
+    return build("llama")
+
+
+def ours(**settings: Any) -> Any:
+    return hf_accel.patch(build("llama"), weights=None, **settings)
+
+
+def asked(layout: str, **settings: Any) -> dict[str, Any]:
+    ids = prompts(3, 9)
+    mask = torch.ones_like(ids)
+    if layout == "left":
+        ids[0, :4], mask[0, :4] = PADDING, 0
+    return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 14, "pad_token_id": PADDING, **settings}
+
+
+def answers(model: Any, settings: dict[str, Any], seed: int = 0) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(seed)
+    across = AcrossRows()
+    processors, criteria = LogitsProcessorList([across]), StoppingCriteriaList([AtTokens()])
+    return model.generate(**settings, logits_processor=processors, stopping_criteria=criteria), across.seen
+
+
+CALLS = {
+    "greedy": {"do_sample": False, "eos_token_id": END},
+    "without an end": {"do_sample": False, "eos_token_id": None},
+    "sampled": {"do_sample": True, "temperature": 1.7, "top_k": 0, "eos_token_id": END},
+    "samples of each": {"do_sample": True, "num_return_sequences": 2, "eos_token_id": END},
+    "kept": {"do_sample": False, "return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+}
+
+
+@pytest.mark.parametrize("layout", ["left", "none"])
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_and_what_processors_see_are_those_of_stock(layout: str, name: str) -> None:
+    model, settings = ours(), asked(layout, **CALLS[name])
+    expected, seen = answers(stock(), settings)
+    found, seen_by_ours = answers(model, settings)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    if name == "kept":
+        for kept in ("scores", "logits"):
+            pairs = zip(expected[kept], found[kept], strict=True)
+            assert all(torch.allclose(theirs, own, atol=1e-5) for theirs, own in pairs)
+        expected, found = expected.sequences, found.sequences
+    assert torch.equal(found, expected)
+    for (ids, scores), (own_ids, own_scores) in zip(seen, seen_by_ours, strict=True):
+        assert torch.equal(ids, own_ids)
+        torch.testing.assert_close(scores, own_scores, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_alone_are_kept_of_one_row_too() -> None:
+    settings = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    model, ids = ours(), prompts(1, 7)
+    expected, found = stock().generate(ids, **settings), model.generate(ids, **settings)
+    assert hf_accel.stats(model)["loop"] == "ragged" and found.keys() == expected.keys()
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.scores), torch.stack(expected.scores), rtol=1e-4, atol=1e-4)
+    transition = (found.sequences, found.scores)
+    torch.testing.assert_close(
+        model.compute_transition_scores(*transition, normalize_logits=True),
+        stock().compute_transition_scores(expected.sequences, expected.scores, normalize_logits=True),
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+
+
+def test_pages_without_room_for_all_rows_leave_the_call_to_stock() -> None:
+    model, settings = ours(cache=CacheConfig(max_tokens=48, block_size=8)), asked("none", **CALLS["greedy"])
+    found: Any
+    try:
+        found, _ = answers(model, settings)
+    except OutOfBlocksError:  # stock's loop over these pages needs as many
+        found = None
+    assert hf_accel.stats(model).get("loop") != "ragged"
+    assert found is None or torch.equal(found, answers(stock(), settings)[0])
+
+
+def test_a_prompt_in_chunks() -> None:
+    """A pass that has no room for all prompts lets rows wait for each other."""
+    model = ours()
+    for size in (3, 5, 30):
+        settings = asked("left", **CALLS["greedy"], prefill_chunk_size=size)
+        expected, _ = answers(stock(), asked("left", **CALLS["greedy"]))
+        assert torch.equal(answers(model, settings)[0], expected) and hf_accel.stats(model)["loop"] == "ragged"
+
+
+class Broken(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] > 11:
+            raise KeyError("of the user")
+        return scores
+
+
+def test_an_error_of_a_processor_reaches_the_user_and_leaves_no_pages() -> None:
+    model, settings = ours(), asked("left", **CALLS["greedy"])
+    with pytest.raises(KeyError, match="of the user"):
+        model.generate(**settings, logits_processor=LogitsProcessorList([Broken()]))
+    assert torch.equal(answers(model, settings)[0], answers(stock(), settings)[0])
+
+
+@pytest.mark.long
+def test_random_calls() -> None:
+    numbers, model = random.Random(3), ours()
+    for case in range(60):
+        rows, columns = numbers.randint(2, 5), numbers.randint(2, 20)
+        ids = torch.tensor([[numbers.randint(6, VOCABULARY - 1) for _ in range(columns)] for _ in range(rows)])
+        mask = torch.ones_like(ids)
+        for row in range(rows):
+            hidden = numbers.randint(0, columns - 1) if numbers.random() < 0.5 else 0
+            ids[row, :hidden], mask[row, :hidden] = PADDING, 0
+        settings = {
+            "input_ids": ids, "attention_mask": mask, "pad_token_id": PADDING,
+            "max_new_tokens": numbers.randint(1, 20),
+            "do_sample": numbers.random() < 0.5, "eos_token_id": numbers.choice([END, [END, 9, 17], None]),
+            "num_return_sequences": 1,
+        }  # fmt: skip
+        if settings["do_sample"]:
+            settings["num_return_sequences"] = numbers.randint(1, 3)
+        expected, seen = answers(stock(), settings, seed=case)
+        found, own = answers(model, settings, seed=case)
+        assert torch.equal(found, expected) and len(seen) == len(own), case
