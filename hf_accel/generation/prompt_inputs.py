@@ -184,8 +184,8 @@ def contents_of(
     """Return a number for each token, which is another one for other inputs; see PromptInputs.contents.
 
     is_plain: whether a token is embedded as its id is, and stands at its index. embeddings: [T, D]. positions: [P, T].
-    marked: the features of tokens. arguments: see PromptInputs. The numbers are BLAKE2 digests of 63 bits; a prefix is known by those of all its
-    tokens.
+    marked: the features of tokens. arguments: see PromptInputs. The numbers are BLAKE2 digests of 63 bits; a prefix
+    is known by those of all its tokens.
     """
     rows = embeddings.detach().contiguous().cpu().view(torch.uint8).numpy()
     places = [] if positions is None else positions.T.tolist()

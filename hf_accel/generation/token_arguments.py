@@ -33,7 +33,9 @@ def as_bytes(arguments: TokenArguments | None, count: int) -> list[bytes]:
     return found
 
 
-def placed_arguments(call: Mapping[str, Any], parts: Sequence[tuple[int, TokenArguments]], count: int) -> dict[str, Any]:
+def placed_arguments(
+    call: Mapping[str, Any], parts: Sequence[tuple[int, TokenArguments]], count: int
+) -> dict[str, Any]:
     """Return the arguments for a pass of `count` tokens.
 
     call: those that the model's own code gives its decoder for the ids of these tokens. parts: those of tokens that

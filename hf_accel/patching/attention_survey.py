@@ -18,8 +18,8 @@ from ..attention.hf.stock import (
     attention_refusals,
     eager_agrees,
     modules_outside,
-    stock_implementation,
     settable_models,
+    stock_implementation,
     stock_parts,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds

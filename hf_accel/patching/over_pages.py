@@ -51,7 +51,9 @@ def inner_generator(model: PreTrainedModel, config: PatchConfig) -> InnerGenerat
     if own is None or own is GenerationMixin.generate:
         return None
     names = _names_in(inspect.unwrap(own))
-    parts = {name: part for name, part in model.named_children() if name in names and isinstance(part, GenerationMixin)}
+    parts = {
+        name: part for name, part in model.named_children() if name in names and isinstance(part, GenerationMixin)
+    }
     if len(parts) != 1 or "generate" not in names:
         return None
     (name, part), *_ = parts.items()

@@ -301,7 +301,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     elif isinstance(getattr(model, "hf_quantizer", None), AccelQuantizer):
         journal.attribute(model, "__class__", mixed_class(WritesModelCard, type(model)))
     if todo.inner is not None:
-        part = model.get_submodule(todo.inner.name)
+        part: Any = model.get_submodule(todo.inner.name)
         generation.inner = _generation(todo, todo.inner, part)
         journal.attribute(part, STATE, PatchState(todo.config, {}, journal, originals, generation.inner))
         journal.attribute(part, "__class__", mixed_class(AcceleratedGeneration, type(part)))

@@ -331,7 +331,7 @@ def _two_resolutions(config: Any, generator: torch.Generator) -> dict[str, Tenso
 
 
 RECIPES: list[Recipe] = [
-    _pooled_crops, _packed, _tiles_that_are, _merged_positions,
-    _aspect_ratios, _two_resolutions, _positions, _shaped, _merged_grid, _grid, _grid_of_images, _grid_of_one, _merged_patches,
+    _pooled_crops, _packed, _tiles_that_are, _merged_positions, _merged_patches,
+    _aspect_ratios, _two_resolutions, _positions, _shaped, _merged_grid, _grid, _grid_of_images, _grid_of_one,
     _tiled(2), _tiled(3), _tiled(5), _sized, _nested_masked, _nested, _plain, _flattened, _patches, _proteins,
 ]  # fmt: skip

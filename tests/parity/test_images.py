@@ -292,5 +292,7 @@ def test_special_tokens_beside_a_prompt_with_an_image() -> None:
     special = stock(LAYERED)[0].config.audio_token_id
     text = {"input_ids": torch.tensor([[5, 9, special, 11, special, 7]])}
     wanted = [expected(LAYERED, each) for each in (text, prompt(LAYERED, 0))]
-    found = patched(LAYERED).generate_batch([text["input_ids"][0].tolist(), prompt(LAYERED, 0)], max_new_tokens=NEW_TOKENS)
+    found = patched(LAYERED).generate_batch(
+        [text["input_ids"][0].tolist(), prompt(LAYERED, 0)], max_new_tokens=NEW_TOKENS
+    )
     assert [output.generated_tokens for output in found.values()] == wanted

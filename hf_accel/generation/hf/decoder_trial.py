@@ -118,7 +118,7 @@ def refuse_mixed_arguments(
 
 
 def _random_like(value: Tensor, numbers: RandomNumbers) -> Tensor:
-    """Return random arguments of three tokens, [3, ...]. What is no number is zero for one token, and given for two."""
+    """Return random arguments of three tokens, [3, ...]; of what is no number, zero for one of them."""
     if value.is_floating_point():
         return numbers(UNMARKED, *value.shape[1:], dtype=value.dtype, device=value.device)
     most = value.amax(dim=0)

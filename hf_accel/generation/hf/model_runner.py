@@ -273,7 +273,7 @@ class ModelRunner:
         return logits if self.selects or everything else logits[inputs.keep]
 
     def _called(self, rows: Rows, count: int) -> Any:
-        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some tokens.
+        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some.
 
         What the decoder is given for all others is what the model's own code makes of their ids.
         """
@@ -326,7 +326,7 @@ class ModelRunner:
 
 
 def _planes(planes: int | None, rows: Rows) -> int | None:
-    """Return how many coordinates the positions of a pass have: P of its texts, or those that one of its tokens has."""
+    """Return how many coordinates the positions of a pass have: those of texts, or more that a token is given."""
     given = max((len(each.positions) for each in rows if each.positions is not None), default=1)
     return given if planes is None and given > 1 else planes
 

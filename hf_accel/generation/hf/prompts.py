@@ -27,9 +27,9 @@ from ..prompt_inputs import (
 )
 from ..token_arguments import TokenArguments, read_arguments
 from .decoder_call import UpToDecoder
+from .decoder_trial import counted_positions, refuse_mixed_arguments, refuse_mixed_tokens, refuse_planes
 from .encoder_source import encoder_output
 from .generation_state import LoopCall
-from .decoder_trial import counted_positions, refuse_mixed_arguments, refuse_mixed_tokens, refuse_planes
 from .model_runner import prepare_step
 from .prompt_masks import tokens_seen
 
@@ -266,8 +266,8 @@ class _Read:
             refuse_mixed_arguments(self.calls.decoder, given, self.first.planes, like, absent=absent)
 
     def _of_ids(self, ids: Tensor) -> _Call:
-        """Return what the decoder is given for each token of ids [B, T] in a pass of ids alone, in which these stand in
-        one row, in another order, and at other positions. Raises NotRaggedError if the positions do not reach it.
+        """Return what the decoder is given for each token of ids [B, T] in a pass of ids alone, in which they stand
+        in one row, in another order, and at other positions. Raises NotRaggedError if the positions do not reach it.
         """
         row = ids.flatten().flip(0)[None]
         positions = torch.arange(row.shape[1], device=row.device).flip(0)[None] + 3
@@ -293,7 +293,7 @@ class _Read:
 
     @property
     def makes_masks(self) -> bool:
-        """Return whether the decoder is given a mask of four dimensions where stock's sdpa has none, without padding."""
+        """Return whether the decoder is given a mask of four dimensions for texts without padding."""
         mask = self.first.mask
         masks = list(mask.values()) if isinstance(mask, dict) else [mask]
         is_plain = bool(self.tokens.all()) and not any(self.seen.rows)
@@ -316,7 +316,9 @@ class _Read:
             return None
         is_plain = (plain & (positions == indices).all(dim=0)).tolist()
         places = positions if is_moved else None
-        arguments = {name: value[row][self.tokens[row].to(value.device)] for name, value in self.first.arguments.items()}
+        arguments = {
+            name: value[row][self.tokens[row].to(value.device)] for name, value in self.first.arguments.items()
+        }
         contents = contents_of(ids.tolist(), is_plain, embeddings, places, marked=marked, arguments=arguments)
         seen = self.seen.rows[row]
         if seen is not None:
@@ -330,7 +332,9 @@ class _Read:
         """Return whether a row is a text whose tokens stand, with those behind it, so many columns later."""
         positions = self._positions(row)
         moved = positions == torch.arange(positions.shape[1]) + columns
-        return bool(self._is_as_ids_say(row).all()) and bool(moved.all()) and bool((self._shifts(row) == columns).all())
+        return (
+            bool(self._is_as_ids_say(row).all()) and bool(moved.all()) and bool((self._shifts(row) == columns).all())
+        )
 
     def _call(self, given: dict[str, Any]) -> _Call:
         """Read a call. Raises NotRaggedError if the decoder reads an argument that ragged passes do not hand on."""

@@ -61,7 +61,9 @@ class Decoder(nn.Module):
         return SimpleNamespace(last_hidden_state=inputs_embeds + given)
 
 
-@pytest.mark.parametrize(("how", "message"), [("right", None), ("mixes", "mixes tokens"), ("absent", "takes no given")])
+@pytest.mark.parametrize(
+    ("how", "message"), [("right", None), ("mixes", "mixes tokens"), ("absent", "takes no given")]
+)
 def test_decoders_that_mix_tokens_are_refused(how: str, message: str | None) -> None:
     like, given = torch.zeros(1, 1, 2), {"given": VALUES[0]}
     if message is None:
