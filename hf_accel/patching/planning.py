@@ -75,9 +75,7 @@ def make_plan(
         leaves 8 bits for.
     """
     inner = check_model(model)
-    split = split_of(inner)
-    if split is not None:
-        check_split(split, inner, config)
+    split = _checked_split(inner, config)
     stock_attention = _refusal(
         "attention", config, model_attention_refusal(inner), wanted=config.attention is not None
     )
@@ -121,6 +119,13 @@ def make_plan(
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it out")
     return replace(plan, lines=tuple(explain(plan)))
+
+
+def _checked_split(model: PreTrainedModel, config: PatchConfig) -> TensorParallel | None:
+    split = split_of(model)
+    if split is not None:
+        check_split(split, model, config)
+    return split
 
 
 def _check_weights(model: PreTrainedModel, config: PatchConfig) -> None:

@@ -90,7 +90,7 @@ def refuse_mixed_arguments(
 
     The decoder computes three tokens that see no other, in one row and alone, with random arguments. given: arguments
     of the form that is to be tried. planes, like: see refuse_mixed_tokens. absent: the names of arguments that texts
-    are not given, in the place of which zeros are tried.
+    are not given, for which zeros are tried.
     """
     numbers, device = RandomNumbers(), like.device
     embedded = numbers(1, UNMARKED, like.shape[-1], dtype=like.dtype, device=device)

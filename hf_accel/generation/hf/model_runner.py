@@ -23,10 +23,8 @@ from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
-from ..marked_inputs import marked_arguments
 from ..prompt_inputs import Rows, other_input
-from ..token_arguments import placed_arguments
-from .decoder_call import giving_decoder
+from .mixed_passes import giving_more, planes_of
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -273,38 +271,11 @@ class ModelRunner:
         return logits if self.selects or everything else logits[inputs.keep]
 
     def _called(self, rows: Rows, count: int) -> Any:
-        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some.
-
-        What the decoder is given for all others is what the model's own code makes of their ids.
-        """
-        embedded = [(each.first, each.embeddings) for each in rows if each.embeddings is not None]
-        marked = [(each.first, each.marked) for each in rows if each.marked is not None]
-        others = [(each.first, each.arguments) for each in rows if each.arguments is not None]
+        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some."""
         own_masks = state_of(self.model).generation.form.makes_masks
-        if not (embedded or marked or others or own_masks):
+        if not rows and not own_masks:
             return self.model
-        more: dict[str, Any] = marked_arguments(marked, count) if marked else {}
-        if own_masks:
-            more["attention_mask"] = None
-
-        def changed(call: dict[str, Any]) -> dict[str, Any]:
-            given = {**call, **more, **placed_arguments(call, others, count)}
-            if embedded:
-                given["inputs_embeds"] = self._embeddings(call, embedded)
-                given.pop("input_ids", None)
-            return given
-
-        return giving_decoder(self.model, prepare_step, changed)
-
-    def _embeddings(self, call: Mapping[str, Any], embedded: list[tuple[int, Tensor]]) -> Tensor:
-        """Return the embeddings [1, N, D] of a pass. call: of the decoder, for token ids alone. embedded: those of
-        tokens that stand end to end, with the index of the first of them.
-        """
-        own = call.get("inputs_embeds")
-        embeddings: Tensor = self.model.get_input_embeddings()(call["input_ids"]) if own is None else own.clone()
-        for first, each in embedded:
-            embeddings[0, first : first + len(each)] = each
-        return embeddings
+        return giving_more(self.model, prepare_step, rows, count=count, own_masks=own_masks)
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         """Return the ids [1, N] and the positions of a pass, which a model that counts them by itself learns from its
@@ -316,19 +287,14 @@ class ModelRunner:
             return given | {"attention_mask": torch.ones_like(given["input_ids"])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
-        planes = _planes(state_of(self.model).generation.form.planes, rows)
+        planes = state_of(self.model).generation.form.planes
+        planes = planes_of(planes, rows) if rows else planes
         positions = _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
         ids = inputs.ids.clone() if rows else inputs.ids
         for each in rows:
             if each.embeddings is not None:
                 ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
         return {"input_ids": ids[None], "position_ids": positions}
-
-
-def _planes(planes: int | None, rows: Rows) -> int | None:
-    """Return how many coordinates the positions of a pass have: those of texts, or more that a token is given."""
-    given = max((len(each.positions) for each in rows if each.positions is not None), default=1)
-    return given if planes is None and given > 1 else planes
 
 
 def _placed(positions: Tensor, rows: Rows) -> Tensor:

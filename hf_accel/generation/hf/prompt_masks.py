@@ -18,7 +18,7 @@ UNKNOWN = "its decoder is given a mask of another form"
 
 @dataclass(frozen=True)
 class Seen:
-    """Which tokens of prompts see later ones.
+    """The tokens of prompts that see later ones.
 
     rows: for each row, how many of its first tokens each token sees; None where all see those up to themselves.
     in_windows: whether only layers with a sliding window let tokens see later ones.
