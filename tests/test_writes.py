@@ -17,7 +17,7 @@ WRITERS = {
     "patching.unpatch": {"setattr", "dict", "data"},
     "patching.nf4_model": {"journal", "config"},
     "patching.originals": {"journal", "config"},
-    "attention.hf.stock": {"config"},
+    "attention.hf.stock": {"config", "dict"},
     # storage of weights that the journal has put aside
     "parallel.tensor": {"data"},
     # shapes without numbers, to be counted, and copies of single norms, to be tried
@@ -52,7 +52,6 @@ WRITERS = {
     "recurrent.hf.state_spaces": {"class", "dict"},
     "fused.hf.sites": {"class", "dict"},
     "patching.twin": {"dict"},
-    "patching.decoder_survey": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},
     # notes on a tensor of one forward pass, and on a process that is being started

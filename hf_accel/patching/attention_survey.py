@@ -14,17 +14,17 @@ from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.latents import is_known_expansion
 from ..attention.hf.stock import (
-    answer_once,
     attention_refusals,
     eager_agrees,
+    module_codes,
     modules_outside,
-    settable_models,
+    settable_parts,
     stock_implementation,
     stock_parts,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
 from ..cache.hf.kinds import blocks_refusal
-from ..cache.kinds import CompressedKeys, IndexKeys, KeysAndValues
+from ..cache.kinds import CompressedKeys, IndexKeys, KeysAndValues, RecurrentStates
 from ..cache.kinds.state_sizes import steps_of_prompts_differ
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
@@ -35,13 +35,14 @@ from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
+from ..recognition.asked import answer_once
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
-from ..recurrent.hf.recurrences import known_recurrence
+from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
-from .decoder_survey import counting_refusal, decoder_loop_refusal, decoder_refusal
+from .decoder_survey import causality_refusal, counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -53,9 +54,12 @@ WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask
 
 def model_attention_refusal(model: PreTrainedModel) -> str | None:
     """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
+    return answer_once(_model_attention_refusal, model)
+
+
+def _model_attention_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
-    inside = [module for outer in settable_models(model) for module in outer.modules()]
-    if not any(getattr(module, "config", None) is layers_config(model.config) for module in inside):
+    if not settable_parts(model):
         return f"the attention of {name} does not go through transformers' AttentionInterface"
     parts = stock_parts(model)
     for _, part, refusal in attention_refusals(model):
@@ -78,6 +82,10 @@ def attends_nowhere(model: PreTrainedModel) -> bool:
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """List the modules that call an attention function of transformers' interface, without parts that keep theirs."""
+    return list(answer_once(_attention_modules, model))
+
+
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
@@ -104,16 +112,22 @@ def _function_refusal(model: PreTrainedModel) -> str | None:
 
 def cache_refusal(model: PreTrainedModel) -> str | None:
     """Return why generate cannot use a paged cache, as one clause; None if it can."""
+    refusal = _pages_refusal(model)
+    return refusal if refusal is None or not model.can_generate() else causality_refusal(model) or refusal
+
+
+def _pages_refusal(model: PreTrainedModel) -> str | None:
+    """Return what in the model's code keeps its cache from being paged, as one clause; None if nothing does."""
     name = type(model).__name__
     if not model.can_generate():
         return f"{name} does not generate text"
     refusal = None if attends_nowhere(model) else model_attention_refusal(model)
-    if refusal is not None:
+    if refusal is not None or known_operators(model) is not None:
         return operator_refusal(model, refusal)
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
-    for module in model.modules():
-        unpaged = code_of(module).unpaged
+    for _, module, code in module_codes(model):
+        unpaged = code.unpaged
         if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
             continue
         known = known_recurrence(module)
@@ -126,6 +140,7 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     refusal = _compression_refusal(model, compressed=kinds.has(CompressedKeys)) or _reuse_refusal(model)
+    refusal = refusal or answer_once(_unknown_recurrences, model)
     if refusal is not None:
         return refusal
     clauses = (kind.device_refusal(model_device(model)) for kind in kinds.distinct)
@@ -133,18 +148,27 @@ def cache_refusal(model: PreTrainedModel) -> str | None:
     return _bidirectional_refusal(model) if clause is None else f"{name} {clause}"
 
 
+def _unknown_recurrences(model: PreTrainedModel) -> str | None:
+    layers = model_kinds(model.config).layers
+    count = sum(isinstance(kind, RecurrentStates) for own in layers for kind in own)
+    return unknown_recurrences_refusal(model, count) if count else None
+
+
 def known_operators(model: PreTrainedModel) -> OperatorModel | None:
     """Return what is known of a model that attends by torch's operators, if its pages can be read that way."""
-    if model_attention_refusal(model) is None or split_of(model) is not None:
+    is_rare = model_attention_refusal(model) is not None or any(
+        code_of(module).unpaged is not None for module in attention_modules(model)
+    )
+    if not is_rare or split_of(model) is not None:
         return None
     known = answer_once(operator_model, model)
     return known if isinstance(known, OperatorModel) else None
 
 
-def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
-    """Return why a model whose attention cannot be ours cannot read pages, as one clause; None if it can.
+def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
+    """Return why a model that reads pages by code of its own cannot do so, as one clause; None if it can.
 
-    refusal: why its attention cannot be ours.
+    refusal: why its attention cannot be ours; None if it can, and code between it and the cache is its own.
     """
     if known_operators(model) is None:
         known = answer_once(operator_model, model)
@@ -153,7 +177,9 @@ def operator_refusal(model: PreTrainedModel, refusal: str) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    return None if kinds.distinct == (KeysAndValues(None),) else refusal
+    if kinds.distinct == (KeysAndValues(None),):
+        return None
+    return refusal or f"{type(model).__name__} keeps other things than keys and values of all tokens"
 
 
 def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | None:
@@ -179,8 +205,13 @@ def _reuse_refusal(model: PreTrainedModel) -> str | None:
     indexers = sum(isinstance(kind, IndexKeys) for own in kinds for kind in own)
     if indexers and indexers != sum(map(is_known_indexer, model.modules())):
         return f"{type(model).__name__} selects tokens by other indexers than those that are known"
+    decoder = type(layers_config(model.config))
+    # The layers of an encoder, of which there may be more than of its decoder, keep nothing.
+    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
     for site in attention_sites(model, quantized_kv=False):
         index: Any = site.module.layer_idx
+        if type(site.module.config) is not decoder or site.module in encoder:
+            continue  # a tower may number its layers too
         if (index >= len(kinds) or not kinds[index]) and not code_of(site.module).reuses:
             return f"{type(site.module).__name__} keeps no keys and values, and attends to some in a way of its own"
     return None
@@ -247,7 +278,8 @@ def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
     One module that is causal is enough: others may attend to an encoder's output, which a decoder alone never gets.
     Where the model's own methods prepare the calls of its decoder, they are asked what the tokens of a prompt see.
     """
-    if own_methods(model):
+    is_encoder = getattr(model.config, "is_decoder", None) is False
+    if own_methods(model) and not (is_encoder and causality_refusal(model) is not None):
         return None
     sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
     if sites and not any(getattr(site.module, "is_causal", True) for site in sites):
@@ -266,6 +298,10 @@ class AttentionSite:
 
 def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
     """List the decoder's self-attention modules, with what each needs of a backend."""
+    return list(answer_once(_attention_sites, model, quantized_kv))
+
+
+def _attention_sites(model: PreTrainedModel, quantized_kv: bool) -> list[AttentionSite]:
     config = layers_config(model.config)
     try:
         windows = model_kinds(config).mask_windows

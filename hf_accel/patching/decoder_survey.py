@@ -8,19 +8,17 @@ where the tokens behind padding stand.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
-from ..attention.hf.stock import answer_once, stock_implementation
+from ..attention.hf.stock import set_implementation, stock_implementation
 from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
 from ..cache.hf.kinds import model_kinds
@@ -28,10 +26,14 @@ from ..cache.kinds import KeysAndValues
 from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
+from ..generation.hf.decoder_call import giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
+from ..generation.hf.encoder_source import HIDING, EncoderOutput
 from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import layers_config
+from ..recognition.asked import answer_once
+from ..recognition.generation_code import only_passes_on
 from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
@@ -63,7 +65,8 @@ def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
     """
     for method in OWN_METHODS:
         own = getattr(type(model), method)
-        if own is not getattr(GenerationMixin, method) and WHISPERS_POSITIONS not in own.__code__.co_consts:
+        known = own is getattr(GenerationMixin, method) or only_passes_on(type(model), method)
+        if not known and WHISPERS_POSITIONS not in own.__code__.co_consts:
             return f"{type(model).__name__} has a {method} of its own"
     return None
 
@@ -76,7 +79,7 @@ def rows_hidden_in(model: PreTrainedModel) -> bool | None:
 
 
 def mask_hides_rows(model: PreTrainedModel) -> bool | None:
-    """Return whether an attention_mask hides rows of the encoder's output from the decoder.
+    """Return whether the decoder takes a mask that hides rows of the encoder's output.
 
     None if a trial over pages gives something else than stock with or without it.
     """
@@ -85,6 +88,30 @@ def mask_hides_rows(model: PreTrainedModel) -> bool | None:
         if agree(lambda: _stock(model, hides=hides), lambda: _paged(model, _sources(model)), CLOSE):  # noqa: B023
             return hides
     return None
+
+
+def causality_refusal(model: PreTrainedModel) -> str | None:
+    """Return a clause if the tokens of a prompt see those behind them; None for any other model, and if it cannot be
+    tried."""
+    if model.config.is_encoder_decoder or model_device(model).type == "meta" or not answer_once(_sees_later, model):
+        return None
+    reason = f"{type(model).__name__} is not causal: a token changes what is computed for those before it"
+    is_encoder = getattr(model.config, "is_decoder", None) is False
+    return f"{reason}; with is_decoder=True in its config, it does not" if is_encoder else reason
+
+
+@torch.no_grad()
+def _sees_later(model: PreTrainedModel) -> bool:
+    ids, logits = torch.arange(7, 7 + sum(LENGTHS))[None], []
+    table: Any = model.get_input_embeddings()
+    for token in (_pad_token(model), len(table.weight) - 1):  # code may embed tokens of its own
+        try:
+            tried = _tried(model, None, token=token)
+            logits = [tried(input_ids=each, return_dict=True).logits for each in (ids[:, : LENGTHS[0]], ids)]
+            break
+        except Exception:  # code that is not known may do anything
+            continue
+    return bool(logits) and not agree(lambda: logits[1][:, : LENGTHS[0]], lambda: logits[0], CLOSE)
 
 
 def counting_refusal(model: PreTrainedModel) -> str | None:
@@ -140,16 +167,16 @@ def _stock(model: PreTrainedModel, *, hides: bool) -> tuple[Tensor, ...]:
     tried = _tried(model, None)
     outputs = []
     for number, source in enumerate(_sources(model)):
-        mask = torch.ones(1, len(source), dtype=torch.int64)
+        called = tried
         if hides:
-            padding = 10 * torch.ones(2, source.shape[1])
-            source, mask = torch.cat([source, padding]), torch.nn.functional.pad(mask, (0, 2))
+            mask = torch.ones(1, len(source), dtype=torch.int64)
+            called = giving_decoder(tried, None, **{HIDING: torch.nn.functional.pad(mask, (0, 2))})
+            source = torch.cat([source, 10 * torch.ones(2, source.shape[1])])
         cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
         for ids in _tokens(model, number):
-            output = tried(
+            output = called(
                 decoder_input_ids=torch.tensor([ids]),
-                encoder_outputs=BaseModelOutput(last_hidden_state=source[None]),
-                attention_mask=mask,
+                encoder_outputs=EncoderOutput(last_hidden_state=source[None]),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
@@ -205,26 +232,22 @@ def _tokens(model: PreTrainedModel, number: int) -> Iterator[list[int]]:
 
 
 def _pad_token(model: PreTrainedModel) -> int:
-    pad = layers_config(model.config).pad_token_id
+    pad = getattr(layers_config(model.config), "pad_token_id", None)
     return 0 if pad is None else int(pad)
 
 
-def _tried(model: PreTrainedModel, implementation: str | None) -> Any:
+def _tried(model: PreTrainedModel, implementation: str | None, *, token: int | None = None) -> Any:
     """Make a copy with few layers, in float32.
 
-    implementation: of its attention; None for that of the model.
+    implementation: of its attention; None for that of the model. token: one that has an embedding besides the first
+    ones; None for that which pads.
     """
     decoder = model.get_decoder()
     lengths = {_name_of(model, decoder): TRIED_LAYERS}
     if model.config.is_encoder_decoder:
         lengths[_name_of(model, model.get_encoder())] = 0
-    small = first_layers_model(model, lengths, token=_pad_token(model))
-    configs: dict[int, Any] = {}
-    for module in small.modules():
-        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            own = configs.setdefault(id(config), copy.deepcopy(config))
-            own._attn_implementation_internal = implementation or stock_implementation(model, decoder)
-            vars(module)["config"] = own
+    small = first_layers_model(model, lengths, token=_pad_token(model) if token is None else token)
+    set_implementation(small, implementation or stock_implementation(model, decoder))
     return small
 
 

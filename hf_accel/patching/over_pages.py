@@ -18,7 +18,7 @@ from ..fused.hf.compressed import compressed_sites
 from ..fused.hf.counted_positions import counted_sites
 from ..fused.hf.dtype_readers import dtype_readers
 from ..fused.hf.indexers import indexer_sites
-from ..fused.hf.operator_models import operator_sites
+from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.part_activations import part_activations
 from ..fused.site import FusedSite
 from ..generation.hf.drafting import refuse_drafts
@@ -81,15 +81,22 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         return STOCK_FORM
     prepares = stock_loop is None and bool(own_methods(model))
     texts = text_form(model) if prepares else None
+    operators = known_operators(model)
     return DecoderForm(
         prepares=prepares,
         planes=None if texts is None else texts.planes,
         reads_texts=texts is not None and not texts.is_ids,
         hides_rows=rows_hidden_in(model) if model.config.is_encoder_decoder else None,
-        counts_padding=stock_loop is None and counts_positions(model) and counts_padding(model),
-        operators=known_operators(model),
+        counts_padding=stock_loop is None and _counts_padding(model, operators),
+        operators=operators,
         makes_masks=texts is not None and texts.makes_masks,
     )
+
+
+def _counts_padding(model: PreTrainedModel, operators: OperatorModel | None) -> bool:
+    if operators is not None:
+        return operators.counts_padding
+    return counts_positions(model) and counts_padding(model)
 
 
 def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, form: DecoderForm) -> FusedPlan:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar, Unpack
 
 from torch import nn
@@ -15,7 +14,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..attention import PlannedAttention
 from ..attention.hf import ATTENTION_NAME
-from ..attention.hf.stock import implementation_of_config, set_our_attention, settable_models, stock_implementation
+from ..attention.hf.stock import implementation_of_config, set_our_attention, stock_implementation
 from ..config import WeightConfig
 from ..config.patch_config import (
     Attention,
@@ -247,13 +246,14 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
 def _switch_attention(todo: Plan, journal: Journal) -> None:
     if todo.stock_attention:
         return
-    for module in attention_modules(todo.model):
+    modules = attention_modules(todo.model)
+    for module in modules:
         journal.attribute(module, STOCK_ATTRIBUTE, stock_implementation(todo.model, module))
-    set_our_attention(todo.model, partial(_set_attention, todo.model))  # writes into our own copies of the configs
+    set_our_attention(todo.model, todo.model.set_attn_implementation)  # writes into our own copies of the configs
     chosen = layers_config(todo.model.config)._attn_implementation
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
-    for module in attention_modules(todo.model):
+    for module in modules:
         config: Any = getattr(module, "config", todo.model.config)
         if config._attn_implementation != ATTENTION_NAME:  # one that transformers does not know of
             config._attn_implementation_internal = ATTENTION_NAME
@@ -261,11 +261,6 @@ def _switch_attention(todo: Plan, journal: Journal) -> None:
         module, spec = attention.site.module, attention.site.spec
         planned = PlannedAttention(attention.backend, spec, bool(getattr(module, "is_causal", True)))
         journal.attribute(module, BACKEND_ATTRIBUTE, planned)
-
-
-def _set_attention(model: PreTrainedModel, name: str) -> None:
-    for module in settable_models(model):
-        module.set_attn_implementation(name)
 
 
 def _fuse(todo: Plan, journal: Journal) -> None:

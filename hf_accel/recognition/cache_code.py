@@ -10,6 +10,8 @@ POSITION_BIAS = "position_bias"  # the keyword of a bias that is added to scores
 CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
 COUNT = "get_seq_length"
 CACHE_METHODS = frozenset({"update", COUNT, "get_query_offset", "get_mask_sizes", "is_initialized"})
+MORE_THAN_ONCE = "updates the cache, or attends, more than once"
+CHANGES_KEYS = "changes K or V between the cache and its attention function"
 # What the cache of an encoder-decoder has alone. A trial shows what its decoder does with them.
 PARTS_OF_TWO = frozenset({"self_attention_cache", "cross_attention_cache", "is_updated"})
 
@@ -51,9 +53,9 @@ def cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterator
     if calls and not biased and counts_tokens(function) is False:
         yield "counts the tokens of its cache in a way of its own"
     if len(updates) > 1 or len(calls) != 1:
-        yield "updates the cache, or attends, more than once"
+        yield MORE_THAN_ONCE
     elif not _hands_on(function, updates[0], calls[0]):
-        yield "changes K or V between the cache and its attention function"
+        yield CHANGES_KEYS
 
 
 def counts_tokens(function: ast.FunctionDef) -> bool | None:

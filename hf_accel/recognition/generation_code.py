@@ -47,6 +47,18 @@ def _is_harmless(constant: Any, arguments: tuple[str, ...]) -> bool:
     return constant is None or constant in HARMLESS_INPUTS
 
 
+def hands_on_all(model: Any, method: str) -> bool:
+    """Return whether a method that prepares the inputs of a pass hands on all that it is given, as that of a model
+    without a cache does: all tokens.
+    """
+    ids, given = object(), {"attention_mask": object(), "position_ids": object(), "use_cache": object()}
+    try:
+        found = getattr(model, method)(ids, **given)
+    except Exception:  # it looks at what it is given
+        return False
+    return type(found) is dict and found == given | {"input_ids": ids}
+
+
 def counts_nothing(model: nn.Module) -> bool:
     """Return whether no forward of a model's modules makes positions of its own, by the functions that it names."""
     sources = [source_of(kind.forward) for kind in {type(module) for module in model.modules()}]

@@ -20,9 +20,9 @@ from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS
 from .operation import Kind, Operation, Span, UntraceableError
 from .position_attention import READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
-from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
+from .stand_ins import BATCH, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
-from .unchanged import HOOKS, Read, has_own_forward
+from .unchanged import HOOKS, PLAIN_TYPES, Read, has_own_forward
 
 
 class Record:
@@ -241,6 +241,9 @@ class Record:
 
     def choose(self, condition: Any, scores: Scores, other: Any) -> Scores:
         raise UntraceableError("it calls where")
+
+    def keep(self, scores: Scores, kept: Any, others: Any) -> Scores:
+        raise UntraceableError("it multiplies scores by more than a number")
 
     def attend_positions(
         self, known: tuple[nn.Module, PositionAttention], x: StandIn, mask: Any, output_attentions: bool = False,

@@ -33,6 +33,8 @@ class Attending(Protocol):
 
     def choose(self, condition: Any, scores: Scores, other: Any) -> Scores: ...
 
+    def keep(self, scores: Scores, kept: Tensor, others: Tensor) -> Scores: ...
+
 
 class TransposedKeys:
     """Keys [B, heads, dim, T], with which queries may be multiplied."""
@@ -112,7 +114,9 @@ class Scores:
         self.trace, self.query, self.key, self.dtype = trace, query, key, trace.dtype
         self.factor, self.is_biased, self.is_masked, self.is_softmax = 1.0, False, False, False
 
-    def __mul__(self, number: Any) -> Scores:
+    def __mul__(self, number: Any) -> Any:
+        if isinstance(number, Tensor) and number.ndim == 4:
+            return KeptScores(self, number)
         scaled = copy.copy(self)
         scaled *= number
         return scaled
@@ -225,6 +229,23 @@ class Scores:
         if function is torch.where and len(args) == 3 and isinstance(args[1], cls) and not given:
             return args[1].trace.choose(*args)
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+
+class KeptScores:
+    """Scores times a tensor [1, 1, T, T] of ones and zeros; code then adds another number in place of each zero."""
+
+    def __init__(self, scores: Scores, kept: Tensor) -> None:
+        self.scores, self.kept = scores, kept
+
+    def __add__(self, others: Any) -> Scores:
+        if not isinstance(others, Tensor):
+            raise UntraceableError("it multiplies scores by more than a number")
+        return self.scores.trace.keep(self.scores, self.kept, others)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UntraceableError(f"it calls Tensor.{name} of scores that it has multiplied")
 
 
 def is_lowest(number: Any) -> bool:

@@ -12,10 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BigBirdConfig,
+    BigBirdForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     CodeGenConfig,
     CodeGenForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     GPTJConfig,
@@ -24,12 +28,18 @@ from transformers import (
     GPTNeoForCausalLM,
     GPTNeoXJapaneseConfig,
     GPTNeoXJapaneseForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
     MegatronBertConfig,
     MegatronBertForCausalLM,
     MptConfig,
     MptForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     RemBertConfig,
     RemBertForCausalLM,
+    RoFormerConfig,
+    RoFormerForCausalLM,
     XGLMConfig,
     XGLMForCausalLM,
 )
@@ -51,6 +61,10 @@ SIZES: dict[str, Any] = {
 GPT: dict[str, Any] = SIZES | {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4}
 USUAL: dict[str, Any] = SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT: dict[str, Any] = USUAL | {"intermediate_size": 48, "is_decoder": True}
+JETMOE: dict[str, Any] = SIZES | {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 24,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 ALIBI = {"alibi": True}
 NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
 
@@ -82,8 +96,15 @@ KINDS: dict[str, Callable[..., Any]] = {
     "xglm": lambda: XGLMForCausalLM(
         XGLMConfig(**SIZES, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, init_std=0.25)
     ),
+    "roformer": lambda: RoFormerForCausalLM(RoFormerConfig(**BERT, max_position_embeddings=256)),
+    "big_bird": lambda: BigBirdForCausalLM(BigBirdConfig(**BERT, attention_type="original_full")),
+    "gpt": lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(**GPT)),
+    "jetmoe": lambda: JetMoeForCausalLM(JetMoeConfig(**JETMOE)),
+    "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**USUAL, intermediate_size=48, num_key_value_heads=2)),
 }
-FEW = ("bloom", "mpt", "falcon_alibi", "gptj", "gpt_neo")  # one of each way
+FEW = ("bloom", "mpt", "falcon_alibi", "gptj", "gpt_neo", "roformer")  # one of each way
+CHANGED = ("jetmoe", "diffllama")  # they attend to other keys and values than their cache returns
+MORE = (*FEW, *CHANGED, "gpt")  # with one that takes no cache
 
 
 def model_of(kind: str) -> Any:
@@ -116,11 +137,26 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), drawn)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=str)
+def test_positions_that_count_padding(settings: dict[str, Any]) -> None:
+    """Those of a rotation of values are no differences, so that padding in front of a prompt changes its text."""
+    torch.manual_seed(3)
+    config = RoFormerConfig(**BERT, max_position_embeddings=256, rotary_value=True)
+    model = RoFormerForCausalLM(config).eval()
+    ids, mask = padded("left")
+    expected = [alone(model, prompt) for prompt in PROMPTS]
+    rows = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings)
+    hf_accel.patch(model, weights=None)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings), rows)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    assert together(model) == expected
+
+
+@pytest.mark.parametrize("seed", range(18))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks, shared prefixes, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)
-    model = model_of(FEW[seed % len(FEW)])
+    model = model_of(MORE[seed % len(MORE)])
     prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
     lengths = [numbers.randint(1, 30) for _ in prompts]
     expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
@@ -132,7 +168,7 @@ def test_random_programmes_of_requests(seed: int) -> None:
     check_served(model, prompts, expected, speculative=speculative, token_budget=numbers.choice([None, 7, 64]))
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", MORE)
 def test_preemption_and_shared_prefixes(kind: str) -> None:
     model = model_of(kind)
     expected = [alone(model, prompt, 40) for prompt in PROMPTS]
@@ -144,7 +180,7 @@ def test_preemption_and_shared_prefixes(kind: str) -> None:
         assert engine.stats["preemptions"] > 0
 
 
-@pytest.mark.parametrize("kind", [*FEW, "gpt_neox_japanese"])
+@pytest.mark.parametrize("kind", [*FEW, *CHANGED, "gpt_neox_japanese"])
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_transformers_own_loops_run_over_pages(kind: str, settings: dict[str, Any]) -> None:
     model = model_of(kind)
@@ -155,7 +191,7 @@ def test_transformers_own_loops_run_over_pages(kind: str, settings: dict[str, An
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", [*FEW, *CHANGED])
 @pytest.mark.parametrize("cuts", [[40], [13, 1, 1, 25]])
 @torch.no_grad()
 def test_passes_over_a_paged_cache(kind: str, cuts: list[int]) -> None:
@@ -189,7 +225,7 @@ def test_passes_without_a_cache_and_gradients_are_stocks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"cache": {"dtype": "int8"}}, {"weights": "int8"}], ids=str)
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", MORE)
 def test_what_is_quantized_batches_exactly(kind: str, settings: dict[str, Any]) -> None:
     model = hf_accel.patch(model_of(kind), **{"weights": None, **settings})
     assert together(model) == [alone(model, prompt) for prompt in PROMPTS]

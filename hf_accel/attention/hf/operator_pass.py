@@ -8,22 +8,29 @@ over the pages. What is not known raises NotRaggedError.
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache
 from ...errors import NotRaggedError
-from ...kernels.layouts import AttentionOptions, PositionBias
+from ...kernels.layouts import KV, AttentionOptions, PositionBias
 from ...recognition.operation import UntraceableError
-from ...recognition.scores import AddedBias, Scores, TransposedKeys
+from ...recognition.scores import PRODUCTS, AddedBias, Scores
+from ...tensors import product_dtype
 from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
-from .forward import choose_again
+from .cached_stand_ins import Cached, CachedKeys, CachedValues, HidingMask
+from .forward import KNOWN_KEYWORDS, choose_again
+from .page_heads import PageHeads, Pairs, page_heads, shared_out
 
+# The keywords of an attention function that change what is computed.
+ATTENDS_OTHERWISE = ("dropout", "softcap", "s_aux", "sinks", "sliding_window", "cu_seq_lens_q", "output_attentions")
+LOW = -1e4  # what code without a cache adds to the scores of hidden keys
 ONE_COLUMN = 1  # the number of keys that code reads: it makes masks and biases as large as that
 
 
@@ -33,6 +40,8 @@ class OperatorAttention:
 
     spec: of its attention. backend: None while it is tried. mask, bias: the names of the parameters of its forward
     that take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
+    layer: its number among the layers, if its code takes no cache, and multiplies queries by the keys of a pass alone;
+    None for any other.
     """
 
     spec: AttentionSpec | None
@@ -40,21 +49,24 @@ class OperatorAttention:
     mask: str | None
     bias: str | None
     masks_biased: bool = False
+    layer: int | None = None
     _windows: dict[int, tuple[Any, int, int | None]] = field(default_factory=dict)
 
     def window_in(self, buffer: Tensor) -> int | None:
-        """Return the window of a mask that a module keeps, bool [1, 1, M, M]; None for all tokens before.
+        """Return the window of a mask that a module keeps, [1, 1, M, M] of bool, or of ones and zeros; None for all
+        tokens before.
 
         Raises UntraceableError for any other mask. Its numbers are read again when they have changed.
         """
         known = self._windows.get(id(buffer))
         if known is not None and known[0]() is buffer and known[1] == buffer._version:
             return known[2]
-        if buffer.dtype is not torch.bool or buffer.ndim != 4 or buffer.shape[:2] != (1, 1):
+        shown = buffer.bool()
+        if buffer.ndim != 4 or buffer.shape[:2] != (1, 1) or not torch.equal(shown.to(buffer.dtype), buffer):
             raise UntraceableError("it chooses scores by another condition than a mask")
-        places, last = torch.arange(buffer.shape[-1], device=buffer.device), int(buffer[0, 0, -1].sum())
+        places, last = torch.arange(buffer.shape[-1], device=buffer.device), int(shown[0, 0, -1].sum())
         window = last if last < buffer.shape[-1] else None
-        if not torch.equal(buffer[0, 0], visible(places, places, causal=True, window=window)):
+        if not torch.equal(shown[0, 0], visible(places, places, causal=True, window=window)):
             raise UntraceableError("the mask that it keeps is not that of causal attention")
         self._windows[id(buffer)] = weakref.ref(buffer), buffer._version, window
         return window
@@ -63,99 +75,20 @@ class OperatorAttention:
         return vars(self) | {"_windows": {}}
 
 
-class HidingMask:
-    """Stands for the mask of causal attention, which hides what comes behind a query. like: the one that was given."""
+class WithoutCache(TorchFunctionMode):
+    """Sees where code that has no cache multiplies queries by keys, and gives it scores over the pages of a pass."""
 
-    def __init__(self, like: Tensor | None = None) -> None:
-        self.shape = torch.Size() if like is None else like.shape
+    def __init__(self, own: OperatorPass) -> None:
+        super().__init__()
+        self.own = own
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def __getitem__(self, index: Any) -> HidingMask:
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> HidingMask:
-        return self
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        return NotImplemented  # the keys or the scores that it is given with know what is meant
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UntraceableError(f"it reads {name} of its mask")
-
-
-class Cached:
-    """Keys or values that came out of the cache, of which code may only change the shape and the dtype.
-
-    They are [1, heads, one, dim], or [heads, one, dim] if they are `flat`.
-    """
-
-    def __init__(self, own: OperatorPass, tensor: Tensor, *, flat: bool = False) -> None:
-        self.own, self.tensor, self.dtype, self.device = own, tensor, tensor.dtype, tensor.device
-        self.flat = flat
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        sizes = (*self.tensor.shape[:-2], ONE_COLUMN, self.tensor.shape[-1])
-        return sizes[1:] if self.flat else sizes
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def view(self, *sizes: Any) -> Cached:
-        count = len(sizes[0] if len(sizes) == 1 else sizes)
-        if count not in (3, 4):
-            raise UntraceableError("it reshapes keys or values in another way than into heads")
-        return type(self)(self.own, self.tensor, flat=count == 3)
-
-    reshape = view
-
-    def contiguous(self) -> Cached:
-        return self
-
-    def to(self, dtype: Any) -> Cached:
-        if dtype not in (self.own.dtype, torch.float32):
-            raise UntraceableError("it computes in another dtype")
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UntraceableError(f"it calls Tensor.{name}")
-
-
-class CachedKeys(Cached):
-    """The keys, which code may transpose and multiply queries by."""
-
-    def transpose(self, first: int, second: int) -> TransposedKeys:
-        if {first, second} not in ({-1, -2}, {1, 2}, {2, 3}):
-            raise UntraceableError("it transposes other dimensions than tokens and numbers")
-        return TransposedKeys(self)
-
-    def scores_of(self, query: Any) -> Scores:
-        return Scores(self.own, query, self)
-
-    @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is F.scaled_dot_product_attention and len(args) == 3 and isinstance(args[1], cls):
-            return args[1].own.attend_as_sdpa(*args, **(kwargs or {}))
-        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
-
-
-class CachedValues(Cached):
-    """The values, which code may multiply by weights."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+        if function in PRODUCTS and self.own.layer_idx is None and all(map(_is_computed, args)):
+            query, keys = args
+            return self.own.begin(keys.transpose(-1, -2)).scores_of(query)
+        return function(*args, **(kwargs or {}))
 
 
 class OperatorPass:
@@ -169,17 +102,25 @@ class OperatorPass:
     def __init__(self, module: nn.Module, known: OperatorAttention, cache: RaggedCache) -> None:
         self.module, self.known, self.cache = module, known, cache
         self.mask = HidingMask()
+        self.columns = ONE_COLUMN
         self.window: int | None = None
         self.bias: AddedBias | None = None
         self.used: AttentionSpec | None = None
+        self.layer_idx: int | None = None
+        self._attended: Any = None  # queries, options, where their keys stand, and what attention over the pages gave
 
     # -- what the code asks of its cache -----------------------------------------------------------------
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any) -> tuple[CachedKeys, CachedValues]:
-        keys, self.values = self.cache.update(keys, values, layer_idx)
-        self.paged: PagedKV = getattr(keys, PAGED_HANDLE)
-        self.dtype = keys.dtype
-        return CachedKeys(self, keys), CachedValues(self, self.values)
+        if self.layer_idx is not None:
+            raise UntraceableError("it updates its cache more than once")
+        self.layer_idx, self.dtype = layer_idx, product_dtype(keys)
+        return CachedKeys(self, keys), CachedValues(self, values)
+
+    def begin(self, keys: Tensor) -> CachedKeys:
+        """Take the keys [1, H, N, D] of code that has no cache."""
+        self.layer_idx, self.dtype, self.columns = self.known.layer, product_dtype(keys), keys.shape[-2]
+        return CachedKeys(self, keys)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -200,6 +141,20 @@ class OperatorPass:
         self.window = self.known.window_in(buffer)
         return scores if scores.is_masked else scores + self.mask
 
+    def keep(self, scores: Scores, kept: Tensor, others: Tensor) -> Scores:
+        """Return the scores where a mask that the module keeps is 1; others: a low number where it is 0.
+
+        That is -10,000 in the first models of this kind. Scores that are far above it have no use of what it hides.
+        """
+        buffer = next((b for b in self.module._buffers.values() if _shares(b, kept)), None)
+        low = others.min()
+        if buffer is None or self.window is not None or not (low <= LOW or bool(kept.all())):
+            raise UntraceableError("it multiplies scores by more than a number")
+        if not torch.equal(others, low * (1 - kept)):
+            raise UntraceableError("it adds something else to scores than a mask and a bias")
+        self.window = self.known.window_in(buffer)
+        return scores + self.mask
+
     def attend_as_sdpa(self, query: Tensor, keys: Any, values: Any, **given: Any) -> Tensor:
         """Attend as torch's scaled_dot_product_attention does with the mask of the call, or with is_causal."""
         masked = given.pop("attn_mask", None) is self.mask or given.get("is_causal") is True
@@ -212,19 +167,66 @@ class OperatorPass:
 
     def attend_by(self, scores: Scores, values: Any) -> Tensor:
         """Attend over the pages; returns [1, H, N, Dv], or [H, N, Dv] for values without the first dimension."""
-        mine = isinstance(values, CachedValues) and values.own is self and scores.key.own is self
-        if not mine or not scores.is_masked or self.used is not None:
+        if not scores.is_masked or self.used is not None:
             raise UntraceableError("it attends without a mask, or more than once")
-        query, step = scores.query, self.paged.step
-        heads = query.reshape(1, -1, *query.shape[-2:])
+        if self.known.layer is not None and isinstance(values, Tensor) and values.ndim == 4:
+            values = CachedValues(self, values)
+        query = scores.query.reshape(1, -1, *scores.query.shape[-2:])
         options = AttentionOptions(scores.factor, window=self.window, bias=self._bias_of(scores))
-        spec = self.used = self._spec(heads, options)
-        self.paged.check_values(self.values)
-        backend = self._backend(spec)
-        tokens = step.tokens(heads.to(self.dtype))
-        out: Tensor = backend.paged(tokens, self.paged.storage.pages, self.paged.group_step.ragged, options)
-        out = step.columns(out, 1).transpose(1, 2)
+        out = self._attend(query, scores.key, values, options)
         return out[0] if values.flat else out
+
+    def attend_as_interface(
+        self, module: nn.Module, query: Tensor, kv: KV, mask: Any, *, scaling: float | None = None, **given: Any
+    ) -> Tensor:
+        """Attend as our attention function does in a ragged pass of a causal module; returns [1, N, Hq, Dv].
+
+        Code may call it more than once with the same queries and keys, and other values.
+        """
+        causal = given.pop("is_causal", None)
+        hides = (
+            (getattr(module, "is_causal", True) if causal is None else causal) if mask is None else mask is self.mask
+        )
+        read = KNOWN_KEYWORDS - {*ATTENDS_OTHERWISE}
+        if not hides or any(name not in read and _is_given(value) for name, value in given.items()):
+            raise UntraceableError("it attends in another way than causally")
+        options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        return self._attend(query, kv.k, kv.v, options).transpose(1, 2).contiguous()
+
+    def _attend(self, query: Tensor, keys: Any, values: Any, options: AttentionOptions) -> Tensor:
+        """Attend over the pages with queries [1, Hq, N, D]; returns [1, Hq, N, Dv]."""
+        if not all(isinstance(each, Cached) and each.own is self for each in (keys, values)):
+            raise UntraceableError("it attends to other keys or values than those of its cache")
+        count = query.shape[1]
+        pairs = Pairs(shared_out(keys.heads, count), shared_out(values.heads, count))
+        if self._attended is None:
+            self._store(keys.tensor, values.tensor, page_heads(pairs, keys.tensor.shape[1]))
+        reading = self.heads.reading(pairs)
+        if self._attended is None:
+            out = self._over_pages(reading.queries(query), options)
+            self._attended = query, options, reading.slots.keys, out
+        asked, known, slots, out = self._attended
+        if asked is not query or known != options or slots != reading.slots.keys:
+            raise UntraceableError("it attends more than once, and not with the same weights")
+        return reading.results(out)
+
+    def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
+        """Write the keys and values of the pass to the pages, with the heads that are read together in one."""
+        assert self.layer_idx is not None
+        self.heads = heads
+        keys, self.values = self.cache.update(heads.stored(keys), heads.stored(values), self.layer_idx)
+        self.paged: PagedKV = getattr(keys, PAGED_HANDLE)
+
+    def _over_pages(self, query: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend over the pages; returns [1, H, N, Dv] of their wider heads, where they have these."""
+        step, spec = self.paged.step, self._spec(query, options)
+        self.used = spec
+        self.paged.check_values(self.values)
+        tokens = step.tokens(query.to(self.dtype))
+        out: Tensor = self._backend(spec).paged(
+            tokens, self.paged.storage.pages, self.paged.group_step.ragged, options
+        )
+        return step.columns(out, 1).transpose(1, 2)
 
     def _backend(self, spec: AttentionSpec) -> AttentionBackend:
         """Return the planned backend, or another if the model has another dtype by now, for example."""
@@ -255,7 +257,8 @@ def run_over_pages(
 ) -> Any:
     """Call the forward of a module that attends by operators in a ragged pass.
 
-    given: its arguments by name, of which the cache is one. Raises NotRaggedError if it does what is not known.
+    given: its arguments by name, of which the cache is one if it takes one. Raises NotRaggedError if it does what is
+    not known.
     """
     own = OperatorPass(module, known, cache)
     named: dict[str, Any] = {name: own if value is cache else value for name, value in given.items()}
@@ -264,7 +267,8 @@ def run_over_pages(
     if known.bias is not None and isinstance(named.get(known.bias), Tensor):
         named[known.bias] = own.bias = AddedBias(named[known.bias])
     try:
-        result = forward(**named)
+        with nullcontext() if known.layer is None else WithoutCache(own):
+            result = forward(**named)
         if own.used is None:
             raise UntraceableError("it does not attend")
     except UntraceableError as error:
@@ -281,6 +285,16 @@ def without_weights(result: Any) -> Any:
     if not isinstance(result, tuple):
         return result
     return tuple(None if isinstance(each, Scores) else each for each in result)
+
+
+def _is_computed(x: Any) -> bool:
+    """Return whether x can be the queries or keys of attention, [B, H, N, D]."""
+    return isinstance(x, Tensor) and x.ndim == 4 and not isinstance(x, nn.Parameter)
+
+
+def _is_given(value: Any) -> bool:
+    """Return whether a keyword of attention asks for something."""
+    return isinstance(value, Tensor) or bool(value)
 
 
 def _shares(buffer: Tensor | None, other: Any) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...errors import NotRaggedError
 
 
 class TokensBefore:
@@ -14,7 +17,7 @@ class TokensBefore:
     Decoders add it to counts within the pass. To a count along the columns, [N], each token adds the tokens before
     it, and not those of the pass that belong to other sequences; a count of queries, [N, 1], is the same. In a count
     [1, N] of the tokens that are no padding, each token counts itself alone. An integer, the columns of the pass,
-    becomes the largest number of tokens.
+    becomes the largest number of tokens: torch.arange from the tokens before to it are the positions.
     """
 
     def __init__(self, positions: Tensor) -> None:
@@ -28,3 +31,12 @@ class TokensBefore:
         return count.diff(dim=-1, prepend=count.new_zeros(len(count), 1)) + self.positions
 
     __add__ = __radd__
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if function is not torch.arange or len(args) != 2 or not isinstance(args[0], cls):
+            return NotImplemented
+        before, end = args
+        if end != before + len(before.positions):
+            raise NotRaggedError("it counts tokens up to others than those of the pass")
+        return before.positions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -146,7 +147,12 @@ def weights_salt(model: nn.Module) -> bytes:
 def attention_refusal(model: Any) -> str | None:
     """Return why a patched model cannot read pages, as one clause; None if it can."""
     now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
-    if now == ATTENTION_NAME or keeps_states_alone(model.config) or operators_of(model) is not None:
+    known = operators_of(model)
+    if (
+        now == ATTENTION_NAME
+        or keeps_states_alone(model.config)
+        or (known is not None and not known.call.by_interface)
+    ):
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"
 
@@ -194,7 +200,8 @@ class ModelRunner:
         self.model: Any = model
         self.groups_of_layer = groups_of_layer
         self.operators = operators_of(model)
-        self.cache = RaggedCache(groups, groups_of_layer, one_column=self.operators is not None)
+        one_column = self.operators is not None and not self.operators.call.by_interface
+        self.cache = RaggedCache(groups, groups_of_layer, one_column=one_column)
         supports: Any = self.model._supports_logits_to_keep
         self.selects = bool(supports())
         self._cache_name = cache_name(model)
@@ -252,16 +259,19 @@ class ModelRunner:
         if self.operators is None:
             given = self._tokens(inputs, rows)
         else:
-            given = self.operators.inputs(inputs.ids, inputs.positions)
+            positions = _placed(inputs.positions, rows)
+            given = self.operators.inputs(inputs.ids, positions)
+            self.cache.before = self.operators.before(positions)
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
-            output = self._called(rows, len(inputs.ids))(
-                **given,
-                use_cache=True,
-                return_dict=True,
-                **{self._cache_name: self.cache},
-                **selection,
-            )
+            with nullcontext() if self.operators is None else self.operators.passing(self.cache):
+                output = self._called(rows, len(inputs.ids))(
+                    **given,
+                    use_cache=True,
+                    return_dict=True,
+                    **{self._cache_name: self.cache},
+                    **selection,
+                )
         finally:
             self.cache.known_pass = None
         self.cache.check_read()
@@ -272,7 +282,8 @@ class ModelRunner:
 
     def _called(self, rows: Rows, count: int) -> Any:
         """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some."""
-        own_masks = state_of(self.model).generation.form.makes_masks
+        state = find_state(self.model)  # None for a model that is tried before it is patched
+        own_masks = state is not None and state.generation.form.makes_masks
         if not rows and not own_masks:
             return self.model
         return giving_more(self.model, prepare_step, rows, count=count, own_masks=own_masks)
@@ -282,19 +293,24 @@ class ModelRunner:
         cache.
         """
         if self._counts:
-            given = {"input_ids": inputs.ids[None]}
             self.cache.before = TokensBefore(_placed(inputs.positions, rows))
-            return given | {"attention_mask": torch.ones_like(given["input_ids"])} if self._takes_mask else given
+            given = _ids(inputs, rows)
+            return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
         planes = state_of(self.model).generation.form.planes
         planes = planes_of(planes, rows) if rows else planes
-        positions = _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
-        ids = inputs.ids.clone() if rows else inputs.ids
-        for each in rows:
-            if each.embeddings is not None:
-                ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
-        return {"input_ids": ids[None], "position_ids": positions}
+        positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
+        return _ids(inputs, rows) | {"position_ids": _placed(positions, rows)}
+
+
+def _ids(inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
+    """Return the ids [1, N] of a pass; those of tokens that have been given embeddings may have none of their own."""
+    ids = inputs.ids.clone() if rows else inputs.ids
+    for each in rows:
+        if each.embeddings is not None:
+            ids[each.first : each.first + each.count] = 0
+    return {"input_ids": ids[None]}
 
 
 def _placed(positions: Tensor, rows: Rows) -> Tensor:

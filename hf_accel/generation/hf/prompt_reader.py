@@ -18,6 +18,7 @@ from ..prompt_inputs import TEXT_INPUTS, PromptInputs, contents_of, contents_of_
 from ..token_arguments import TokenArguments, read_arguments
 from .decoder_call import UpToDecoder
 from .decoder_trial import counted_positions, refuse_mixed_arguments, refuse_mixed_tokens, refuse_planes
+from .model_runner import counts_positions
 from .prompt_masks import tokens_seen
 
 PROBE = 1  # any token, for the second pass
@@ -27,12 +28,13 @@ PROBE = 1  # any token, for the second pass
 class _Call:
     """The arguments of a decoder: embeddings [B, T, D], positions [P, B, T] on the host, and a mask.
 
-    planes: P where it was given positions [P, B, T]; None if they were [B, T]. marked: the features that it was given
-    for some of the B * T tokens; None for none. arguments: what it was given for each token, [B, T, ...].
+    positions: None if it counts them by itself. planes: P where it was given positions [P, B, T]; None if they were
+    [B, T]. marked: the features that it was given for some of the B * T tokens; None for none. arguments: what it was
+    given for each token, [B, T, ...].
     """
 
     embeddings: Tensor
-    positions: Tensor
+    positions: Tensor | None
     planes: int | None
     mask: Any
     marked: MarkedInputs | None
@@ -45,11 +47,13 @@ class PromptReader:
     @torch.no_grad()
     def __init__(self, calls: UpToDecoder, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> None:
         self.calls, self.ids = calls, ids
+        state = find_state(calls.model)
+        self.counts = counts_positions(calls.model)
+        self.counts_padding = state is not None and state.generation.form.counts_padding
         self.first = self._call(calls.first(ids, inputs))
         rows, self.columns = self.first.embeddings.shape[:2]
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
         self.seen = tokens_seen(calls.config, self.first.mask, self.tokens, causal=calls.is_causal)
-        state = find_state(calls.model)
         if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
         if state is not None and state.generation.context is not None and (any(self.seen.rows) or self.first.marked):
@@ -98,13 +102,13 @@ class PromptReader:
         """Return what the decoder is given for each token of ids [B, T] in a pass of ids alone, in which they stand
         in one row, in another order, and at other positions. Raises NotRaggedError if the positions do not reach it.
         """
-        row = ids.flatten().flip(0)[None]
-        positions = torch.arange(row.shape[1], device=row.device).flip(0)[None] + 3
-        if self.first.planes is not None:
-            positions = positions.expand(self.first.planes, 1, -1)
-        given = self.calls(input_ids=row, position_ids=positions, use_cache=True)
-        reached = given.get("position_ids")
-        if reached is None or not torch.equal(reached, positions):
+        row, placed = ids.flatten().flip(0)[None], {}
+        if not self.counts:
+            positions = torch.arange(row.shape[1], device=row.device).flip(0)[None] + 3
+            planes = self.first.planes
+            placed["position_ids"] = positions if planes is None else positions.expand(planes, 1, -1)
+        given = self.calls(input_ids=row, use_cache=True, **placed)
+        if not all(name in given and torch.equal(given[name], value) for name, value in placed.items()):
             raise NotRaggedError("its own code changes positions that it is given")
         call = self._call(given)
         if call.marked is not None:
@@ -176,12 +180,14 @@ class PromptReader:
         if embeddings is None:
             embeddings = self._embedded(given["input_ids"])
         rows, columns = embeddings.shape[:2]
-        if positions is None:
+        if positions is None and not self.counts:
             positions = counted_positions(self.calls.decoder, given, (rows, columns))
-        if positions is None:
-            raise NotRaggedError("its decoder is given no positions, and counts tokens in a way of its own")
-        planes = len(positions) if positions.ndim == 3 else None
-        positions = (positions[None] if planes is None else positions).cpu()
+        if (positions is None) is not self.counts:
+            how = "no positions, and counts tokens in a way of its own" if positions is None else "positions at times"
+            raise NotRaggedError(f"its decoder is given {how}")
+        planes = len(positions) if positions is not None and positions.ndim == 3 else None
+        if positions is not None:
+            positions = (positions[None] if planes is None else positions).cpu()
         marked = read_marked(others, (rows, columns))
         arguments = {} if marked is not None else read_arguments(others, (rows, columns))
         if arguments is None:
@@ -212,13 +218,18 @@ class PromptReader:
 
     def _positions(self, row: int) -> Tensor:
         """Return the positions [P, n] of the tokens of a row."""
-        positions = self.first.positions
-        return positions[:, min(row, positions.shape[1] - 1), self.tokens[row]]
+        positions, tokens = self.first.positions, self.tokens[row]
+        if positions is None:
+            columns = tokens.nonzero().flatten()
+            return (columns if self.counts_padding else torch.arange(len(columns)))[None]
+        return positions[:, min(row, positions.shape[1] - 1), tokens]
 
     def _shifts(self, row: int) -> Tensor:
         """Return what is added to the index of a token behind a row's prompt, [P]."""
-        positions = self.second.positions
-        return positions[:, min(row, positions.shape[1] - 1), 0] - int(self.tokens[row].sum())
+        positions, count = self.second.positions, int(self.tokens[row].sum())
+        if positions is None:
+            return torch.tensor([self.columns - count if self.counts_padding else 0])
+        return positions[:, min(row, positions.shape[1] - 1), 0] - count
 
     def _embedded(self, ids: Tensor) -> Tensor:
         table: Any = self.calls.model.get_input_embeddings()

@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ...errors import NotRaggedError, UnsupportedError
 from ...models import vocabulary_size
-from ...recognition.generation_code import only_passes_on
+from ...recognition.generation_code import hands_on_all, only_passes_on
 from ...tensors import model_device
 from ...undo.state import state_of
 from ..prompt_inputs import (
@@ -23,7 +23,7 @@ from ..prompt_inputs import (
 from .decoder_call import UpToDecoder
 from .encoder_source import encoder_output
 from .generation_state import LoopCall
-from .model_runner import prepare_step
+from .model_runner import counts_positions, prepare_step
 from .prompt_reader import PromptReader
 
 # Methods that only prepare calls of the decoder, so that a trial shows what they do.
@@ -97,8 +97,7 @@ def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     inputs["attention_mask"] = torch.ones_like(ids)
     if "position_ids" not in given:
-        calls = UpToDecoder(model, prepare_step)
-        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
+        inputs |= _placed(UpToDecoder(model, prepare_step), ids, inputs)
     return prompt_inputs(model, ids, inputs["attention_mask"], inputs)[0]
 
 
@@ -116,6 +115,7 @@ def own_methods(model: PreTrainedModel) -> list[str]:
         if method is not getattr(GenerationMixin, name)
         and LONG_ROPE not in method.__code__.co_names
         and not only_passes_on(type(model), name)
+        and not hands_on_all(model, name)
     ]
 
 
@@ -144,14 +144,20 @@ def text_form(model: PreTrainedModel) -> TextForm:
         ids, mask = _texts(model, lengths)
         calls = UpToDecoder(model, prepare_step)
         inputs: dict[str, Any] = {"attention_mask": mask}
-        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
-        read = PromptReader(calls, ids, mask, inputs)
+        read = PromptReader(calls, ids, mask, inputs | _placed(calls, ids, inputs))
         planes, makes_masks = read.first.planes, makes_masks or read.makes_masks
         for row, count in enumerate(lengths):
             padding = max(lengths) - count
             found = read.row(row)
             is_ids &= found is None or bool(padding and read.is_moved_text(row, padding))
     return TextForm(planes, is_ids, makes_masks)
+
+
+def _placed(calls: UpToDecoder, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the position_ids that generate() prepares, by name; none for a model that counts them by itself."""
+    if counts_positions(calls.model):
+        return {}
+    return {"position_ids": calls.model._prepare_position_ids_for_generation(ids, dict(inputs))}
 
 
 def text_refusal(model: PreTrainedModel) -> str | None:

@@ -1,0 +1,122 @@
+"""Look at what a model gives to its attention by operators: masks, and a bias of positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ...attention.hf.operator_pass import OperatorAttention
+from ...cache.hf import TokensBefore
+from ...errors import UnsupportedError
+from ...kernels.layouts import PositionBias
+from ...recognition.call_form import parameter_names
+from ...recognition.small_model import one_layer_model
+from ...undo.journal import original_class
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """The form in which a model that attends by operators is called.
+
+    takes_positions: whether its forward takes position_ids. counts: whether it counts positions by itself, from the
+    tokens that its cache holds. by_interface: whether it calls transformers' attention functions, with other keys and
+    values than its cache returns. without_cache: whether it takes no cache, so that transformers' loop computes all
+    tokens again for each new one.
+    """
+
+    takes_positions: bool
+    counts: bool = False
+    by_interface: bool = False
+    without_cache: bool = False
+
+
+class _Given(Exception):
+    """The arguments that an attention module was given."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__("a trial ends here")
+        self.given = args, kwargs
+
+
+class _Catch(nn.Module):
+    """Takes the place of an attention module, and raises what it is given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Given(args, kwargs)
+
+
+class _LongCache(DynamicCache):
+    """A cache that holds so many tokens that a table of positions may be too small: code that counts hears of none."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return TokensBefore(torch.zeros(1, dtype=torch.int64))
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        layer: Any = self.layers[0]
+        return int(layer.get_seq_length())
+
+
+def _given(model: PreTrainedModel, name: str, call: OperatorCall, length: int) -> dict[str, Any]:
+    """Return what the model gives to an attention module for the last of `length` tokens of one sequence."""
+    layer = DynamicLayer()
+    layer.keys = layer.values = torch.zeros(1, 1, 1, 1).expand(1, 1, length - 1, 1)
+    layer.dtype, layer.device, layer.is_initialized = torch.float32, torch.device("cpu"), True
+    cache = _LongCache() if call.counts else DynamicCache()
+    cache.layers = [layer]
+    inputs: dict[str, Any] = {"input_ids": torch.ones(1, 1, dtype=torch.int64), "past_key_values": cache}
+    if call.counts:
+        inputs["attention_mask"] = torch.ones(1, length, dtype=torch.int64)
+    if call.takes_positions:
+        inputs["position_ids"] = torch.zeros(1, 1, dtype=torch.int64)
+    try:
+        one_layer_model(model, name, _Catch())(**inputs, use_cache=True)
+    except _Given as caught:
+        args, kwargs = caught.given
+        parameters = parameter_names(original_class(model.get_submodule(name)).forward)
+        return dict(zip(parameters, args, strict=False)) | kwargs
+    raise UnsupportedError("the model does not call its attention")
+
+
+@torch.no_grad()
+def bias_given(
+    model: PreTrainedModel, site: tuple[str, OperatorAttention], call: OperatorCall, length: int
+) -> PositionBias | None:
+    """Return what the model gives to be added to the scores of the last of `length` tokens; None for nothing.
+
+    site: the name of an attention module, and what is known of it, of which masks_biased is set. Raises
+    UnsupportedError if that token may not see all tokens.
+    """
+    name, known = site
+    given = _given(model, name, call, length)
+    mask, bias = (given.get(name) if name else None for name in (known.mask, known.bias))
+    numbers = None
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        if bool((mask < -1e4).any()):
+            raise UnsupportedError("its mask hides more than the tokens behind a query")
+        known.masks_biased = bool(mask.count_nonzero())
+        numbers = mask if known.masks_biased else None
+    elif isinstance(mask, Tensor) and bool((mask != mask.flatten()[0]).any()):
+        raise UnsupportedError("its mask hides more than the tokens behind a query")
+    if numbers is None and isinstance(bias, Tensor):
+        numbers = bias
+    if numbers is None:
+        return None
+    table = numbers.select(-2, numbers.shape[-2] - 1).reshape(-1, numbers.shape[-1])[:, -length:].float()
+    return PositionBias(table.contiguous(), by_distance=False)
+
+
+def aligned(shorter: PositionBias | None, longer: PositionBias | None) -> PositionBias | None:
+    """Return the longer bias, with what two lengths show: whether it is one of distances."""
+    if shorter is None or longer is None:
+        return None
+    count = shorter.table.shape[1]
+    if torch.equal(shorter.table, longer.table[:, :count]):
+        return longer
+    if torch.equal(shorter.table, longer.table[:, -count:]):
+        return longer._replace(by_distance=True)
+    raise UnsupportedError("its bias depends on more than positions or distances")
