@@ -215,12 +215,13 @@ class Pages:
 
         device: where its tensors are. A Runner takes them on the host, and moves them in one copy.
         """
-        runs = [each.runs for each in ranges]
-        cu_q = offsets([count for each in runs for count, _ in each], device)
+        windowed = _runs(ranges, device, windowed=True)
+        plain = _runs(ranges, device, windowed=False) if any(each.seen_in_windows for each in ranges) else windowed
+        found = [plain if group.window is None else windowed for group in self.groups]
         return Step(
             groups=[
                 group.step(ranges, [each.sequence.tables[index] for each in ranges], runs=runs, cu_q=cu_q)
-                for index, group in enumerate(self.groups)
+                for index, (group, (runs, cu_q)) in enumerate(zip(self.groups, found, strict=True))
             ],
             num_columns=sum(each.count for each in ranges),
             token_columns=None,
@@ -250,3 +251,11 @@ class Pages:
                     tokens_in[index, block] = max(filled, tokens_in.get((index, block), 0))
         held = sum(group.pool.num_used * group.pool.block_size for group in self.groups)
         return 1 - sum(tokens_in.values()) / held if held else 0.0
+
+
+def _runs(
+    ranges: Sequence[TokenRange], device: torch.device, *, windowed: bool
+) -> tuple[list[list[tuple[int, int]]], Tensor]:
+    """Return the runs of each range, see TokenRange.runs, and where each of them begins in the pass."""
+    runs = [each.runs(windowed=windowed) for each in ranges]
+    return runs, offsets([count for each in runs for count, _ in each], device)

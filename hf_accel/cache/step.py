@@ -26,6 +26,7 @@ class TokenRange:
     that the sequence shares, so they are written already, or by another sequence of the same pass. num_prompt: the
     tokens of the sequence that were given; later ones were generated, which is a difference to some recurrent layers.
     seen: for each token, how many of the sequence's first tokens it attends to; None if to those up to itself.
+    seen_in_windows: whether that is so in layers with a sliding window alone, and to those up to itself in all others.
     """
 
     sequence: CachedSequence
@@ -34,6 +35,7 @@ class TokenRange:
     write_from: int = 0
     num_prompt: int = sys.maxsize
     seen: Sequence[int] | None = None
+    seen_in_windows: bool = False
 
     @property
     def span(self) -> range:
@@ -43,13 +45,12 @@ class TokenRange:
     def num_written(self) -> int:
         return self.start + self.count - (self.write_from or self.start)
 
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """The runs of tokens that attend causally to the first tokens of their sequence: (tokens, attended to).
+    def runs(self, *, windowed: bool) -> list[tuple[int, int]]:
+        """Return the runs of tokens that attend causally to the first tokens of their sequence: (tokens, attended to).
 
-        A token that sees later ones is a run of its own.
+        A token that sees later ones is a run of its own. windowed: in layers with a sliding window.
         """
-        if self.seen is None:
+        if self.seen is None or (self.seen_in_windows and not windowed):
             return [(self.count, self.start + self.count)]
         runs: list[tuple[int, int]] = []
         for index, attended in enumerate(self.seen, start=self.start + 1):

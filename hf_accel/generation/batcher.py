@@ -213,14 +213,17 @@ class Batcher:
             sequence, start = chunk.sequence, chunk.sequence.num_computed
             assert sequence.cached is not None
             count = chunk.count + len(draft.tokens)
-            seen = None
+            seen, in_windows = None, False
             if (given := sequence.prompt_inputs) is not None:
                 rows += given.rows(len(ids), start, count)
-                seen = given.seen_by(start, count)
+                seen, in_windows = given.seen_by(start, count), given.seen_in_windows
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
             positions += range(start, start + count)
-            ranges.append(TokenRange(sequence.cached, start, count, num_prompt=sequence.num_prefilled, seen=seen))
+            prompt = sequence.num_prefilled
+            ranges.append(
+                TokenRange(sequence.cached, start, count, num_prompt=prompt, seen=seen, seen_in_windows=in_windows)
+            )
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .marked_inputs import MarkedInputs
+from .token_arguments import TokenArguments, as_bytes
 
 CONTENT_BYTES = 8
 # What generate() prepares for a text.
@@ -27,7 +28,8 @@ class PassRows:
 
     first: the index of the first of them among the tokens of the pass. count: n, their number. embeddings: [n, D], on
     the model's device; None for those of their ids. positions: [P, n] int64, on the host, or None for those that
-    the pass has. marked: the features of those that are marked; None if none of them is.
+    the pass has. marked: the features of those that are marked; None if none of them is. arguments: what else the
+    decoder is given for each of them; None for what their ids say.
     """
 
     first: int
@@ -35,6 +37,7 @@ class PassRows:
     embeddings: Tensor | None
     positions: Tensor | None
     marked: MarkedInputs | None = None
+    arguments: TokenArguments | None = None
 
 
 Rows = Sequence[PassRows]
@@ -48,8 +51,10 @@ class PromptInputs:
     coordinates for each token; None if each stands at its index. shifts: what is added to the index of a token behind
     the prompt, for each coordinate. contents: for each token, the number by which the prefix index knows it: its id,
     or a negative number that is another one for other inputs.
-    seen: for each token, how many of the first tokens it sees; None if each sees those up to itself.
+    seen: for each token, how many of the first tokens it sees; None if each sees those up to itself. seen_in_windows:
+    whether only layers with a sliding window let tokens see later ones.
     marked: the features that the decoder is given for some of the tokens; None if it is given none.
+    arguments: what else the decoder is given for each token; None for what follows from the ids.
     """
 
     embeddings: Tensor | None
@@ -58,6 +63,8 @@ class PromptInputs:
     contents: list[int]
     seen: list[int] | None = None
     marked: MarkedInputs | None = None
+    arguments: TokenArguments | None = None
+    seen_in_windows: bool = False
 
     def seen_by(self, start: int, count: int) -> list[int] | None:
         """Return how many tokens each of the tokens start..start+count-1 sees; None if it sees those up to itself."""
@@ -90,7 +97,8 @@ class PromptInputs:
             positions = None if self.positions is None else self.positions[:, start:stop]
             embeddings = None if self.embeddings is None else self.embeddings[start:stop]
             marked = None if self.marked is None else self.marked.part(start, stop)
-            yield PassRows(first, given, embeddings, positions, marked)
+            arguments = self.arguments and {name: value[start:stop] for name, value in self.arguments.items()}
+            yield PassRows(first, given, embeddings, positions, marked, arguments)
         if self.positions is not None and given < count:
             later = torch.arange(start + given, start + count)
             yield PassRows(first + given, count - given, None, later + torch.tensor(self.shifts)[:, None])
@@ -171,20 +179,22 @@ def contents_of(
     positions: Tensor | None,
     *,
     marked: MarkedInputs | None = None,
+    arguments: TokenArguments | None = None,
 ) -> list[int]:
     """Return a number for each token, which is another one for other inputs; see PromptInputs.contents.
 
     is_plain: whether a token is embedded as its id is, and stands at its index. embeddings: [T, D]. positions: [P, T].
-    marked: the features of tokens. The numbers are BLAKE2 digests of 63 bits; a prefix is known by those of all its
-    tokens.
+    marked: the features of tokens. arguments: see PromptInputs. The numbers are BLAKE2 digests of 63 bits; a prefix
+    is known by those of all its tokens.
     """
     rows = embeddings.detach().contiguous().cpu().view(torch.uint8).numpy()
     places = [] if positions is None else positions.T.tolist()
     features = [b""] * len(ids) if marked is None else marked.contents()
+    others = as_bytes(arguments, len(ids))
     contents = []
     for index, token in enumerate(ids):
         if features[index] or not is_plain[index]:
             place = repr(places[index] if places else index).encode()
-            token = _number(rows[index].tobytes(), place, features[index])
+            token = _number(rows[index].tobytes(), place, features[index], others[index])
         contents.append(token)
     return contents

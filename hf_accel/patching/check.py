@@ -71,6 +71,12 @@ def is_patched_with(model: PreTrainedModel, settings: PatchConfig) -> bool:
 
     Raises UnsupportedError where it is patched with others, is part of a patched model, or has a part that is patched.
     """
+    outer = vars(model).get(PART_OF)
+    if outer is not None:
+        raise UnsupportedError(
+            f"this {type(model).__name__} is a part of a patched {outer} and is patched with it; use it as it is, or "
+            f"call hf_accel.unpatch() on the {outer} first"
+        )
     state = find_state(model)
     if state is not None:
         others = _differences(state, settings)
@@ -79,12 +85,6 @@ def is_patched_with(model: PreTrainedModel, settings: PatchConfig) -> bool:
                 f"the model is patched already, with {'; '.join(others)}; call hf_accel.unpatch(model) first"
             )
         return True
-    outer = vars(model).get(PART_OF)
-    if outer is not None:
-        raise UnsupportedError(
-            f"this {type(model).__name__} is a part of a patched {outer} and is patched with it; use it as it is, or "
-            f"call hf_accel.unpatch() on the {outer} first"
-        )
     for name, module in model.named_modules():
         if find_state(module) is not None:
             raise UnsupportedError(

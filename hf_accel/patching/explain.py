@@ -173,6 +173,11 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         ranks = plan.context.ranks
         held = f"each holds 1/{ranks.size} of the blocks"
         yield Line("parallel", f"rank {ranks.rank} of {ranks.size}", "context parallel", held)
+    if plan.inner is not None:
+        yield _inner_line(plan)
+    if plan.stock_loop is not None and plan.inner is not None:
+        yield Line("generate", "init_continuous_batching()", "stock", plan.stock_loop)
+        return
     if plan.stock_loop is not None:
         yield Line("generate", "all modes", "stock's loops", f"over the paged cache: {plan.stock_loop}")
         return
@@ -184,6 +189,14 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
     yield Line("generate", "beams", "ragged", "pages shared until they differ; a prompt that has ended costs nothing")
     yield Line("generate", "init_continuous_batching()", "ragged", "by the loop that an Engine runs")
     yield _speculation_line(plan)
+
+
+def _inner_line(plan: Plan) -> Line:
+    """Return how generate() runs where the model's own one calls that of a part of it."""
+    calls, refusal = f"it calls that of {plan.inner.name!r}", plan.inner.stock_loop
+    if refusal is None:
+        return Line("generate", "generate()", "ragged", calls)
+    return Line("generate", "generate()", "stock's loops", f"{calls}: {refusal}")
 
 
 def _speculation_line(plan: Plan) -> Line:

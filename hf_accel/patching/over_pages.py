@@ -4,10 +4,12 @@ forward of ours.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..cache.hf import model_kinds
 from ..cache.kinds import CompressedKeys, ConvolutionInputs, IndexKeys, RecurrentStates
@@ -19,14 +21,55 @@ from ..fused.hf.indexers import indexer_sites
 from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.part_activations import part_activations
 from ..fused.site import FusedSite
+from ..generation.hf.drafting import refuse_drafts
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
 from ..recurrent.hf.convolutions import convolution_sites
 from ..recurrent.hf.recurrences import recurrence_sites
-from .attention_survey import known_operators
+from .attention_survey import cache_refusal, known_operators, loop_refusal, pages_refusal
 from .decoder_survey import counts_padding, reads_ahead, rows_hidden_in
 from .plan import FusedPlan, LinearPlan
+
+
+@dataclass(frozen=True)
+class InnerGenerator:
+    """A part of a model whose generate() the model's own generate() calls.
+
+    stock_cache, stock_loop, form: see Plan, of this part.
+    """
+
+    name: str
+    stock_cache: str | None
+    stock_loop: str | None
+    form: DecoderForm
+
+
+def inner_generator(model: PreTrainedModel, config: PatchConfig) -> InnerGenerator | None:
+    """Return the part whose generate() that of the model's class calls; None if it calls none, or several."""
+    own = getattr(type(model), "generate", None)
+    if own is None or own is GenerationMixin.generate:
+        return None
+    names = _names_in(inspect.unwrap(own))
+    parts = {
+        name: part for name, part in model.named_children() if name in names and isinstance(part, GenerationMixin)
+    }
+    if len(parts) != 1 or "generate" not in names:
+        return None
+    (name, part), *_ = parts.items()
+    if not isinstance(part, PreTrainedModel) or not part.can_generate():
+        return None
+    if config.speculative is not None:
+        refuse_drafts(model, config.speculative, f"its generate() calls that of {name!r}")
+    no_cache = cache_refusal(part) if config.attention is not None else "attention=None leaves attention stock"
+    stock_cache = "cache=None" if config.cache is None else no_cache or pages_refusal(part, config.cache)
+    stock_loop = stock_cache or loop_refusal(part)
+    return InnerGenerator(name, stock_cache, stock_loop, decoder_form(part, stock_cache, stock_loop))
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_names
 
 
 def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: str | None) -> DecoderForm:
@@ -47,6 +90,7 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         reads_ahead=model.config.is_encoder_decoder and reads_ahead(model),
         counts_padding=stock_loop is None and _counts_padding(model, operators),
         operators=operators,
+        makes_masks=texts is not None and texts.makes_masks,
     )
 
 

@@ -54,6 +54,7 @@ from .calibration import Calibrated, calibrate
 from .check import is_patched_with, transformers_model
 from .nf4_model import label_nf4
 from .originals import Originals, break_ties
+from .over_pages import InnerGenerator
 from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
 from .planning import planned
@@ -285,18 +286,7 @@ def _put_copy(model: nn.Module, site: FusedSite, journal: Journal) -> None:
 
 def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> None:
     model = todo.model
-    generation = GenerationState(
-        None if todo.stock_cache else todo.config.cache,
-        cache_name=cache_name(model),
-        speculative=todo.config.speculative,
-        ragged_refusal=todo.stock_loop,
-        form=todo.form,
-        invariant_rows=todo.invariant_rows,
-        agreement=todo.agreement,
-        make_draft=make_draft,
-        make_attending=with_stock_attention,
-        context=todo.context,
-    )
+    generation = _generation(todo, todo, model)
     journal.attribute(model, STATE, PatchState(todo.config, todo.to_dict(), journal, originals, generation))
     for part in model.modules():
         if part is not model and isinstance(part, PreTrainedModel):
@@ -305,8 +295,34 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
     elif isinstance(getattr(model, "hf_quantizer", None), AccelQuantizer):
         journal.attribute(model, "__class__", mixed_class(WritesModelCard, type(model)))
-    if not todo.stock_cache:
-        # The journal writes the entries itself. The handle is only asked for an id that no other hook has.
-        hook_id = RemovableHandle(model._forward_pre_hooks).id
-        journal.item(model, "_forward_pre_hooks_with_kwargs", hook_id, True)
-        journal.item(model, "_forward_pre_hooks", hook_id, prepare_step)
+    if todo.inner is not None:
+        part: Any = model.get_submodule(todo.inner.name)
+        generation.inner = _generation(todo, todo.inner, part)
+        journal.attribute(part, STATE, PatchState(todo.config, {}, journal, originals, generation.inner))
+        journal.attribute(part, "__class__", mixed_class(AcceleratedGeneration, type(part)))
+        _add_hook(part, journal)
+    elif not todo.stock_cache:
+        _add_hook(model, journal)
+
+
+def _generation(todo: Plan, chosen: Plan | InnerGenerator, model: PreTrainedModel) -> GenerationState:
+    """Make the state for generate() of a model, or of a part of it. chosen: what the plan says of it."""
+    return GenerationState(
+        None if chosen.stock_cache else todo.config.cache,
+        cache_name=cache_name(model),
+        speculative=todo.config.speculative if chosen is todo else None,
+        ragged_refusal=chosen.stock_loop,
+        form=chosen.form,
+        invariant_rows=todo.invariant_rows,
+        agreement=todo.agreement,
+        make_draft=make_draft,
+        make_attending=with_stock_attention,
+        context=todo.context,
+    )
+
+
+def _add_hook(model: nn.Module, journal: Journal) -> None:
+    # The journal writes the entries itself. The handle is only asked for an id that no other hook has.
+    hook_id = RemovableHandle(model._forward_pre_hooks).id
+    journal.item(model, "_forward_pre_hooks_with_kwargs", hook_id, True)
+    journal.item(model, "_forward_pre_hooks", hook_id, prepare_step)

@@ -113,7 +113,8 @@ class Plan(Printed):
     folds: where AWQ's scales go.
     split: how the model is split over ranks; None if this process has the whole model. context: the ranks that share
         out the KV cache; None if this process has the whole cache.
-    form: how ragged passes call the decoder.
+    form: how ragged passes call the decoder. inner: the InnerGenerator whose generate() the model's own one calls;
+        None if it has no generate() of its own.
     """
 
     model: PreTrainedModel
@@ -137,6 +138,7 @@ class Plan(Printed):
     split: TensorParallel | None = None
     context: ContextParallel | None = None
     form: DecoderForm = STOCK_FORM
+    inner: Any = None
 
     @property
     def agreement(self) -> ProcessAgreement:

@@ -51,7 +51,7 @@ from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .over_pages import decoder_form, with_dtype_readers, with_pages
+from .over_pages import decoder_form, inner_generator, with_dtype_readers, with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .survey import check_other_quantizer, input_embedding, sites_for, split_of
 from .twin import twin
@@ -76,9 +76,7 @@ def make_plan(
         leaves 8 bits for.
     """
     inner = check_model(model)
-    split = split_of(inner)
-    if split is not None:
-        check_split(split, inner, config)
+    split = _checked_split(inner, config)
     stock_attention = _refusal(
         "attention", config, model_attention_refusal(inner), wanted=config.attention is not None
     )
@@ -103,6 +101,7 @@ def make_plan(
         linears=linears,
         attention=attention,
         form=form,
+        inner=inner_generator(inner, config),
         fused=fused if stock_cache else with_pages(inner, config, fused, form),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
@@ -121,6 +120,13 @@ def make_plan(
     if config.deterministic and plan.variant:
         raise UnsupportedError(f"deterministic=True cannot be met: {'; '.join(plan.variant)}; leave it out")
     return replace(plan, lines=tuple(explain(plan)))
+
+
+def _checked_split(model: PreTrainedModel, config: PatchConfig) -> TensorParallel | None:
+    split = split_of(model)
+    if split is not None:
+        check_split(split, model, config)
+    return split
 
 
 def _check_weights(model: PreTrainedModel, config: PatchConfig) -> None:

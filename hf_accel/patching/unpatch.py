@@ -34,11 +34,10 @@ def unpatch(model: Model) -> Model:
     is changed then.
     """
     inner = transformers_model(model)
-    state = find_state(inner)
+    state, outer = find_state(inner), vars(inner).get(PART_OF)
+    if outer is not None:
+        raise UnsupportedError(f"this is a part of a patched {outer}; call hf_accel.unpatch() on the whole")
     if state is None:
-        outer = vars(inner).get(PART_OF)
-        if outer is not None:
-            raise UnsupportedError(f"this is a part of a patched {outer}; call hf_accel.unpatch() on the whole")
         raise UnsupportedError("the model is not patched; there is nothing to take out")
     state.generation.require_idle("unpatch()")
     state.originals.check()

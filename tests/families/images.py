@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .media import COUNT, WORDS, Medium, Recipe
+from .media import COUNT, MARKS, WORDS, Medium, Recipe
 
 SIDE = 32
 
@@ -17,11 +17,11 @@ ALL_SEE = ("paligemma",)  # whose token types say which tokens stand behind the 
 def _marks(config: Any, ids: Tensor, is_image: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Make what some models take to tell which tokens are images, and which of them may be attended to."""
     marked = torch.zeros_like(ids) if config.model_type in ALL_SEE else is_image.long()
-    names = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
     tiles = next((x.shape[2] for x in tensors.values() if x.ndim > 4), 1)
-    return dict.fromkeys(names, marked) | {
+    return dict.fromkeys(MARKS, marked) | {
         "cross_attention_mask": torch.ones(COUNT, ids.shape[1], 1, tiles, dtype=torch.long),
         "image_attention_mask": torch.ones(COUNT, ids.shape[1], 1, dtype=torch.long),
+        "bbox": torch.rand(*ids.shape, 4, generator=torch.Generator().manual_seed(3)).sort(dim=-1).values,
         "qformer_input_ids": ids[:1, -WORDS:].repeat(COUNT, 1),
     }
 
@@ -125,6 +125,56 @@ def _positions(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _merged_positions(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    side = _vision(config).model_patch_size
+    rows, columns = torch.meshgrid(torch.arange(2), torch.arange(2), indexing="ij")
+    places = torch.stack([columns.flatten(), rows.flatten()], dim=-1)
+    return {
+        "pixel_values": torch.rand(COUNT, 4, 3 * side * side, generator=generator),
+        "image_position_ids": places.expand(COUNT, -1, -1).contiguous(),
+    }
+
+
+def _patches(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    return {"pixel_values": _noise(generator, COUNT, 16, 3 * _patch(config) ** 2)}
+
+
+def _packed(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """The patches of all images side by side, as in one image of the height of a patch."""
+    patch = _patch(config)
+    return {
+        "pixel_values": _noise(generator, 1, 3, patch, COUNT * 16 * patch),
+        "target_sizes": torch.tensor([[4, 4]] * COUNT, dtype=torch.int32),
+    }
+
+
+def _tiles_that_are(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    side = _side(config)
+    return {
+        "pixel_values": _noise(generator, COUNT, 2, 3, side, side),
+        "pixel_attention_mask": torch.tensor([[True, False]] * COUNT),
+    }
+
+
+def _pooled_crops(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """A crop of 4 x 4 patches for each image, of which each token pools 2 x 2."""
+    places = torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4)
+    return {
+        "pixel_values": _noise(generator, COUNT, 16, 3 * _patch(config) ** 2),
+        "image_token_pooling": torch.cat([places + 16 * index for index in range(COUNT)]),
+        "image_grids": torch.tensor([[2, 2, 0, 0]] * COUNT),
+        "image_num_crops": torch.ones(COUNT, dtype=torch.long),
+    }
+
+
+def _merged_patches(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    side = _patch(config) * _vision(config).spatial_merge_size
+    return {
+        "pixel_values": _noise(generator, COUNT * 4, side, side, 3),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * COUNT),
+    }
+
+
 def _shaped(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     patch = _patch(config)
     return {
@@ -153,8 +203,9 @@ def _two_resolutions(config: Any, generator: torch.Generator) -> dict[str, Tenso
 
 
 RECIPES: list[Recipe] = [
+    _pooled_crops, _packed, _tiles_that_are, _merged_positions, _merged_patches,
     _aspect_ratios, _two_resolutions, _positions, _shaped, _merged_grid, _grid, _grid_of_images, _grid_of_one,
-    _tiled(2), _tiled(3), _tiled(5), _sized, _nested_masked, _nested, _plain, _flattened, _proteins,
+    _tiled(2), _tiled(3), _tiled(5), _sized, _nested_masked, _nested, _plain, _flattened, _patches, _proteins,
 ]  # fmt: skip
 
 IMAGE = Medium(

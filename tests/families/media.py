@@ -21,6 +21,10 @@ from .inputs import FIRST_WORD
 
 COUNT = 3  # two behind the same words, and one behind fewer
 WORDS = 6
+MASKED = -1e30
+INDICES = ("image_token_pooling",)  # of patches, counted over all images
+MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
+ROW_BY_ROW = (*MARKS, "input_ids", "attention_mask")
 
 Recipe = Callable[[Any, torch.Generator], dict[str, Tensor]]
 
@@ -76,8 +80,39 @@ def media_prompts(model: PreTrainedModel, medium: Medium) -> dict[str, Tensor]:
 
 def alone_with_medium(given: dict[str, Tensor], row: int) -> dict[str, Tensor]:
     """One row and its medium; what is not per row is per patch, equally many for each image."""
-    parts = {name: value.chunk(COUNT)[row] for name, value in given.items() if value.shape[0] != 1}
-    return given | parts
+    alone = {n: value.chunk(COUNT, dim=axis)[row] for n, value in given.items() if (axis := _axis(value)) is not None}
+    alone = given | alone
+    return alone | {name: value - value.min() for name, value in alone.items() if name in INDICES}
+
+
+def one_without(given: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """The same rows, of which row 1 says other words where its medium is; None if that is not known to be none."""
+    ids = given.get("input_ids")
+    special = None if ids is None else ids[1] >= FIRST_SPECIAL
+    if ids is None or special is None or not bool(special.any()):
+        return None
+    ids = ids.clone()
+    ids[1, special] = torch.arange(int(special.sum())) % (FIRST_SPECIAL - FIRST_WORD) + FIRST_WORD
+    mixed = {"input_ids": ids}
+    for name, value in given.items():
+        if name in ROW_BY_ROW and name != "input_ids":
+            mixed[name] = value.clone()
+            mixed[name][1] *= int(name not in MARKS)
+        elif name != "input_ids":
+            axis = _axis(value)
+            parts = (value,) if axis is None else value.chunk(COUNT, dim=axis)
+            mixed[name] = torch.cat([parts[0], parts[2]], dim=axis) if len(parts) == COUNT else value
+    return mixed
+
+
+def _axis(value: Tensor) -> int | None:
+    """The axis along which media stand; those of one sample may be packed end to end, by columns or by patches."""
+    return 0 if len(value) != 1 else {4: 3, 5: 1}.get(value.ndim)
+
+
+def largest(logits: Tensor) -> Tensor:
+    """The largest magnitude, without those that stand for minus infinity, as of tokens that a model never says."""
+    return torch.where(logits < MASKED, 0, logits).abs().max()
 
 
 @torch.no_grad()
@@ -91,7 +126,7 @@ def _counts(model: PreTrainedModel, tensors: dict[str, Tensor], medium: Medium) 
         else:
             yield sum(part.numel() // part.shape[-1] for part in pooled) // COUNT
     except Exception:
-        yield from (16, 4, 8, 17, 1, 0)
+        yield from (16, 4, 8, 17, 20, 1, 0)
 
 
 def _prompts(model: PreTrainedModel, tensors: dict[str, Tensor], count: int, medium: Medium) -> dict[str, Tensor]:
@@ -120,4 +155,4 @@ def _matters(model: PreTrainedModel, given: dict[str, Tensor]) -> bool:
     if model.config.is_encoder_decoder:
         more["decoder_input_ids"] = torch.full((COUNT, 2), BEGIN)
     logits = model(**given, **more).logits[:, -1]
-    return bool((logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max())
+    return bool((logits[0] - logits[1]).abs().max() > 1e-4 * largest(logits))

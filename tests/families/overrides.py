@@ -9,6 +9,7 @@ from transformers import EncoderDecoderConfig, PreTrainedConfig, VisionEncoderDe
 
 ALIKE = {"num_key_value_heads": 4}  # as many as query heads
 WORDS = {"<image>": 120, "<|extra_0|>": 121} | {f"IMGIMG{letter}Z": 122 + i for i, letter in enumerate("ABCD")}
+VISUAL_WORDS = WORDS | {"<|extra_200|>": 126} | {f"<|visual token {code:06d}|>": 122 + code for code in range(4)}
 BYTE_LATENT = {"hidden_size_global": 64, "num_key_value_heads": 4}
 TOKENIZER = {"num_filters": 4, "downsampling_ratios": (2, 2), "depths": (1, 1, 1), "hidden_size": 64}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -24,6 +25,7 @@ SLIDING_LATENT = {
 }
 TILES = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 WINDOWS = {"window_size": 32}  # pixels
+IMAGE_IDS = {"image_token_id": 120, "video_token_id": 121}
 PARTS = ("encoder", "decoder")
 CONFORMER = {"input_dim": 16, "hidden_dim": 64, "context_size": 16, "max_pos_emb": 32}
 STACKED = {"deepstack_visual_indexes": [0, 1]}
@@ -39,6 +41,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "BltLocalDecoderConfig": BYTE_LATENT,
     "BltLocalEncoderConfig": BYTE_LATENT,
     "ChameleonConfig": {"vocabulary_map": WORDS},
+    "ChameleonVQVAEConfig": {"num_embeddings": 4, "channel_multiplier": (1, 1, 1, 1), "embed_dim": 32},
     "CohereCompassTextConfig": {
         "rope_parameters": {"sliding_attention": SECTIONS, "full_attention": SECTIONS},
         "layer_types": ["sliding_attention", "full_attention"],
@@ -46,6 +49,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "CohereCompassVisionConfig": STACKED,
     "DbrxAttentionConfig": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
     "DbrxFFNConfig": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    "GraniteDoclingVisionConfig": STACKED,
+    "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 64]},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
     | {"global_head_dim": 16},
@@ -60,7 +65,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "Dots3NoteAudioConfig": {"adapter_input_size": 64},
     "Dots3NoteVisionConfig": {"adapter_in_dim": 64},
-    "Emu3Config": {"vocabulary_map": WORDS},
+    "Emu3Config": {"vocabulary_map": VISUAL_WORDS},
+    "Emu3VQVAEConfig": {"codebook_size": 4, "hidden_size": 128},
     "Ernie4_5_VLMoeTextConfig": {
         "moe_intermediate_size": [32, 32],
         "rope_parameters": SECTIONS | {"mrope_section": [3, 3, 2]},
@@ -123,14 +129,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "LukeConfig": {"entity_vocab_size": 64, "entity_emb_size": 32},
     "Mamba2Config": {"num_heads": 8},
     "MiniCPM3Config": {"dim_model_base": 32},
+    "MiniCPMOcrConfig": IMAGE_IDS,
+    "MiniCPMV4_6Config": IMAGE_IDS,
+    "MiniCPMV4_7Config": IMAGE_IDS,
     "MptConfig": {"use_cache": True},
     "MllamaVisionConfig": {"max_num_tiles": 4, "intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
     "MllamaTextConfig": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
+    "Molmo2Config": {"image_patch_id": 120},
+    "Molmo2VisionConfig": {"image_size": [32, 32], "num_position_embeddings": 16},
     "MoonshineConfig": {
         f"{part}_num_{heads}": 4 for part in PARTS for heads in ("attention_heads", "key_value_heads")
     },
     "MPNetConfig": {"relative_attention_num_buckets": 32},
+    "MuseGlimmerConfig": {"out_hidden_size": 256},
+    "MuseSparkConfig": {"out_hidden_size": 256},
     "MuseSparkAudioConfig": {"hidden_sizes": (16, 16, 32, 32), "depths": (1, 1, 1, 1)},
     "MusicgenDecoderConfig": {"num_codebooks": 1},
     "MusicgenMelodyDecoderConfig": {"num_codebooks": 1},
@@ -193,6 +206,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "RoCBertConfig": {"shape_vocab_size": 131, "shape_embed_dim": 32, "pronunciation_vocab_size": 131}
     | {"pronunciation_embed_dim": 32},
     "Step3p7TextConfig": {"sliding_window": 6},
+    "SamVisionConfig": {"global_attn_indexes": [1]},
+    "UdopConfig": {"relative_attention_num_buckets": 32},
+    "UnlimitedOcrSamVisionConfig": {"downsample_channels": [32, 64]},
     "VibeVoiceAcousticTokenizerEncoderConfig": TOKENIZER,
     "VibeVoiceAcousticTokenizerConfig": TOKENIZER,
     "VipLlavaConfig": {"vision_feature_layers": [-1, -2], "vision_feature_layer": [-1, -2]},

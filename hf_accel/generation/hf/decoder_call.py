@@ -108,17 +108,20 @@ class UpToDecoder:
         return any(name in _names_in(type(module)) for module in self.decoder.modules())  # type: ignore[arg-type]
 
 
-def giving_decoder(model: PreTrainedModel, own_hook: object, **more: Any) -> Any:
-    """Return a copy of a model which calls the model's decoder as the model does, and gives it `more`, by name, too.
+def giving_decoder(
+    model: PreTrainedModel, own_hook: object, changed: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Any:
+    """Return a copy of a model which calls the model's decoder with other arguments.
 
-    own_hook: see UpToDecoder, which also says what is raised. The decoder is the model's own, with all that is on it.
+    own_hook: see UpToDecoder, which also says what is raised. changed: makes the arguments, by name, of those of the
+    model's own call. The decoder is the model's own, with all that is on it.
     """
     name = decoder_name(model)
     decoder = model.get_submodule(name)
     signature = inspect.signature(type(decoder).forward)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        return decoder(**(_named(signature, args, kwargs) | more))
+        return decoder(**changed(_named(signature, args, kwargs)))
 
     return _around(model, name, called, own_hook)
 

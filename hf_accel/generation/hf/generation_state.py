@@ -141,6 +141,8 @@ class DecoderForm:
     reads_ahead: whether stock lets tokens of the prompt of a decoder with an encoder see later ones of that prompt.
     counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
+    makes_masks: whether the model around the decoder makes masks of texts that our attention does not understand,
+        though they say no more than those that the decoder makes by itself, which it then does.
     """
 
     prepares: bool = False
@@ -150,6 +152,7 @@ class DecoderForm:
     reads_ahead: bool = False
     counts_padding: bool = False
     operators: Any = None
+    makes_masks: bool = False
 
 
 STOCK_FORM = DecoderForm()
@@ -167,6 +170,7 @@ class GenerationState:
         many sequences in one row; None if it can.
     form: how ragged passes call the decoder. marked_form: in which form it was given features of marked tokens; None
         before the first of them.
+    inner: that of the part whose generate() the model's own generate() calls; None if it calls none.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
@@ -187,6 +191,7 @@ class GenerationState:
     form: DecoderForm = STOCK_FORM
     marked_form: Any = None
     invariant_rows: int | None = None
+    inner: GenerationState | None = None
     make_draft: MakeDraft | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
     seen_salt: bytes = b""

@@ -61,16 +61,21 @@ class AcceleratedGeneration(WritesModelCard):
         state = self._generation_state
         config = state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative)
         call = CallState(config, requires_speculation=speculative is not NOT_GIVEN and config is not None)
+        if call.requires_speculation and state.inner is not None:
+            _refuse_speculation("its generate() calls that of a part of it")
         if call.requires_speculation and state.ragged_refusal is not None:
             _refuse_speculation(state.ragged_refusal)
         if streamer is not None:
-            kwargs["streamer"] = RowStreams(streamer)
+            kwargs["streamer"] = streamer if isinstance(streamer, RowStreams) else RowStreams(streamer)
         start = time.perf_counter()
         alone = state.agreement.size == 1
         with state.calling(call), nullcontext() if alone else state.agreement.watching("it ran generate()"):
             output = super().generate(*args, **kwargs)  # type: ignore[misc]
         seconds = time.perf_counter() - start
-        state.record_call(call, getattr(output, "sequences", output), seconds)
+        if state.inner is not None:
+            state.statistics = {**state.inner.statistics, "seconds": seconds}
+        else:
+            state.record_call(call, getattr(output, "sequences", output), seconds)
         return output
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:

@@ -24,9 +24,8 @@ from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
-from ..marked_inputs import marked_arguments
 from ..prompt_inputs import Rows, other_input
-from .decoder_call import giving_decoder
+from .mixed_passes import giving_more, planes_of
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -274,36 +273,36 @@ class ModelRunner:
         return logits if self.selects or everything else logits[inputs.keep]
 
     def _called(self, rows: Rows, count: int) -> Any:
-        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder features."""
-        marked = [(each.first, each.marked) for each in rows if each.marked is not None]
-        return giving_decoder(self.model, prepare_step, **marked_arguments(marked, count)) if marked else self.model
+        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some."""
+        state = find_state(self.model)  # None for a model that is tried before it is patched
+        own_masks = state is not None and state.generation.form.makes_masks
+        if not rows and not own_masks:
+            return self.model
+        return giving_more(self.model, prepare_step, rows, count=count, own_masks=own_masks)
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
-        """Return the ids [1, N], or the embeddings [1, N, D], and the positions of a pass, which a model that counts
-        them by itself learns from its cache.
+        """Return the ids [1, N] and the positions of a pass, which a model that counts them by itself learns from its
+        cache.
         """
         if self._counts:
             self.cache.before = TokensBefore(_placed(inputs.positions, rows))
-            given = self._embedded(inputs, rows)
+            given = _ids(inputs, rows)
             return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
         planes = state_of(self.model).generation.form.planes
+        planes = planes_of(planes, rows) if rows else planes
         positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
-        return self._embedded(inputs, rows) | {"position_ids": _placed(positions, rows)}
+        return _ids(inputs, rows) | {"position_ids": _placed(positions, rows)}
 
-    def _embedded(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
-        """Return the ids [1, N] of a pass, or embeddings [1, N, D] where some of its tokens have been given theirs."""
-        embedded = [each for each in rows if each.embeddings is not None]
-        if not embedded:
-            return {"input_ids": inputs.ids[None]}
-        ids = inputs.ids.clone()
-        for each in embedded:
-            ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
-        embeddings = self.model.get_input_embeddings()(ids)
-        for each in embedded:
-            embeddings[each.first : each.first + each.count] = each.embeddings
-        return {"inputs_embeds": embeddings[None]}
+
+def _ids(inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
+    """Return the ids [1, N] of a pass; those of tokens that have been given embeddings may have none of their own."""
+    ids = inputs.ids.clone() if rows else inputs.ids
+    for each in rows:
+        if each.embeddings is not None:
+            ids[each.first : each.first + each.count] = 0
+    return {"input_ids": ids[None]}
 
 
 def _placed(positions: Tensor, rows: Rows) -> Tensor:
@@ -312,9 +311,9 @@ def _placed(positions: Tensor, rows: Rows) -> Tensor:
     positions = positions.clone() if placed else positions
     for each in placed:
         assert each.positions is not None
-        positions[..., each.first : each.first + each.count] = each.positions.to(positions.device).view(
-            *positions.shape[:-1], -1
-        )
+        own = each.positions.to(positions.device)
+        own = own if positions.ndim < 3 else own[:, None]
+        positions[..., each.first : each.first + each.count] = own
     return positions
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,20 @@ from ...errors import NotRaggedError
 UNKNOWN = "its decoder is given a mask of another form"
 
 
-def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) -> list[list[int] | None]:
-    """Return for each row how many of the row's first tokens each token sees; None where all see those up to them.
+@dataclass(frozen=True)
+class Seen:
+    """The tokens of prompts that see later ones.
+
+    rows: for each row, how many of its first tokens each token sees; None where all see those up to themselves.
+    in_windows: whether only layers with a sliding window let tokens see later ones.
+    """
+
+    rows: list[list[int] | None]
+    in_windows: bool = False
+
+
+def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) -> Seen:
+    """Read from the masks of a prompt which tokens see later ones.
 
     config: the decoder's. causal: whether its attention is, where stock's sdpa makes no mask. mask: what the decoder
     is given: None, the columns [B, T] that are no padding, a mask [B, 1, T, T], or a dict with a mask for each kind of
@@ -31,19 +44,29 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) 
         if not same:
             raise NotRaggedError(UNKNOWN)
         if causal or not bool(tokens.all()):  # the decoder makes a mask for padding
-            return [None] * len(tokens)
+            return Seen([None] * len(tokens))
         mask = dict.fromkeys(named)
     masks = mask if isinstance(mask, dict) else dict.fromkeys(named, mask)
-    found: list[list[list[int] | None]] = []
+    found: list[tuple[bool, list[list[int] | None]]] = []
     for name, kind in named.items():
         if name not in masks:
             raise NotRaggedError(UNKNOWN)
-        found.append(_seen_by(masks[name], tokens, kind, causal=causal))
-    if any(each != found[0] for each in found):
-        raise NotRaggedError("the masks of its layers let tokens see different ones of the later tokens")
-    if any(found[0]) and not all(kind.sees_later for kind in kinds.distinct):
+        found.append((kind.window is not None, _seen_by(masks[name], tokens, kind, causal=causal)))
+    seen = _in_all_layers(found)
+    if any(seen.rows) and not all(kind.sees_later for kind in kinds.distinct):
         raise NotRaggedError("tokens see later ones, and not all of its layers attend, or some within chunks")
-    return found[0]
+    return seen
+
+
+def _in_all_layers(found: list[tuple[bool, list[list[int] | None]]]) -> Seen:
+    """Put together what tokens see in each kind of layer. found: whether it has a window, and see Seen.rows."""
+    first = found[0][1]
+    if all(rows == first for _, rows in found):
+        return Seen(first)
+    inside, outside = ([rows for windowed, rows in found if windowed is wanted] for wanted in (True, False))
+    if not any(map(any, outside)) and all(rows == inside[0] for rows in inside):
+        return Seen(inside[0], in_windows=True)
+    raise NotRaggedError("the masks of its layers let tokens see different ones of the later tokens")
 
 
 def _seen_by(mask: Any, tokens: Tensor, kind: Kind, *, causal: bool) -> list[list[int] | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from hf_accel import UnsupportedError
-from hf_accel.generation.hf.marked_trial import refuse_mixed_tokens
+from hf_accel.generation.hf.decoder_trial import refuse_mixed_tokens
 from hf_accel.generation.marked_inputs import MarkedInputs, marked_arguments, read_marked
 from hf_accel.generation.prompt_inputs import PromptInputs, contents_of
 

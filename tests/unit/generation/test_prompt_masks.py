@@ -36,24 +36,24 @@ def with_image(mask: Tensor, start: int, stop: int) -> Tensor:
 
 @pytest.mark.parametrize("mask", [None, ALL.long(), causal(), torch.where(causal(), 0.0, -torch.inf)], ids=str)
 def test_causal_masks(mask: Tensor | None) -> None:
-    assert tokens_seen(LLAMA, mask, ALL) == [None]
+    assert tokens_seen(LLAMA, mask, ALL).rows == [None]
 
 
 def test_tokens_that_see_later_ones() -> None:
-    assert tokens_seen(LLAMA, with_image(causal(), 1, 4), ALL) == [[1, 4, 4, 4, 5, 6, 7, 8]]
+    assert tokens_seen(LLAMA, with_image(causal(), 1, 4), ALL).rows == [[1, 4, 4, 4, 5, 6, 7, 8]]
     masks = {"full_attention": causal(), "sliding_attention": causal(4)}
-    assert tokens_seen(gemma(4), masks, ALL) == [None]
+    assert tokens_seen(gemma(4), masks, ALL).rows == [None]
     image = {name: with_image(mask, 0, 3) for name, mask in masks.items()}
-    assert tokens_seen(gemma(4), image, ALL) == [[3, 3, 3, 4, 5, 6, 7, 8]]
+    assert tokens_seen(gemma(4), image, ALL).rows == [[3, 3, 3, 4, 5, 6, 7, 8]]
 
 
 def test_without_a_mask_attention_that_is_not_causal_sees_all() -> None:
     """So does stock's sdpa; where there is padding, it is given a mask, which is causal."""
     padded = torch.arange(LENGTH)[None] >= 2
     for mask in (None, ALL.long()):
-        assert tokens_seen(LLAMA, mask, ALL, causal=False) == [[LENGTH] * LENGTH]
-    assert tokens_seen(LLAMA, causal(), ALL, causal=False) == [None]
-    assert tokens_seen(LLAMA, padded.long(), padded, causal=False) == [None]
+        assert tokens_seen(LLAMA, mask, ALL, causal=False).rows == [[LENGTH] * LENGTH]
+    assert tokens_seen(LLAMA, causal(), ALL, causal=False).rows == [None]
+    assert tokens_seen(LLAMA, padded.long(), padded, causal=False).rows == [None]
     with pytest.raises(NotRaggedError):
         tokens_seen(gemma(4), None, ALL, causal=False)
 
@@ -61,7 +61,7 @@ def test_without_a_mask_attention_that_is_not_causal_sees_all() -> None:
 def test_padding_is_left_out() -> None:
     tokens = torch.arange(LENGTH)[None] >= 2
     mask = with_image(causal(), 3, 6) & tokens[:, None, None]
-    assert tokens_seen(LLAMA, mask, tokens) == [[1, 4, 4, 4, 5, 6]]
+    assert tokens_seen(LLAMA, mask, tokens).rows == [[1, 4, 4, 4, 5, 6]]
 
 
 @pytest.mark.parametrize(

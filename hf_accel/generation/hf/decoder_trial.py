@@ -1,0 +1,170 @@
+"""Tries whether a decoder computes the same for a token, whatever other tokens are in its pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ...errors import NotRaggedError
+from ...models import layer_lists, layers_config
+from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ..marked_inputs import MarkedInputs, marked_arguments
+from ..token_arguments import TokenArguments
+
+# Which tokens of two sequences are marked. A third one has no features at all.
+MARKS = ((False, True, True, False, True, False), (True, False))
+UNMARKED = 3
+CUT = 2  # the first tokens of the first sequence are computed by an earlier pass
+FACTOR = 1.5
+CLOSE = Tolerance(of_largest=1e-4)
+# Arguments of layers that are known to be right in a ragged pass.
+KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", "past_key_values", "use_cache"})
+
+
+def refuse_mixed_tokens(decoder: nn.Module, given: MarkedInputs, planes: int | None, like: Tensor) -> None:
+    """Raise NotRaggedError unless a decoder gives its layers, for a marked token, what it gives without other tokens.
+
+    The decoder's own code runs on random numbers, over layers that only say what they are given. given: features of
+    the forms that are to be tried. planes: P if it takes positions [P, B, T]. like: an embedding.
+    """
+    trial = _DecoderTrial(decoder, planes)
+    numbers = RandomNumbers()
+    marked, embedded = [], []
+    for marks in MARKS:
+        count = sum(marks)
+        features = tuple(numbers(count, *f.shape[1:], dtype=f.dtype, device=f.device) for f in given.features)
+        marked.append(MarkedInputs(given.form, torch.tensor(marks), features))
+    for count in (len(MARKS[0]), UNMARKED, len(MARKS[1])):
+        embedded.append(numbers(count, like.shape[-1], dtype=like.dtype, device=like.device))
+    first, second = (marked_arguments([(0, each)], len(each.marks)) for each in marked)
+    alone = [trial(embedded[0], first), trial(embedded[1], {}), trial(embedded[2], second)]
+    later = marked[0].part(CUT, len(MARKS[0]))
+    assert later is not None
+    parts = [(0, later), (len(MARKS[0]) - CUT + UNMARKED, marked[1])]
+    row = torch.cat([embedded[0][CUT:], *embedded[1:]])
+    together = trial(row, marked_arguments(parts, len(row)))
+    expected = [torch.cat([a[CUT:], b, c]) for a, b, c in zip(*alone, strict=True)]
+    if len(expected) != len(together) or not all(map(torch.equal, expected, together)):
+        raise NotRaggedError(f"{type(decoder).__name__} mixes tokens that are given {given.form.marks}")
+
+
+def refuse_planes(decoder: nn.Module, planes: int, like: Tensor) -> None:
+    """Raise NotRaggedError unless a decoder places a token by P equal coordinates as it does by one.
+
+    planes: P. like: an embedding.
+    """
+    embedded = RandomNumbers()(UNMARKED, like.shape[-1], dtype=like.dtype, device=like.device)
+    one, several = _DecoderTrial(decoder, None), _DecoderTrial(decoder, planes)
+    expected, found = [*one(embedded, {}), *one.places], [*several(embedded, {}), *several.places]
+    if not one.places or len(found) != len(expected) or not all(map(torch.equal, expected, found)):
+        raise NotRaggedError(f"{type(decoder).__name__} places tokens in another way where it is given one position")
+
+
+def counted_positions(decoder: nn.Module, given: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:
+    """Return the positions [1, T] at which a decoder that is given none places tokens, if these are their columns
+    behind those of its cache; None for any others.
+
+    given: the arguments of its call. shape: (B, T).
+    """
+    cache = given.get("past_key_values")
+    before = 0 if cache is None else int(cache.get_seq_length())
+    trial, positions = _DecoderTrial(decoder, None), torch.arange(before, before + shape[1])[None]
+    expected = trial.placed(given)
+    found = trial.placed({**given, "position_ids": positions.to(expected[0].device)}) if expected else []
+    same = len(found) == len(expected) and all(map(_same_places, expected, found))
+    return positions if expected and same else None
+
+
+def _same_places(expected: Tensor, found: Tensor) -> bool:
+    return expected.dtype is found.dtype and torch.equal(*torch.broadcast_tensors(expected, found))
+
+
+def refuse_mixed_arguments(
+    decoder: nn.Module, given: TokenArguments, planes: int | None, like: Tensor, *, absent: Collection[str] = ()
+) -> None:
+    """Raise NotRaggedError unless a decoder computes a token with its arguments as it does without other tokens.
+
+    The decoder computes three tokens that see no other, in one row and alone, with random arguments. given: arguments
+    of the form that is to be tried. planes, like: see refuse_mixed_tokens. absent: the names of arguments that texts
+    are not given, for which zeros are tried.
+    """
+    numbers, device = RandomNumbers(), like.device
+    embedded = numbers(1, UNMARKED, like.shape[-1], dtype=like.dtype, device=device)
+    more = {name: _random_like(value, numbers)[None] for name, value in given.items()}
+    apart = torch.eye(UNMARKED, dtype=torch.bool, device=device)[None, None]
+
+    def called(first: int, stop: int, arguments: Mapping[str, Tensor]) -> Tensor:
+        positions = torch.arange(first, stop, device=device)[None]
+        output = decoder(
+            inputs_embeds=embedded[:, first:stop],
+            position_ids=positions if planes is None else positions.expand(planes, 1, -1),
+            attention_mask=apart[..., first:stop, first:stop], use_cache=False, return_dict=True,
+            **{name: value[:, first:stop] for name, value in arguments.items()},
+        )  # fmt: skip
+        states: Tensor = output.last_hidden_state
+        return states
+
+    alone = torch.cat([called(index, index + 1, more) for index in range(UNMARKED)], dim=1)
+    if not agree(lambda: alone, lambda: called(0, UNMARKED, more), CLOSE):
+        raise NotRaggedError(f"{type(decoder).__name__} mixes tokens that are given {', '.join(given)}")
+    zeros = more | {name: torch.zeros_like(more[name]) for name in absent}
+    fewer = {name: value for name, value in more.items() if name not in absent}
+    if absent and not agree(lambda: called(0, UNMARKED, fewer), lambda: called(0, UNMARKED, zeros), CLOSE):
+        raise NotRaggedError(f"{type(decoder).__name__} takes no {', '.join(absent)} for something else than zeros")
+
+
+def _random_like(value: Tensor, numbers: RandomNumbers) -> Tensor:
+    """Return random arguments of three tokens, [3, ...]; of what is no number, zero for one of them."""
+    if value.is_floating_point():
+        return numbers(UNMARKED, *value.shape[1:], dtype=value.dtype, device=value.device)
+    most = value.amax(dim=0)
+    return torch.stack([most, torch.zeros_like(most), most])
+
+
+class _DecoderTrial:
+    """A decoder whose layers do nothing but multiply."""
+
+    def __init__(self, decoder: nn.Module, planes: int | None) -> None:
+        self.config = layers_config(decoder.config)
+        self.planes = planes
+        self.seen: list[Tensor] = []
+        self.places: list[Tensor] = []
+        lists = layer_lists(decoder, self.config.num_hidden_layers)
+        parts = {name: nn.ModuleList(map(self._stand_in, found)) for name, found in lists.items() if "." not in name}
+        self.decoder = unwatched_twin(decoder, _modules=parts)
+
+    def _stand_in(self, layer: nn.Module) -> Any:
+        twin = unwatched_twin(layer)
+        twin.forward = self._called
+        return twin
+
+    def _called(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        others = [*args, *(value for name, value in kwargs.items() if name not in KNOWN)]
+        if any(isinstance(each, Tensor | Sequence) and not isinstance(each, str) for each in others):
+            raise NotRaggedError(f"{type(self.decoder).__name__} gives its layers more than hidden states")
+        self.seen.append(hidden[0])
+        place = kwargs.get("position_embeddings")
+        self.places += [place] if isinstance(place, Tensor) else place or ()
+        return hidden * FACTOR
+
+    def placed(self, given: Mapping[str, Any]) -> list[Tensor]:
+        """Return what each layer is given of the places of tokens in a call of the decoder."""
+        self.places = []
+        self.decoder(**given)
+        return self.places
+
+    def __call__(self, embedded: Tensor, more: dict[str, Any]) -> list[Tensor]:
+        """Return what each layer is given, and the result, [T, D] each."""
+        self.seen, self.places = [], []
+        positions = torch.arange(len(embedded), device=embedded.device)[None]
+        if self.planes is not None:
+            positions = positions.expand(self.planes, 1, -1)
+        result = self.decoder(
+            inputs_embeds=embedded[None], position_ids=positions, use_cache=True, return_dict=True,
+            past_key_values=DynamicCache(config=self.config), **more,
+        )  # fmt: skip
+        return [*self.seen, result.last_hidden_state[0]]

@@ -1,0 +1,59 @@
+"""Passes that hold tokens whose inputs do not follow from their ids, beside tokens of which they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..marked_inputs import marked_arguments
+from ..prompt_inputs import Rows
+from ..token_arguments import placed_arguments
+from .decoder_call import giving_decoder
+
+
+def giving_more(model: PreTrainedModel, own_hook: object, rows: Rows, *, count: int, own_masks: bool) -> Any:
+    """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some of them.
+
+    The decoder is given for all others what the model's own code makes of their ids. own_hook: see UpToDecoder.
+    own_masks: whether the decoder makes its masks by itself, see DecoderForm.makes_masks.
+    """
+    embedded = [(each.first, each.embeddings) for each in rows if each.embeddings is not None]
+    marked = [(each.first, each.marked) for each in rows if each.marked is not None]
+    others = [(each.first, each.arguments) for each in rows if each.arguments is not None]
+    if not (embedded or marked or others or own_masks):
+        return model
+    more: dict[str, Any] = marked_arguments(marked, count) if marked else {}
+    if own_masks:
+        more["attention_mask"] = None
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        given = {**call, **more, **placed_arguments(call, others, count)}
+        if embedded:
+            given["inputs_embeds"] = _embeddings(model, call, embedded)
+            given.pop("input_ids", None)
+        return given
+
+    return giving_decoder(model, own_hook, changed)
+
+
+def _embeddings(model: PreTrainedModel, call: Mapping[str, Any], embedded: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the embeddings [1, N, D] of a pass.
+
+    call: of the decoder, for token ids alone. embedded: those of tokens that stand end to end, with the index of the
+    first of them.
+    """
+    own = call.get("inputs_embeds")
+    table: Any = model.get_input_embeddings()
+    embeddings: Tensor = table(call["input_ids"]) if own is None else own.clone()
+    for first, each in embedded:
+        embeddings[0, first : first + len(each)] = each
+    return embeddings
+
+
+def planes_of(planes: int | None, rows: Rows) -> int | None:
+    """Return how many coordinates the positions of a pass have: those of texts, or more that a token is given."""
+    given = max((len(each.positions) for each in rows if each.positions is not None), default=1)
+    return given if planes is None and given > 1 else planes
