@@ -18,11 +18,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedModel, ViTConfig, ViTModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    ViTConfig,
+    ViTModel,
+)
 
 import hf_accel
 from benchmarks import plots, run
-from benchmarks.harness import quiet, results_folder
+from benchmarks.harness import kind_shapes, quiet, results_folder
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.checks import check
 from benchmarks.harness.machine import NoKernelsError, loaded_kernels, machine
@@ -45,6 +56,7 @@ from benchmarks.topics import (
     float_rows,
     http_load,
     isa,
+    kinds,
     ladder,
     memory,
     never_slower,
@@ -65,6 +77,23 @@ from .serving.running import serving
 
 SMALL = ["--model", "tiny", "--context", "20", "--rounds", "1", "--quick", "--even-busy"]
 OURS = "hf_accel exact,hf_accel int8,hf_accel int4"
+SIZES = {"vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY_DELTA = SIZES | {
+    "hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+TINY_TEXT = {"delta": kind_shapes.TextShape(Qwen3_5ForCausalLM, lambda: Qwen3_5TextConfig(**TINY_DELTA))}
+TINY_TRANSLATOR = {
+    "vocab_size": 512, "d_model": 128, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
+}  # fmt: skip
+TINY_MORE = {
+    "words": kind_shapes.InputShape(
+        M2M100ForConditionalGeneration, lambda: M2M100Config(**TINY_TRANSLATOR), kind_shapes.sentences,
+        beams=2, new_tokens=3,
+    )
+}  # fmt: skip
 FEW = {
     "cases": (("tiny", "bfloat16"), ("tiny", "float32")), "batches": (2,), "prompts": (8,), "context": 20, "turn": 0.0,
 }  # fmt: skip
@@ -101,6 +130,7 @@ TABLES = {  # topic -> rows of each of its tables
     "weight_formats": [2, 4],
     "encoders": [2, 1, 2, 3],  # a model of words, one of images, their cosines, and a classifier
     "experts": [2, 2],
+    "kinds": [12, 4],  # two batches and a prompt; requests with beams
     "never_slower": [8, 2, 2],
     "quality": [10],
     "methods": [5 + (importlib.util.find_spec("bitsandbytes") is not None)],
@@ -163,6 +193,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
         for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():
             patch.setattr(experts, name, value)
+        for name, value in {
+            "TEXT": TINY_TEXT,
+            "MORE": TINY_MORE,
+            "BATCHES": (1, 2),
+            "SHORT": 4,
+            "REQUESTS": 2,
+        }.items():
+            patch.setattr(kinds, name, value)
         patch.setattr(quiet, "busy_cores", lambda seconds: 0.0)
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
         yield out

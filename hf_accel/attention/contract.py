@@ -72,7 +72,9 @@ class AttentionBackend(ABC):
     def paged(
         self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool = False
     ) -> Any:  # Tensor, or (Tensor, Tensor) with return_lse
-        """q [N, Hq, D] over a paged kv -> [N, Hq, Dv] (, lse [N, Hq] float32); causal, without dropout or gradients.
+        """q [N, Hq, D] over a paged kv -> [N, Hq, Dv] (, lse [N, Hq] float32), without dropout or gradients.
+
+        options.causal: if it is False, which backends of a CPU alone are given, a query sees all keys of its sequence.
 
         Slots that hold no visible key are never used, whatever is in them; entries of the block table that hold none
         are never read.

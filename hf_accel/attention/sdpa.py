@@ -179,7 +179,10 @@ def padded_together(
     clear_unused(kv.v.view(*kv.v.shape[:2], len(steps), -1, kv.v.shape[3]), num_blocks - 1, num_keys)
     query = torch.arange(batch[0].num_queries, device=device)
     places, keys = num_keys - len(query) + query, torch.arange(kv.k.shape[2], device=device)
-    seen = visible(places, keys, causal=True, window=options.window).unsqueeze(1)
+    seen = visible(places, keys, causal=options.causal, window=options.window)
+    if not options.causal:  # then padding behind the keys of a sequence is not hidden yet
+        seen = seen & (keys < num_keys.unsqueeze(2))
+    seen = seen.unsqueeze(1)
     if options.bias is None:
         return (first_query + query).flatten(), kv, seen
     before = first_block * pages.k.shape[2]

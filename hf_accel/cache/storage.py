@@ -109,6 +109,12 @@ class KVStorage:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as (source, destination)."""
+        if len(pairs) == 1:  # as most calls ask: views cost less than tensors of indices
+            ((source, destination),) = pairs
+            for tensor in self.pages:
+                if tensor is not None:
+                    tensor[destination].copy_(tensor[source])
+            return
         sources, destinations = torch.tensor(pairs, device=self.pages.k.device).unbind(1)
         for tensor in self.pages:
             if tensor is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
-from ..kernels.cpu.layer_call import run_layer
+from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.call_form import BIAS
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
@@ -27,7 +27,8 @@ from .encoder_rows import (
     windowed_layout,
 )
 from .layer_programme import NativeOperations
-from .operations import NATIVE, HeldRows, refuse_over_rows
+from .native_operation import HeldRows
+from .operations import NATIVE, refuse_over_rows
 from .projections import UNLIMITED
 from .traced_layer import Attention
 
@@ -157,7 +158,7 @@ class EncoderProgramme(NativeOperations):
                 *self._fixed, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
                 k, v, 0, 0, 0 if written is None else written.slots[part].data_ptr(), 0,
                 starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
-                0, len(starts) - 1, block, *biases, *places, dtype, table_dtype, dtype, 0, count,
+                0, len(starts) - 1, block, *biases, *places, *NO_SOURCE, dtype, table_dtype, dtype, 0, count,
             )  # fmt: skip
         return out
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from ..cache.step import GroupStep
 from ..kernels.cpu.attention import NO_BIAS
-from ..kernels.cpu.layer_call import KINDS, Columns, LayerOp, run_layer
+from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, Columns, LayerOp, run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.layouts import KV
 from ..recognition.operation import OUTPUT, Operation, Span
 from ..recognition.trace import Trace
-from .operations import NATIVE, NativeParts
+from .native_operation import NativeParts
+from .operations import NATIVE
 from .projections import UNLIMITED, make_call
 from .traced_layer import Attention, TracedLayer
 
@@ -54,6 +55,22 @@ class CallFields(NamedTuple):
         held = (slots, table, ragged.cu_q, ragged.kv_len)
         pages = (*(tensor.data_ptr() for tensor in held), table.stride(0), len(table), block_size)
         return CallFields(places, pages, threads(), (*(tables or ()), *held))
+
+
+class SourceFields(NamedTuple):
+    """Fields of the struct of a native call for the pages of an encoder's output: what attention reads of them."""
+
+    step: tuple[int, ...]
+    held: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(step: GroupStep, block_size: int) -> SourceFields:
+        ragged = step.ragged
+        table = ragged.block_table
+        assert table is not None
+        held = (table, ragged.cu_q, ragged.kv_len)
+        places = (*(tensor.data_ptr() for tensor in held), table.stride(0), len(ragged.kv_len), block_size)
+        return SourceFields(places, held)
 
 
 def buffer_starts(operations: Sequence[LayerOp], widths: Sequence[int]) -> tuple[list[int], int]:
@@ -104,7 +121,7 @@ class NativeOperations(NativeParts):
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""
         done: list[Operation] = []
         # The kernel of a sum reads whole rows, which the results of a joint product are not.
-        summed = [span for operation in operations if operation.kind == "add" for span in operation.inputs]
+        summed = [span for each in operations if each.kind in ("add", "affine") for span in each.inputs]
         for operation in operations:
             if operation in done:
                 continue
@@ -151,24 +168,41 @@ class LayerProgramme(NativeOperations, TracedLayer):
 
     over_rows = False
 
-    def __init__(self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        table_dtype: torch.dtype | None,
+        attention: Attention,
+        source_attention: Attention | None = None,
+    ) -> None:
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
+        self.source_attention = source_attention
         # The kernels round a LayerNorm and an activation in other ways than torch does, which is called with more
         # tokens: where it need not be called, the bits of a token do not depend on how many there are.
         rounds = any(each.kind == "layer_norm" or "activation" in each.values for each in trace.operations)
         self.max_tokens = UNLIMITED if rounds else MOST_TOKENS
         self.compile(trace.widths)
 
-    def __call__(self, x: Tensor, fields: CallFields, pages: KV) -> Tensor:
-        """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written."""
+    def __call__(
+        self, x: Tensor, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None
+    ) -> Tensor:
+        """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written.
+
+        source: the pages that hold keys of an encoder's output, and what attention reads of them.
+        """
         out, dtype = torch.empty_like(x), DTYPES[self.dtype]
+        read = NO_SOURCE if source is None else (*_addresses(source[0]), *source[1].step)
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), *fields.tables,
-            *[0 if tensor is None else tensor.data_ptr() for tensor in pages], *fields.step, *NO_BIAS, 0, 0, 0,
+            *_addresses(pages), *fields.step, *NO_BIAS, 0, 0, 0, *read,
             dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip
         return out
+
+
+def _addresses(pages: KV) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in pages]
 
 
 def _layers(operations: Iterable[Operation]) -> tuple[nn.Module, ...]:

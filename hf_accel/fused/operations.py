@@ -7,11 +7,9 @@ kernels/cpu/layer_call.py and src/layer.cpp.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..kernels.cpu.attention import EVERY_KEY, attend, position_scores, write_pages
@@ -21,83 +19,17 @@ from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS
 from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import QuantLinear
-from ..recognition.operation import INPUT, Kind, Operation, Span, UntraceableError
+from ..recognition.operation import Kind, Operation, UntraceableError
 from ..recognition.stand_ins import Vector
 from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
-from .encoder_rows import CallTensors, RowLayout
 from .modules import RotaryForm, form_of_rotation
+from .native_operation import HeldRows, NativeOperation, NativeParts, Planned
 from .norms import NormForm, norm_form
 from .partial_rotation import leaves_rest
-from .projections import UNLIMITED, NativeCall, NativeLinear, make_call
-from .traced_layer import Traced
-
-
-class NativeParts(Traced):
-    """A traced layer whose operations are native calls.
-
-    calls, tensors: hold the memory that the structs of the operations point to. max_tokens: the most tokens of a call.
-    over_rows: whether its attention reads the keys of the call's own rows, and not those of pages.
-    """
-
-    over_rows: bool
-    max_tokens: int
-    calls: list[NativeCall]
-    tensors: list[Tensor]
-
-    def address(self, tensor: Tensor) -> int:
-        """Return where a tensor's memory is, which must stay there."""
-        self.tensors.append(tensor)
-        return tensor.data_ptr()
-
-
-class Planned(NamedTuple):
-    """The plan of a layer that is still to be patched.
-
-    linears: the linear layers that will have a native call; None where they are called as modules.
-    """
-
-    dtype: torch.dtype
-    linears: Container[nn.Module] | None
-    device_type: str
-
-
-class HeldRows:
-    """The tensors of a call over rows whose operations are called one by one, [N, width] by buffer."""
-
-    def __init__(self, parts: NativeParts, x: Tensor, layout: RowLayout, tensors: CallTensors) -> None:
-        self.parts, self.layout = parts, layout
-        self.tables, bias, self.written, self.positions = tensors
-        self.bias = None if bias is None else bias.table
-        self.buffers = {INPUT: x}
-
-    def columns(self, span: Span, width: int) -> Tensor:
-        """Return columns of a buffer, [N, width]."""
-        buffer = self.buffers[span.buffer]
-        return buffer if buffer.shape[1] == width else buffer.narrow(1, span.offset, width)
-
-    def heads(self, span: Span, heads: int, dim: int) -> Tensor:
-        """Return columns of a buffer, [N, heads, dim]."""
-        return self.columns(span, heads * dim).view(-1, heads, dim)
-
-
-class NativeOperation(ABC):
-    """The native calls of operations of one kind. over_rows: whether it has one over rows."""
-
-    over_rows = True
-
-    def refusal(self, operation: Operation, planned: Planned) -> str | None:
-        """Return why a layer that is planned so will have no native call for this, as a clause; None if it will."""
-        return None
-
-    @abstractmethod
-    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        """Return the fields of its struct, besides its places. Raises UntraceableError."""
-
-    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
-        """Return its results over rows, [N, width]."""
-        raise UntraceableError(f"{operation.kind} has no native call over rows")
+from .projections import UNLIMITED, NativeLinear, make_call
+from .state_operations import STATE_OPERATIONS
 
 
 class ProductOperation(NativeOperation):
@@ -264,19 +196,26 @@ class AttendOperation(NativeOperation):
         return [attend(q, kv, options, layout.ragged, ahead=seen, bias=rows.bias).flatten(1)]
 
 
+class AttendSourceOperation(NativeOperation):
+    """Attention to all keys that pages hold of an encoder's output."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        attention = parts.source_attention
+        if parts.over_rows or attention is None:
+            raise UntraceableError("its attention to an encoder's output has no native call")
+        fields = {name: operation.values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
+        return fields | {"scale": attention.scale, "softcap": attention.softcap or 0, "ahead": EVERY_KEY}
+
+
 class SumOperation(NativeOperation):
     """x + factor * y, or x + vector * y."""
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         fields: dict[str, Any] = {"dim": operation.values["dim"], "scale": operation.values["factor"]}
         vector: Vector | None = operation.values.get("vector")
-        if vector is None:
-            return fields
-        tensor = vector.parameter
-        parts.reads.append(Read(vector.owner, vector.name, tensor))
-        if not is_plain_tensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous():
-            raise UntraceableError("a scale of columns has no native call")
-        return fields | {"weight": parts.address(tensor)}
+        return fields if vector is None else fields | {"weight": _address(vector, parts)}
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         x, y = (rows.columns(span, operation.values["dim"]) for span in operation.inputs)
@@ -284,14 +223,37 @@ class SumOperation(NativeOperation):
         return [add(x, y, operation.values["factor"] if vector is None else vector.parameter)]
 
 
+def _address(vector: Vector, parts: NativeParts) -> int:
+    """Return where the numbers of columns are, and note that they are read."""
+    tensor = vector.parameter
+    parts.reads.append(Read(vector.owner, vector.name, tensor))
+    if not is_plain_tensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous():
+        raise UntraceableError("a parameter of columns has no native call")
+    return parts.address(tensor)
+
+
+class AffineOperation(NativeOperation):
+    """vector * x + bias, by the kernel of sums."""
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        weight, bias = (_address(operation.values[name], parts) for name in ("vector", "bias"))
+        return {"kind": KINDS["add"], "dim": operation.values["dim"], "weight": weight, "bias": bias}
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        values, x = operation.values, rows.columns(operation.inputs[0], operation.values["dim"])
+        return [add(values["bias"].parameter, x, values["vector"].parameter)]
+
+
 class GateOperation(NativeOperation):
     """act(x) * y."""
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        return {"dim": operation.values["dim"], "activation": ACTIVATIONS[operation.values["activation"]]}
+        values = operation.values
+        return {"heads": values["heads"], "dim": values["dim"], "activation": ACTIVATIONS[values["activation"]]}
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
-        x, y = (rows.columns(span, operation.values["dim"]) for span in operation.inputs)
+        width = operation.values["heads"] * operation.values["dim"]
+        x, y = (rows.columns(span, width) for span in operation.inputs)
         return [activate(x, operation.values["activation"], y=y)]
 
 
@@ -333,9 +295,12 @@ NATIVE: dict[Kind, NativeOperation] = {
     "write": WriteOperation(),
     "attend": AttendOperation(),
     "add": SumOperation(),
+    "affine": AffineOperation(),
     "gate": GateOperation(),
     "join": JoinOperation(),
     "position_scores": PositionScoresOperation(),
+    "attend_source": AttendSourceOperation(),
+    **STATE_OPERATIONS,
 }
 
 

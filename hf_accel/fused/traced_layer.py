@@ -35,6 +35,7 @@ class Traced:
     """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
     The code of a layer without tables gets none.
 
+    source: how keys of an encoder's output are computed, None if the layer attends to none.
     reads: the values that must not change, those that the trace read among them. forms: of norms and rotations, by the
     id of the operation. write: the operation that writes keys and values to a cache, None if there is none.
     """
@@ -45,6 +46,7 @@ class Traced:
         self.dtype, self.table_dtype, self.attention, self.device = trace.dtype, table_dtype, attention, device
         self.others, self.width = trace.others, trace.widths[OUTPUT]
         self.operations, self.reads, self._hooks = trace.operations, trace.reads, [*trace.hooks, *GLOBAL_HOOKS]
+        self.source = trace.source
         self.write = next((operation for operation in trace.operations if operation.kind == "write"), None)
         self.forms: dict[int, NormForm | RotaryForm] = {}
 
@@ -159,3 +161,14 @@ class TracedLayer(Traced):
         dims = (pages.k.shape[1], pages.key_dim, pages.value_dim)
         same = storage.dtype is self.dtype and pages.k.device == self.device
         return same and dims == (*keys.shape[1:], values.shape[2])
+
+    def fits_source(self, storage: KVStorage, source: KVStorage) -> bool:
+        """Return whether the pages of an encoder's output hold K and V as attention reads them: as the layer's other
+        pages do, which fit.
+        """
+        pages, others = source.pages, storage.pages
+        assert self.source is not None
+        dims = (self.source.heads, self.source.dim, self.source.value_dim)
+        kinds = [[None if each is None else each.dtype for each in held] for held in (pages, others)]
+        same = source.dtype is self.dtype and pages.k.device == self.device and kinds[0] == kinds[1]
+        return same and dims == (pages.k.shape[1], pages.key_dim, pages.value_dim)

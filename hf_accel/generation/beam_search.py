@@ -31,7 +31,7 @@ class BeamSettings:
     result's score is divided by the number of its tokens to this power. early_stopping: True, False or "never".
     samples: whether continuations are drawn, without replacement. stop_ids: [n] int64, the tokens that end a beam.
     process: makes scores [N, V] of token ids [N, L] and log-probabilities [N, V], to which it may write; None leaves
-    them as they are.
+    them as they are. process_keeps: whether it may keep scores that it was given or has made.
     stops: which of the beams with token ids [N, L] end, [N] bool; None if only stop_ids and the length decide.
     drops_ended: whether prompts whose results are certain are computed no longer. keeps_scores, keeps_logits: whether
     the scores and the logits of each pass are kept.
@@ -45,6 +45,7 @@ class BeamSettings:
     samples: bool
     stop_ids: Tensor
     process: Callable[[Tensor, Tensor], Tensor] | None = None
+    process_keeps: bool = False
     stops: Callable[[Tensor], Tensor] | None = None
     drops_ended: bool = True
     keeps_scores: bool = False
@@ -94,6 +95,7 @@ class BeamSearch(JointChoice):
         self.results: list[list[Hypothesis]] = [[] for _ in prompts]
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
+        self._memory: Tensor | None = None  # of the log-probabilities of a pass, for the next one
         self._num_new = 0
         # What follows is of the prompts that are still computed: their numbers, beams, and the steps and scores of
         # their beams and of their results so far.
@@ -134,7 +136,7 @@ class BeamSearch(JointChoice):
     def _candidates(self, logits: Tensor, agreement: ProcessAgreement) -> _Candidates:
         settings, size = self.settings, logits.shape[1]
         logits = logits.float()
-        scores = logits.log_softmax(-1)
+        scores = self._log_probabilities(logits)
         if settings.process is not None:
             scores = settings.process(self._ids, scores)
         if settings.keeps_logits:
@@ -151,6 +153,17 @@ class BeamSearch(JointChoice):
             values, places = values.new_tensor(agreed[0]), places.new_tensor(agreed[1])
         beams, tokens = places // size, places % size
         return _Candidates(values, beams, tokens, self._ends(beams, tokens))
+
+    def _log_probabilities(self, logits: Tensor) -> Tensor:
+        """Return log_softmax of logits [N, V], in memory that the next pass writes again.
+
+        New memory of this size takes the system longer than the function takes to compute it.
+        """
+        if self.settings.process_keeps:
+            return logits.log_softmax(-1)
+        if self._memory is None or self._memory.shape != logits.shape:
+            self._memory = torch.empty_like(logits)
+        return torch.log_softmax(logits, -1, out=self._memory)
 
     def _drawn(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Draw continuations as transformers does, which draws for all prompts at once, also for those that ended."""

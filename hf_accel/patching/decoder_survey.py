@@ -8,6 +8,7 @@ where the tokens behind padding stand.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,7 +45,16 @@ WHISPERS_POSITIONS = "decoder_position_ids"
 TRIED_LAYERS = 2  # the first one can differ from all others
 PADDING = 2  # the columns in front of a prompt
 LENGTHS = (5, 3)  # of the encoder's output of two sequences
-PASSES = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))  # the sequences of each pass, and their tokens in it
+Passes = tuple[tuple[tuple[int, int], ...], ...]  # the sequences of each pass, and their tokens in it
+PASSES: Passes = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))
+BY_TOKEN: Passes = (
+    ((0, 1),),
+    ((0, 1), (1, 1)),
+    ((0, 1), (1, 1)),
+    ((0, 1), (1, 1)),
+)
+CAPACITY = "expert_capacity"  # what routers call the number of tokens that an expert takes of a pass
+MOST_TOKENS = 4096  # of a trial of experts
 CLOSE = Tolerance(of_largest=1e-4)
 
 
@@ -55,6 +65,8 @@ def decoder_refusal(model: PreTrainedModel) -> str | None:
         return None  # nothing can be tried before the weights are there
     if model_device(model).type != "cpu":
         return f"{name} is an encoder-decoder, whose pages are read on a CPU alone"
+    if not answer_once(_experts_have_room, model):
+        return f"the experts of {name} leave out tokens where a pass has many of them"
     hides = answer_once(mask_hides_rows, model)
     return f"{name} computes something else over pages than stock does" if hides is None else None
 
@@ -71,6 +83,28 @@ def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _experts_have_room(model: PreTrainedModel) -> bool:
+    """Return whether routers treat each token as if it were alone, by a trial of more equal tokens than an expert may
+    take.
+    """
+    routers = [module for module in model.modules() if isinstance(getattr(module, CAPACITY, None), int)]
+    return all(map(_has_room, routers))
+
+
+def _has_room(router: Any) -> bool:
+    tried = copy.deepcopy(router).float().eval()
+    width = next((each.in_features for each in tried.modules() if isinstance(each, nn.Linear)), None)
+    count = 2 * getattr(router, CAPACITY) + 2
+    if width is None or count > MOST_TOKENS:
+        return False
+    token = RandomNumbers()(1, width)
+
+    def routed(tokens: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each.double().expand(count, *each.shape[1:]) for each in tried(tokens))
+
+    return agree(lambda: routed(token), lambda: routed(token.expand(count, width)), CLOSE)
+
+
 def rows_hidden_in(model: PreTrainedModel) -> bool | None:
     """Return mask_hides_rows of an encoder-decoder; None on the meta device."""
     if model_device(model).type == "meta":
@@ -83,9 +117,35 @@ def mask_hides_rows(model: PreTrainedModel) -> bool | None:
 
     None if a trial over pages gives something else than stock with or without it.
     """
+    hides = answer_once(_hides_in_prompts, model)
+    return answer_once(_hides_by_token, model) if hides is None else hides
+
+
+def reads_ahead(model: PreTrainedModel) -> bool:
+    """Return whether stock lets tokens of a decoder's prompt see later ones, so that ragged passes are for prompts of
+    one token.
+    """
+    if not model.config.is_encoder_decoder or model_device(model).type == "meta":
+        return False
+    return answer_once(_hides_in_prompts, model) is None
+
+
+def _hides_in_prompts(model: PreTrainedModel) -> bool | None:
+    return _tried_mask(model, PASSES)
+
+
+def _hides_by_token(model: PreTrainedModel) -> bool | None:
+    return _tried_mask(model, BY_TOKEN)
+
+
+def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
     register()
     for hides in (True, False):
-        if agree(lambda: _stock(model, hides=hides), lambda: _paged(model, _sources(model)), CLOSE):  # noqa: B023
+        if agree(
+            lambda: _stock(model, passes, hides=hides),  # noqa: B023
+            lambda: _paged(model, passes, _sources(model)),
+            CLOSE,
+        ):
             return hides
     return None
 
@@ -136,12 +196,12 @@ def counts_padding(model: PreTrainedModel) -> bool:
     """
     if model_device(model).type == "meta":
         return False
-    return agree(lambda: _stock_alone(model, padding=PADDING), lambda: _paged(model, first=PADDING), CLOSE)
+    return agree(lambda: _stock_alone(model, padding=PADDING), lambda: _paged(model, PASSES, first=PADDING), CLOSE)
 
 
 def _counts_tokens(model: PreTrainedModel) -> bool:
     register()
-    return agree(lambda: _stock_alone(model, padding=0), lambda: _paged(model), CLOSE)
+    return agree(lambda: _stock_alone(model, padding=0), lambda: _paged(model, PASSES), CLOSE)
 
 
 def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
@@ -151,7 +211,7 @@ def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
     for number in range(len(LENGTHS)):
         cache = DynamicCache(config=layers_config(tried.config))
         mask = torch.zeros(1, padding, dtype=torch.int64)
-        for ids in _tokens(model, number):
+        for ids in _tokens(model, number, PASSES):
             shown = ids if mask.any() else [_pad_token(model)] * padding + ids
             mask = torch.nn.functional.pad(mask, (0, len(ids)), value=1)
             output = tried(
@@ -162,7 +222,7 @@ def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
-def _stock(model: PreTrainedModel, *, hides: bool) -> tuple[Tensor, ...]:
+def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tensor, ...]:
     """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides."""
     tried = _tried(model, None)
     outputs = []
@@ -173,7 +233,7 @@ def _stock(model: PreTrainedModel, *, hides: bool) -> tuple[Tensor, ...]:
             called = giving_decoder(tried, None, **{HIDING: torch.nn.functional.pad(mask, (0, 2))})
             source = torch.cat([source, 10 * torch.ones(2, source.shape[1])])
         cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
-        for ids in _tokens(model, number):
+        for ids in _tokens(model, number, passes):
             output = called(
                 decoder_input_ids=torch.tensor([ids]),
                 encoder_outputs=EncoderOutput(last_hidden_state=source[None]),
@@ -186,7 +246,7 @@ def _stock(model: PreTrainedModel, *, hides: bool) -> tuple[Tensor, ...]:
 
 
 def _paged(
-    model: PreTrainedModel, sources: Sequence[Tensor | None] = (None, None), *, first: int = 0
+    model: PreTrainedModel, passes: Passes, sources: Sequence[Tensor | None] = (None, None), *, first: int = 0
 ) -> tuple[Tensor, ...]:
     """Compute the same passes over pages, those of both sequences in one row.
 
@@ -197,9 +257,9 @@ def _paged(
     kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
     pages, runner = Pages(groups), kind(tried, groups, groups_of_layer)
     cached: list[CachedSequence] = [pages.begin(source=source) for source in sources]
-    waiting = [list(_tokens(model, number)) for number in range(len(LENGTHS))]
+    waiting = [list(_tokens(model, number, passes)) for number in range(len(LENGTHS))]
     outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for parts in PASSES:
+    for parts in passes:
         ids: list[int] = []
         positions: list[int] = []
         ranges = []
@@ -221,14 +281,14 @@ def _sources(model: PreTrainedModel) -> list[Tensor]:
     return [numbers(length, width) for length in LENGTHS]
 
 
-def _tokens(model: PreTrainedModel, number: int) -> Iterator[list[int]]:
+def _tokens(model: PreTrainedModel, number: int, passes: Passes) -> Iterator[list[int]]:
     """The token ids of each pass of one sequence. Without an encoder, one of them pads."""
-    counts = [count for parts in PASSES for each, count in parts if each == number]
+    counts = [count for parts in passes for each, count in parts if each == number]
     ids = iter(range(7 + 20 * number, ROWS))
-    passes = [[next(ids) for _ in range(count)] for count in counts]
+    tokens = [[next(ids) for _ in range(count)] for count in counts]
     if not model.config.is_encoder_decoder:
-        passes[0][1] = _pad_token(model)
-    yield from passes
+        tokens[0][1] = _pad_token(model)
+    yield from tokens
 
 
 def _pad_token(model: PreTrainedModel) -> int:

@@ -25,7 +25,7 @@ from ..generation.hf.prompts import own_methods, text_form
 from ..recurrent.hf.convolutions import convolution_sites
 from ..recurrent.hf.recurrences import recurrence_sites
 from .attention_survey import known_operators
-from .decoder_survey import counts_padding, rows_hidden_in
+from .decoder_survey import counts_padding, reads_ahead, rows_hidden_in
 from .plan import FusedPlan, LinearPlan
 
 
@@ -44,6 +44,7 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         planes=None if texts is None else texts.planes,
         reads_texts=texts is not None and not texts.is_ids,
         hides_rows=rows_hidden_in(model) if model.config.is_encoder_decoder else None,
+        reads_ahead=model.config.is_encoder_decoder and reads_ahead(model),
         counts_padding=stock_loop is None and _counts_padding(model, operators),
         operators=operators,
     )

@@ -17,7 +17,8 @@ from .unchanged import PLAIN_TYPES
 MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
 CACHES = ("past_key_values", "layer_past")  # the names of a cache
 CACHE = CACHES[0]
-TENSORS = (MASK, "position_ids", TABLES, *CACHES)  # a decoder layer may be given these
+SOURCE_STATES, SOURCE_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a decoder that has an encoder
+TENSORS = (MASK, "position_ids", TABLES, *CACHES, SOURCE_STATES, SOURCE_MASK)  # a decoder layer may be given these
 POSITIONS, EMBEDDINGS = "relative_pos", "rel_embeddings"  # of attention whose scores depend on positions
 PASSED_ON = (*TENSORS, BIAS, POSITIONS, EMBEDDINGS)  # tensors, and a cache, that a layer may only pass on
 
@@ -45,13 +46,16 @@ def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> Cal
     return CallForm(_states(kind), tensors, table_dtype=dtype if TABLES in tensors else None)
 
 
-def usual_pass(kind: type[nn.Module]) -> CallForm:
+def usual_pass(kind: type[nn.Module], *, has_encoder: bool = False) -> CallForm:
     """Return the form of a call of a decoder layer by transformers' models: with those of TENSORS that its code names,
     a cache among them.
+
+    has_encoder: whether the layer is given an encoder's output.
     """
-    named = set(parameter_names(kind.forward)) & set(TENSORS)
+    usual = {*TENSORS} if has_encoder else {*TENSORS} - {SOURCE_STATES, SOURCE_MASK}
+    named = usual.intersection(parameter_names(kind.forward))
     if named.isdisjoint(CACHES):
-        named = set(TENSORS) - set(CACHES[1:])
+        named = usual - {*CACHES[1:], SOURCE_STATES, SOURCE_MASK}
     return CallForm(_states(kind), frozenset(named), (("use_cache", bool, True),))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 Kind = Literal[
     "linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate", "scale", "join",
-    "position_scores",
+    "position_scores", "affine", "attend_source", "short_conv", "delta_rule", "state_scan", "gated_norm",
 ]  # fmt: skip
 
 INPUT, OUTPUT = 0, 1  # the buffers of a layer's input and output, by their numbers in the kernels
@@ -17,6 +17,10 @@ INPUT, OUTPUT = 0, 1  # the buffers of a layer's input and output, by their numb
 
 class UntraceableError(Exception):
     """The code does something that the stand-ins do not know; the message names it, as a clause."""
+
+
+class WidthError(UntraceableError):
+    """A linear layer takes another number of inputs than it is given: the states may have another width."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS
-from .operation import Kind, Operation, Span, UntraceableError
+from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_MASK
+from .operation import Kind, Operation, Span, UntraceableError, WidthError
 from .position_attention import READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
-from .stand_ins import BATCH, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
+from .source_stand_ins import KEYS, VALUES, SourceKeys, as_source
+from .stand_ins import BATCH, SOURCE, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
 from .unchanged import HOOKS, PLAIN_TYPES, Read, has_own_forward
 
@@ -31,9 +32,13 @@ class Record:
     operations: what the code computed. reads: the values that must not change. hooks: those of the modules that it
     called; usually none. dtype, device: of the tensors. table_size: the numbers of cos of a token, which may be fewer
     than those of a head; None for as many. layer_idx: the layer of the cache that is written, None if there is none.
+    source: how the keys of an encoder's output are computed; None if the code attends to none. knows_source: whether
+    the cache has them before the pass.
     """
 
     mask_hides = False  # a caller may give a mask with any numbers
+    source: SourceKeys | None = None
+    knows_source = False
 
     def __init__(self, dtype: torch.dtype, *, table_size: int | None = None, device: torch.device) -> None:
         self.dtype, self.table_size, self.device = dtype, table_size, device
@@ -43,6 +48,8 @@ class Record:
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque(MASK), (Opaque("cos"), Opaque("sin"))
         self.bias: Opaque = Opaque(BIAS)
+        self.source_mask = Opaque(SOURCE_MASK)
+        self.source_operations: list[Operation] = []  # on the rows of an encoder's output
         self.positions = {name: Opaque(name) for name in (POSITIONS, EMBEDDINGS)}
         self.layer_idx: int | None = None
 
@@ -66,9 +73,18 @@ class Record:
         self, kind: Kind, inputs: Sequence[StandIn], width: int, *, modules: tuple[nn.Module, ...] = (), **values: Any
     ) -> StandIn:
         """Record an operation with one result, and return that: a tensor of the form of the first input."""
+        if any(x.rows is SOURCE for x in inputs) and kind != "attend":
+            return self._put_source(Operation(kind, [x.span for x in inputs], [], modules, values), inputs, width)
         out = self.buffer(width)
         self.operations.append(Operation(kind, [x.span for x in inputs], [out], modules, values))
-        return replace(inputs[0], span=out, width=width, cached=False)
+        return replace(inputs[0], span=out, width=width, cached=False, apart=1)
+
+    def _put_source(self, operation: Operation, inputs: Sequence[StandIn], width: int) -> StandIn:
+        if operation.kind != "linear":
+            raise UntraceableError("it computes keys of an encoder's output in a way of its own")
+        out = as_source(inputs[0], width, len(self.source_operations))
+        self.source_operations.append(replace(operation, outputs=[out.span]))
+        return out
 
     # -- by modules ------------------------------------------------------------------------------------
 
@@ -77,13 +93,14 @@ class Record:
         names = ("in_features", "out_features") if isinstance(module, nn.Linear) else ("nx", "nf")
         inputs, outputs = (vars(module)[name] for name in names)
         if x.width != inputs:
-            raise UntraceableError("a linear layer takes another number of inputs")
+            raise WidthError("a linear layer takes another number of inputs")
         self.visit(module)
         return self.put("linear", [x], outputs, modules=(module,))
 
     def activate(self, name: str, x: Any) -> StandIn:
-        self._require(x, heads=False)
-        return self.put("activation", [x], x.width, activation=name)
+        heads = getattr(x, "apart", 1)
+        self._require(replace(x, apart=1) if heads > 1 else x, heads=False)
+        return self.put("activation", [x], x.width, activation=name, heads=heads)
 
     def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:
         self._require(x, heads=False)
@@ -97,7 +114,7 @@ class Record:
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
         self.note(module._parameters, "weight", weight)
-        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.span.head or weight is None:
+        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.apart > 1 or weight is None:
             raise UntraceableError("a norm takes something else than numbers of tokens")
         if x.shape[-1] != weight.shape[0]:
             raise UntraceableError("a norm takes another number of inputs")
@@ -130,6 +147,8 @@ class Record:
         """Return what a function of torch returns for stand-ins."""
         if function is F.dropout and args and not drops(*args[1:], **kwargs):
             return args[0]
+        if function is torch.chunk and isinstance(args[0], StandIn):
+            return args[0].chunk(*args[1:], **kwargs)
         if function is torch.matmul and len(args) == 2 and not kwargs:
             return args[0] @ args[1]
         if isinstance(args[0], StandIn) and len(args) == 1 and not kwargs.get("inplace"):
@@ -141,6 +160,8 @@ class Record:
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
     def add(self, x: Any, y: Any) -> StandIn:
+        if isinstance(y, Vector):
+            return self.shift(x, y)
         same = isinstance(x, StandIn) and isinstance(y, StandIn) and x.width == y.width
         if same and x.factor != 1:
             x, y = y, x
@@ -159,6 +180,17 @@ class Record:
             raise UntraceableError("it multiplies by a parameter of another size or dtype")
         return self.put("scale", [x], x.width, vector=other)
 
+    def shift(self, x: StandIn, bias: Vector) -> StandIn:
+        """Record vector * y + bias as one operation in place of the product x."""
+        scale = next((each for each in self.operations if each.kind == "scale" and each.outputs == [x.span]), None)
+        if scale is None or not replace(x, span=scale.inputs[0]).is_whole:
+            raise UntraceableError("it adds a parameter to something else than scaled columns")
+        if bias.parameter.shape != (x.width,) or bias.parameter.dtype is not self.dtype:
+            raise UntraceableError("it adds a parameter of another size or dtype")
+        self.operations.remove(scale)
+        before = replace(x, span=scale.inputs[0])
+        return self.put("affine", [before], x.width, **scale.values, bias=bias, dim=x.width)
+
     def gate(self, x: StandIn, y: StandIn) -> StandIn:
         """Record act(x) * y, in either order, as one operation in place of the activation."""
         place, other = next(
@@ -171,7 +203,8 @@ class Record:
             raise UntraceableError("it multiplies two tensors of which none is an activation")
         activation = self.operations.pop(place)
         before = replace(x, span=activation.inputs[0])
-        return self.put("gate", [before, other], x.width, **activation.values, dim=x.width)
+        dim = x.width // activation.values["heads"]
+        return self.put("gate", [before, other], x.width, **activation.values, dim=dim)
 
     def join(self, x: Any, y: Any) -> StandIn:
         """Record that the numbers of each head of y follow those of x."""
@@ -220,7 +253,15 @@ class Record:
         self.operations.append(Operation("write", [key.span, value.span], [], values=values))
         return replace(key, cached=True), replace(value, cached=True)
 
+    def write_source(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
+        if self.knows_source or self.source is not None:
+            raise UntraceableError("it computes keys of an encoder's output that the cache has")
+        self.source = SourceKeys.of(self.source_operations, key, value, layer_idx)
+        return self.source.kept(self)  # type: ignore[arg-type]
+
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        if any(isinstance(x, StandIn) and x.rows is SOURCE for x in qkv):
+            return self._attend_source(module, qkv, mask, options)
         given = {name: value for name, value in options.items() if name != BIAS}
         bias = options.get(BIAS)
         if isinstance(bias, Computed):
@@ -229,6 +270,26 @@ class Record:
             raise UntraceableError("it attends in a way of its own")
         values = {"options": given, "masked": mask is not None, "biased": bias is not None, "adds_mask": False}
         return self._attend(qkv, (module._module,), values)
+
+    def _attend_source(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        """Record attention to all keys that a cache keeps of an encoder's output; what a mask hides has no keys."""
+        query, key, value = qkv
+        factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
+        self._require(replace(query, factor=1.0) if factor != 1 else query, heads=True)
+        kept = isinstance(key, StandIn) and isinstance(value, StandIn)
+        kept = kept and (key.span.buffer, value.span.buffer) == (KEYS, VALUES) and key.transposed and value.transposed
+        known = isinstance(module, ModuleStandIn) and (mask is None or mask is self.source_mask)
+        if not kept or not known or query.rows is not TOKENS or query.cached or query.heads % key.heads:
+            raise UntraceableError("it attends to an encoder's output in a way of its own")
+        if query.shape[3] != key.shape[3]:
+            raise UntraceableError("it attends to an encoder's output in a way of its own")
+        values = {
+            "options": options, "heads": query.heads, "kv_heads": key.heads, "dim": key.shape[3],
+            "value_dim": value.shape[3], "factor": factor,
+        }  # fmt: skip
+        width = query.heads * value.shape[3]
+        attended = self.put("attend_source", [query], width, modules=(module._module,), **values)
+        return replace(attended, transposed=False, factor=1.0)
 
     def attend_by(self, scores: Scores, value: Any) -> StandIn:
         if self.layer_idx is not None:
@@ -298,7 +359,7 @@ class Record:
         """Check the form of x. heads: whether it must be [B, heads, T, dim], else [B, T, width]. flat: whether [B * T,
         width] will do as well.
         """
-        known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat)
+        known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat) and x.apart == 1
         if not known or x.transposed is not heads or (x.heads is not None) is not heads:
             raise UntraceableError("its tensors have another layout")
 

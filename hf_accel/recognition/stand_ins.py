@@ -6,7 +6,7 @@ A stand-in knows only what is written here. Whatever else the code asks of it ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -70,6 +70,7 @@ class Count:
 BATCH: Any = Count()
 TOKENS: Any = Count()
 ALL_TOKENS: Any = Count()  # of all rows of a pass
+SOURCE: Any = Count()  # of the output of an encoder
 
 
 class Opaque:
@@ -104,7 +105,8 @@ class StandIn:
     """A tensor [B, T, width], [B * T, width] if it is `flat`, [B, T, heads, dim], or [B, heads, T, dim] if it is
     `transposed`.
 
-    factor: the number by which it must still be multiplied. cached: whether it came from the cache.
+    factor: the number by which it must still be multiplied. cached: whether it came from the cache. rows: what stands
+    for T, TOKENS or SOURCE. apart: the heads that a tensor [B, T, width] is made of, if they do not stand end to end.
     """
 
     trace: Recorder
@@ -115,6 +117,8 @@ class StandIn:
     factor: float = 1.0
     cached: bool = False
     flat: bool = False
+    rows: Count = field(default_factory=lambda: TOKENS)
+    apart: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -124,9 +128,9 @@ class StandIn:
     @property
     def shape(self) -> tuple[Any, ...]:
         if self.heads is None:
-            return (ALL_TOKENS, self.width) if self.flat else (BATCH, TOKENS, self.width)
+            return (ALL_TOKENS, self.width) if self.flat else (BATCH, self.rows, self.width)
         dim = self.width // self.heads
-        return (BATCH, self.heads, TOKENS, dim) if self.transposed else (BATCH, TOKENS, self.heads, dim)
+        return (BATCH, self.heads, self.rows, dim) if self.transposed else (BATCH, self.rows, self.heads, dim)
 
     def size(self, index: int | None = None) -> Any:
         return self.shape if index is None else self.shape[index]
@@ -147,7 +151,18 @@ class StandIn:
         if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
-        plain = plain and (tokens is TOKENS or (tokens == -1 and -1 not in rest))
+        plain = plain and (tokens is self.rows or (tokens == -1 and -1 not in rest))
+        if (
+            self.span.head
+            and not self.transposed
+            and batch is BATCH
+            and tokens is self.rows
+            and self.heads is not None
+        ):
+            if rest == [-1]:
+                return replace(self, heads=None, apart=self.heads)
+            if rest in ([-1, self.shape[-1]], [*self.shape[2:]]):
+                return self
         if self.transposed or self.span.head or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
         known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
@@ -164,7 +179,8 @@ class StandIn:
         """Join the rows of a pass, or take them apart again."""
         if self.flat and len(sizes) == 3 and sizes[0] is BATCH and sizes[1] is TOKENS and sizes[2] == self.width:
             return replace(self, flat=False)
-        if self.flat or self.heads is not None or type(sizes[0]) is not int or sizes != (-1, self.width):
+        whole = not self.flat and self.heads is None and self.rows is TOKENS
+        if not whole or type(sizes[0]) is not int or sizes != (-1, self.width):
             raise UntraceableError("it reshapes in another way than into heads and back")
         return replace(self, flat=True)
 
@@ -219,7 +235,7 @@ class StandIn:
 
     def __getitem__(self, index: Any) -> StandIn:
         match index:
-            case (builtins_ellipsis, slice(step=None) as columns) if builtins_ellipsis is ... and not self.cached:
+            case (first, slice(step=None) as columns) if first is ... and not self.cached and self.apart == 1:
                 heads = self.heads or 1
                 size, head = self.width // heads, 0 if self.heads is None else self.span.head or self.width // heads
                 start, stop, _ = columns.indices(size)

@@ -19,12 +19,13 @@ from torch import nn
 
 from ..undo.journal import original_class
 from ..undo.state import FUSED
-from .call_form import BIAS, CACHES, MASK, TABLES, CallForm
+from .call_form import BIAS, CACHES, MASK, SOURCE_MASK, SOURCE_STATES, TABLES, CallForm
 from .code import ROTATION, with_functions
 from .operation import INPUT, OUTPUT, Span, UntraceableError
 from .position_attention import POSITION_ATTENTION, position_attention
 from .record import Record, folded
 from .scores import Scores
+from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import (
     BATCH,
     TOKENS,
@@ -49,10 +50,12 @@ class Trace(Record):
     attention: the name of the attention function that the model will have; None for its own. equals: names of
     attention functions that compute what another does. others: what the code returns in a tuple with its result, each
     None, BIAS or WEIGHTS; None if it returns a tensor alone. may_return_weights: whether it may return those of its
-    attention, which whoever computes the layer must be sure that nobody reads.
+    attention, which whoever computes the layer must be sure that nobody reads. cache_class: that of a cache which
+    keeps keys of an encoder's output too; None if the code is given none.
     """
 
     may_return_weights = False
+    cache_class: type | None = None
 
     def __init__(
         self, dtype: torch.dtype, attention: str | None = None, *, table_size: int | None = None,
@@ -78,10 +81,26 @@ class Trace(Record):
         if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
             raise UntraceableError("it reads an activation again that it multiplied")
         whole = isinstance(result, StandIn) and result.shape == (BATCH, TOKENS, width) and result.factor == 1
-        if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm"):
+        if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm", "affine"):
             raise UntraceableError("it returns something else than its last sum or norm")
         self.operations = folded(self.operations)
         self.operations[-1].outputs[0] = Span(OUTPUT, 0, width)
+
+    def decoder_layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
+        """Run `layer`; once more, with a cache that has the keys of an encoder's output, if it computes those.
+
+        Raises UntraceableError also if the layer then computes something else.
+        """
+        self.layer(layer, width, form)
+        if self.cache_class is None or self.source is None:
+            return
+        later = Trace(self.dtype, self.attention, table_size=self.table_size, device=self.device)
+        later.cache_class, later.source, later.knows_source = self.cache_class, self.source, True
+        later.layer(layer, width, form)
+        if later.operations != self.operations or later.source_operations or later.others != self.others:
+            raise UntraceableError("it computes something else where the cache has keys of an encoder's output")
+        self.reads += later.reads
+        self.hooks += later.hooks
 
     def _is_known(self, other: Any) -> bool:
         """Return whether a layer may return this with its result."""
@@ -93,7 +112,10 @@ class Trace(Record):
         self.widths[INPUT] = self.widths[OUTPUT] = width
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
         tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias} | self.positions
-        tensors |= dict.fromkeys(CACHES, CacheStandIn(self))
+        tensors |= dict.fromkeys(CACHES, CacheStandIn(self) if self.cache_class is None else PairStandIn(self))
+        tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self, width)}
+        if SOURCE_STATES in form.tensors and self.cache_class is None:
+            raise UntraceableError("it attends to an encoder's output without a cache")
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
         kwargs[form.states] = StandIn(self, Span(INPUT, 0, width), width)
         try:

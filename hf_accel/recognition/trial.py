@@ -113,7 +113,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 # Those of a product without a gate.
-PLAIN_ACTIVATIONS = ACTIVATIONS | {"gelu_quick": lambda x: x * torch.sigmoid(1.702 * x), "relu": F.relu}
+PLAIN_ACTIVATIONS = ACTIVATIONS | {
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+}
 # Attributes of these modules are settings, whose effect a trial shows. Other modules must have no attributes.
 PARTS_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # which are empty, or say nothing of what is computed
 KNOWN_MODULES = ("torch.nn.modules.activation", "transformers.activations")

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.cpu.gated_norm import GateForm
+from ..kernels.cpu.gated_norm import gated_norm as gated_rows
 from ..kernels.cpu.library import FLOATS
-from ..kernels.cpu.row_kernels import activate, rms_norm
 from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ..undo.journal import original_class
 
@@ -34,24 +35,13 @@ class GatedNorm:
     activation: str = "silu"
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor | None) -> Tensor:
-        """Compute rows [M, D] float32 by our kernels. They round each row as a single one, which torch's may not.
+        """Compute rows [M, D] by our kernel, which rounds each row as a single one, as torch's may not.
 
-        gate: [M, D] of a dtype of FLOATS. weight: [D]; None if there is no norm. Returns [M, D] float32.
+        x: float32 or of the gate's dtype. gate: [M, D] of a dtype of FLOATS. weight: [D]; None if there is no norm.
+        Returns [M, D] float32.
         """
-        gate = gate.float()
-        if weight is None or self.gate_first:
-            x = self._gated(x, gate)
-        if weight is None:
-            return x
-        if self.groups == 1:
-            x = rms_norm(x, weight.float(), self.eps)
-        else:
-            parts = x.view(-1, x.shape[1] // self.groups)
-            x = rms_norm(parts, weight.new_ones(parts.shape[1]).float(), self.eps).view(x.shape) * weight.float()
-        return x if self.gate_first else self._gated(x, gate)
-
-    def _gated(self, x: Tensor, gate: Tensor) -> Tensor:
-        return activate(gate, "silu", y=x) if self.activation == "silu" else x * gate.sigmoid()
+        form = GateForm(self.eps, max(1, self.groups), self.gate_first, self.activation)
+        return gated_rows(x, gate, weight, form)
 
 
 def gated_norm(norm: nn.Module) -> GatedNorm | None:

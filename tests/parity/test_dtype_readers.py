@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import T5ForConditionalGeneration
+from transformers import Mamba2Config, Mamba2ForCausalLM, T5ForConditionalGeneration
 
 import hf_accel
 from hf_accel.linear import QuantLinear
@@ -33,6 +34,21 @@ def t5(kind: str, dtype: torch.dtype = torch.float32, model_type: str = "T5") ->
         if name.endswith("wo"):
             module.float()  # as from_pretrained() keeps it
     return model
+
+
+@torch.no_grad()
+def test_mamba_makes_no_float_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model reads the dtype of the head; transformers still sees the signature of its code."""
+    torch.manual_seed(3)
+    sizes = {"num_heads": 4, "head_dim": 32, "state_size": 8, "n_groups": 1, "hidden_size": 64}
+    model = Mamba2ForCausalLM(Mamba2Config(vocab_size=VOCABULARY, num_hidden_layers=2, **sizes)).eval()
+    signature = inspect.signature(model.forward)
+    hf_accel.patch(model, weights="int8")
+    assert type(model.lm_head) is QuantLinear and inspect.signature(model.forward) == signature
+    own_code = Mamba2ForCausalLM.forward(model, IDS).logits
+    monkeypatch.setattr(Lent, "__init__", lambda *_: pytest.fail("the head was made in floating point"))
+    assert torch.equal(model(IDS).logits, own_code)
+    assert model.generate(IDS, max_new_tokens=2, min_new_tokens=2, do_sample=False).shape == (3, 12)
 
 
 @torch.no_grad()

@@ -9,12 +9,21 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.bart.modeling_bart import BartDecoderLayer
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 import hf_accel
 from hf_accel import CacheConfig, Draft, Engine, SpeculativeConfig, UnsupportedError
+from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.attention.hf.bias import STEP
+from hf_accel.cache.hf import RaggedEncoderDecoderCache
 from hf_accel.errors import OutOfBlocksError
+from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
+from hf_accel.patching.decoder_survey import decoder_refusal
+from hf_accel.recognition.call_form import usual_pass
+from hf_accel.recognition.operation import UntraceableError
+from hf_accel.recognition.trace import Trace
+from hf_accel.undo.state import FUSED
 
 from .families import VOCABULARY
 from .snapshot import snapshot
@@ -33,7 +42,13 @@ SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}
 GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
          "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8,
          "sliding_window": 6}  # fmt: skip
-TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma")
+TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma", "PegasusX", "Bert",
+        "GPT2")  # fmt: skip
+PAIRED = {
+    "Bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
+}  # the decoders of an EncoderDecoderModel, behind BERT's encoder
+IN_ONE_CALL = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "Whisper")
 HEADS = {"Marian": "MarianMTModel"}
 LENGTHS = (9, 4, 17, 1, 12)
 
@@ -44,14 +59,29 @@ def model_of(kind: str, **other: Any) -> Any:
     if kind == "T5Gemma":
         sizes = {name: sizes[name] for name in sizes if name.endswith("_token_id") or name == "vocab_size"} | other
         sizes |= {"encoder": GEMMA, "decoder": GEMMA, "tie_word_embeddings": False}
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
-    model.generation_config.encoder_no_repeat_ngram_size = 0  # Blenderbot's 3 needs the whole batch
+    if kind in PAIRED:
+        model = paired(kind)
+    else:
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
+    model.generation_config.encoder_no_repeat_ngram_size = 0  # Blenderbot's 3 needs the ids that an Engine has not
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed_positions" not in name:
                 parameter.normal_(0, 0.3)
     return model
+
+
+def paired(kind: str) -> Any:
+    parts = [
+        getattr(transformers, f"{name}Config")(**PAIRED[name], vocab_size=VOCABULARY, add_cross_attention=name == kind)
+        for name in ("Bert", kind)
+    ]
+    if kind == "Bert":
+        parts = [transformers.BertConfig(**PAIRED["Bert"], vocab_size=VOCABULARY) for _ in "ed"]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 0, 2
+    return transformers.EncoderDecoderModel(config=config).eval()
 
 
 def prompts() -> list[list[int]]:
@@ -112,6 +142,132 @@ def test_other_calls_give_stocks_tokens(kind: str, settings: dict[str, Any]) -> 
     expected = tokens()
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(tokens(), expected)
+
+
+def test_experts_that_leave_out_tokens_stay_stock() -> None:
+    """There each token of a pass takes the place of another one, which may be of another request."""
+    sizes = T5 | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "d_model": 32}
+    config = transformers.SwitchTransformersConfig(vocab_size=VOCABULARY, decoder_start_token_id=2, **sizes)
+    model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
+    assert "leave out tokens where a pass has many" in (decoder_refusal(model) or "")
+
+
+@pytest.mark.parametrize("kind", ["Bart", "Whisper"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_dict_holds_what_stocks_does_but_the_cache(kind: str, beams: int) -> None:
+    model = model_of(kind, max_length=20)
+    given = {"input_features": torch.randn(5, 8, 40)} if kind == "Whisper" else padded(prompts())
+    scores = {"output_scores": True, "output_logits": True} if beams > 1 and kind == "Bart" else {}
+    settings = {"max_new_tokens": NEW_TOKENS, "num_beams": beams, "return_dict_in_generate": True, "do_sample": False}
+    expected = model.generate(**given, **settings, **scores)
+    hf_accel.patch(model, weights=None)
+    actual = model.generate(**given, **settings, **scores)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    assert type(actual) is type(expected)
+    if kind == "Bart":  # Whisper's own generate() takes the cache apart
+        assert {*actual} == {*expected} - {"past_key_values"}
+    for name in {*actual} - {"past_key_values"}:
+        torch.testing.assert_close(actual[name], expected[name], atol=2e-4, rtol=1e-4)
+
+
+def test_rows_are_processed_by_their_own_prompts() -> None:
+    """Blenderbot's config forbids the triples of the prompt."""
+    numbers = random.Random(6)
+    rows = [[numbers.randrange(3, VOCABULARY) for _ in range(length)] for length in (80, 150, 110)]
+    for settings in ({"encoder_no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 0.2}):
+        model, batch = model_of("Bart"), padded(rows)
+        settings |= {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        expected = model.generate(**batch, **settings)
+        assert not torch.equal(expected, model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False))
+        hf_accel.patch(model, weights=None)
+        torch.testing.assert_close(model.generate(**batch, **settings), expected)
+        assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+# -- layers in one call ----------------------------------------------------------------------------------------------
+
+
+def calls_of(model: Any) -> list[LayerCalls[Any]]:
+    return [vars(module)[FUSED] for module in model.modules() if isinstance(module, TracedForward)]
+
+
+@pytest.mark.parametrize("kind", IN_ONE_CALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_decoder_layer_is_one_call(kind: str, dtype: torch.dtype) -> None:
+    """Also in the pass that computes keys of the encoder's output."""
+    model, apart = (model_of(kind, max_length=20).to(dtype) for _ in range(2))
+    given = {"input_features": torch.randn(5, 8, 40, dtype=dtype)} if kind == "Whisper" else padded(prompts())
+    hf_accel.patch(model, weights=None)
+    hf_accel.patch(apart, weights=None, fuse=False)
+    assert len(calls_of(model)) == 3 and not calls_of(apart)
+    for beams in (1, 3):
+        settings = {"max_new_tokens": NEW_TOKENS, "num_beams": beams, "do_sample": False}
+        actual, expected = model.generate(**given, **settings), apart.generate(**given, **settings)
+        if dtype is torch.float32:
+            torch.testing.assert_close(actual, expected)
+        assert hf_accel.stats(model)["loop"] == "ragged"
+    assert all(calls.programme is not None and calls.programme.source is not None for calls in calls_of(model))
+
+
+def test_a_layer_that_a_hook_sees_finds_the_keys_that_a_call_has_written() -> None:
+    model, batch = model_of("Marian"), padded(prompts())
+    expected = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_accel.patch(model, weights=None)
+    layer, seen = model.model.decoder.layers[1], []
+
+    def watch(*args: Any) -> None:
+        seen.append(1)
+
+    def begin(*args: Any) -> None:  # from the second pass on
+        if len(seen) == 0:
+            seen.append(0)
+        elif len(layer.fc1._forward_hooks) == 0:
+            layer.fc1.register_forward_hook(watch)
+
+    model.model.decoder.register_forward_pre_hook(begin)
+    torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
+    assert sum(seen) > 3
+
+
+class OddLayer(BartDecoderLayer):
+    """It computes something else after the first pass."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, attention_mask: Any = None, encoder_hidden_states: Any = None,
+        past_key_values: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if past_key_values is not None and past_key_values.is_updated.get(self.self_attn.layer_idx):
+            hidden_states = hidden_states + hidden_states
+        given = {"past_key_values": past_key_values, **kwargs}
+        return BartDecoderLayer.forward(self, hidden_states, attention_mask, encoder_hidden_states, **given)
+
+
+def test_the_trace_of_a_layer_is_that_of_later_passes_too() -> None:
+    layer = model_of("Bart").model.decoder.layers[1]
+
+    def trace() -> Trace:
+        trace = Trace(torch.float32, ATTENTION_NAME)
+        trace.cache_class = RaggedEncoderDecoderCache
+        trace.decoder_layer(layer, 32, usual_pass(BartDecoderLayer, has_encoder=True))
+        return trace
+
+    assert [operation.kind for operation in trace().operations].count("attend_source") == 1
+    layer.__class__ = OddLayer
+    with pytest.raises(UntraceableError, match="something else where the cache has keys"):
+        trace()
+
+
+def test_changes_of_a_cross_attention_are_noticed() -> None:
+    model, other = model_of("Bart"), model_of("Bart")
+    hf_accel.patch(model, weights=None)
+    batch = padded(prompts())
+    model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    for own, others in zip(model.model.decoder.layers, other.model.decoder.layers, strict=True):
+        torch.nn.init.normal_(others.encoder_attn.k_proj.weight)
+        own.encoder_attn.k_proj.weight = others.encoder_attn.k_proj.weight
+        own.encoder_attn.scaling = others.encoder_attn.scaling = 0.7
+    expected = other.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
 
 
 def test_whisper_runs_ragged_with_its_own_processors() -> None:

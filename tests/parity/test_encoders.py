@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": {"hidden_act": "gelu_new"}, "Roberta": {}, "XLMRoberta": {"hidden_act": "quick_gelu"},
     "DistilBert": DISTILBERT, "Electra": {"embedding_size": 20, "hidden_act": "relu"}, "RobertaPreLayerNorm": {},
     "Data2VecText": {}, "Camembert": {}, "XLMRobertaXL": {}, "Ernie": {},
+    "MobileBert": {"embedding_size": 20, "intra_bottleneck_size": 40, "classifier_activation": False},
 }  # fmt: skip
 LENGTHS = {"right": [11, 3, 7, 1], "none": [9, 9], "alone": [13], "one token": [1]}
 
@@ -227,7 +228,7 @@ def test_long_batches_are_cut_between_sequences(most: int, monkeypatch: pytest.M
     assert torch.equal(ours(**given).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("family", ["Bert", "RobertaPreLayerNorm"])
+@pytest.mark.parametrize("family", ["Bert", "RobertaPreLayerNorm", "MobileBert"])
 @torch.no_grad()
 def test_many_rows_of_float_weights_are_torchs_products(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = build(family), hf_accel.patch(build(family), weights=None)
@@ -681,6 +682,20 @@ def scale_other_columns(layer: Any) -> None:
 
 def replace_scale(layer: Any) -> None:
     layer.layer_scale1.lambda1 = nn.Parameter(torch.linspace(-1, 2, 64))
+
+
+@torch.no_grad()
+def test_parameters_of_columns_that_are_replaced() -> None:
+    """MobileBERT's layers multiply columns by a parameter and add another one, in place of a norm."""
+    stock, given = build("MobileBert"), batch([7, 5])
+    ours: Any = hf_accel.patch(copy.deepcopy(stock), weights=None)
+    before = ours(**given).last_hidden_state
+    for model in (stock, ours):
+        model.encoder.layer[0].bottleneck.input.LayerNorm.bias = nn.Parameter(torch.linspace(-1, 2, 40))
+    with counted() as calls:
+        found = ours(**given)
+    assert calls == NATIVE and not torch.equal(found.last_hidden_state, before)
+    same(found, stock(**given), given["attention_mask"])
 
 
 @pytest.mark.parametrize("change", [scale_other_columns, replace_scale])

@@ -18,7 +18,7 @@ from hf_accel.cache.kinds.states import MOST_STATES
 from hf_accel.fused.hf.part_activations import PartActivation
 from hf_accel.kernels.cpu import refusal
 from hf_accel.recognition.trial import Tolerance, agree
-from hf_accel.recurrent.hf import delta_rules, headed_scans, lightning, selective_scans, state_spaces
+from hf_accel.recurrent.hf import delta_rules, headed_scans, lightning, selective_scans, state_pass, state_spaces
 from hf_accel.recurrent.hf.lightning import PagedLightning
 from hf_accel.recurrent.hf.recurrences import known_recurrence
 from hf_accel.recurrent.hf.state_pass import PagedRecurrence
@@ -303,6 +303,62 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype
     with Engine(model, token_budget=9) as engine:
         jobs = [engine.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
         assert [job.result(WAIT).tokens for job in jobs] == expected
+
+
+ONE_CALL = ("3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba2")
+
+
+@pytest.mark.parametrize("kind", ONE_CALL)
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+)
+@torch.no_grad()
+def test_one_call_has_the_bits_of_its_steps(
+    kind: str, dtype: torch.dtype, weights: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hf_accel.patch(model_of(kind).to(dtype), weights=weights)
+    counts = {True: 0, False: 0}
+    whole = state_pass.Recurrence.in_one_call
+
+    def counted(*given: Any) -> Tensor | None:
+        found = whole(*given)
+        counts[found is not None] += 1
+        return found
+
+    monkeypatch.setattr(state_pass.Recurrence, "in_one_call", counted)
+    settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    ids = torch.tensor([prompt[:7] for prompt in PROMPTS if len(prompt) >= 7])
+    once = model.generate(ids, **settings)
+    assert counts[True] and not counts[False]
+    monkeypatch.setattr(state_pass.Recurrence, "in_one_call", lambda *given: None)
+    by_steps = model.generate(ids, **settings)
+    assert torch.equal(once.sequences, by_steps.sequences)
+    assert torch.equal(torch.stack(once.logits), torch.stack(by_steps.logits))
+
+
+@torch.no_grad()
+def test_one_call_sees_what_changes() -> None:
+    """A weight that is replaced or changed, and a hook on a linear layer, which then runs."""
+    model = hf_accel.patch(model_of("mamba2"), weights=None)
+
+    def logits() -> Tensor:
+        found: Tensor = model(torch.tensor([[3, 4, 5, 6]]), past_key_values=PagedCache(model.config)).logits
+        return found
+
+    before = logits()
+    mixer: Any = mixers(model)[0]
+    seen: list[Any] = []
+    handle = mixer.in_proj.register_forward_hook(lambda *given: seen.append(given))
+    assert torch.equal(logits(), before)
+    assert seen
+    handle.remove()
+    for name in ("A_log", "D"):
+        setattr(mixer, name, nn.Parameter(getattr(mixer, name) + 1))
+        after = logits()
+        assert not torch.equal(after, before)
+        before = after
+    mixer.conv1d.weight.mul_(2)
+    assert not torch.equal(logits(), before)
 
 
 @pytest.mark.parametrize("kind", ["next", "mamba2", "falcon_h1", "mamba", "zamba", "minimax"])

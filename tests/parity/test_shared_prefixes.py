@@ -17,7 +17,7 @@ from hf_accel.kernels.cpu import refusal
 from hf_accel.models import cache_name
 
 from .families import DECODER, VOCABULARY, WINDOW, build
-from .recurrent_models import LAYERS, state_space_of
+from .recurrent_models import LAYERS, gated_unit_of, state_space_of
 from .speculating import OracleDrafter
 from .together import WAIT, alone
 
@@ -54,7 +54,8 @@ def hybrid(kind: str) -> PreTrainedModel:
     return model
 
 
-STATES = ("states", "mamba2", "falcon_h1")
+STATES = ("states", "mamba2", "falcon_h1", "zamba", "lightning", "gated units")
+STAYS_WITH_ROW = ("lightning", "gated units")
 MODELS = {
     "windows alone": lambda: build("mistral"),
     "windows and full": lambda: build("gemma2"),
@@ -62,6 +63,9 @@ MODELS = {
     "states": recurrent,
     "mamba2": lambda: hybrid("mamba2"),
     "falcon_h1": lambda: hybrid("falcon_h1"),
+    "zamba": lambda: hybrid("zamba"),
+    "lightning": lambda: hybrid("minimax"),
+    "gated units": lambda: gated_unit_of(("recurrent", "attention"), tokens=4, window=200),
 }
 KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in MODELS]
 
@@ -136,6 +140,8 @@ def test_states_alone(make: Callable[[], PreTrainedModel]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_that_is_given_again(kind: str, beams: int) -> None:
     """reset() keeps what prompts begin with, for the ragged loop and for stock's."""
+    if beams > 1 and kind in STAYS_WITH_ROW:
+        pytest.skip("transformers leaves the states behind when beams change places, and pages do not")
     model = MODELS[kind]()
     prompts = [torch.tensor([prompt]) for prompt in chats(2)]
     settings: dict[str, Any] = {"max_new_tokens": 9, "num_beams": beams, "do_sample": False}

@@ -124,6 +124,7 @@ def attention_forward(
         plain = ours is not None or chunk is not None or (attention_mask is None and causal)
         seen = (options.window, None) if chunk is None else (chunk, chunk)
         if plain and paged.contiguous and (paged.window, paged.chunk) == seen and not dropout:
+            options = options._replace(causal=True)
             return _paged(module, query, KV(key, value), options, paged=paged).to(wanted).contiguous(), None
         if ours is not None or chunk is not None:
             paged.check_window(options.window or chunk)
@@ -229,11 +230,11 @@ def _compressed(module: Any, query: Tensor, options: AttentionOptions, *, paged:
 def _follows_the_step(module: nn.Module, paged: PagedKV | None) -> bool:
     """Return whether a module that is not causal was so when it was planned, and a pass says what its tokens see.
 
-    In such a pass the plan has read what they see from stock's masks.
+    The plan has read from stock's masks what they see, or has tried it, which is before there is a plan.
     """
     planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
     says = paged is not None and paged.layer.says_what_is_seen
-    return says and planned is not None and not planned.is_causal
+    return says and (planned is None or not planned.is_causal)
 
 
 def _selected(
@@ -255,7 +256,7 @@ def _over_source(backend: AttentionBackend, query: Tensor, options: AttentionOpt
     """
     step = paged.step
     out = backend.paged(
-        step.tokens(query), paged.storage.pages, paged.group_step.ragged, options._replace(causal=True)
+        step.tokens(query), paged.storage.pages, paged.group_step.ragged, options._replace(causal=False)
     )
     return step.columns(out, query.shape[0]).contiguous()
 

@@ -19,6 +19,7 @@ from ...models import is_within, layers_config
 from ...recognition.asked import answer_once
 from ...recognition.cache_code import POSITION_BIAS
 from ...recognition.code import AttentionCode, attention_code, code_of
+from ...recognition.source import source_of
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import original_class
 from ...undo.state import STOCK_ATTRIBUTE
@@ -203,18 +204,33 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
     """Return the parts that keep their own attention, by name, each with the reason, as one clause.
 
     Such a part has a config of its own, in which transformers looks up the attention and the masks of that part
-    alone. It cannot be one that the decoder is in.
+    alone; or it is an encoder that looks nothing up. It cannot be one that the decoder is in.
     """
     return answer_once(_stock_parts, model)
 
 
 def _stock_parts(model: PreTrainedModel) -> dict[str, str]:
-    decoder = {id(model.config), id(layers_config(model.config))}
     parts: dict[str, str] = {}
     for part, name, refusal in attention_refusals(model):
-        if not any(id(getattr(module, "config", None)) in decoder for module in part.modules()):
+        if not any(_has_decoders_config(model, module) for module in part.modules()) or _looks_nothing_up(model, part):
             parts.setdefault(name, refusal)
     return parts
+
+
+def _has_decoders_config(model: PreTrainedModel, module: nn.Module) -> bool:
+    return id(getattr(module, "config", None)) in (id(model.config), id(layers_config(model.config)))
+
+
+LOOKED_UP = ("_attn_implementation", "_mask(")  # what the code of a model calls for its attention and its masks
+
+
+def _looks_nothing_up(model: PreTrainedModel, part: PreTrainedModel) -> bool:
+    """Return whether a part is an encoder that makes its own masks and computes all its attention by itself."""
+    if not model.config.is_encoder_decoder or part is not model.get_encoder():
+        return False
+    sources = [source_of(original_class(each)) for each in part.modules() if isinstance(each, PreTrainedModel)]
+    known = not any(source is None or name in source for source in sources for name in LOOKED_UP)
+    return known and not any(attention_code(original_class(each)).attends for each in part.modules())
 
 
 def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -245,7 +261,8 @@ def settable_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 def set_our_attention(model: PreTrainedModel, set_implementation: Callable[[str], None]) -> None:
     """Set our attention through transformers' own method, except in the parts that keep theirs."""
     inside = [module for name in stock_parts(model) for module in model.get_submodule(name).modules()]
-    kept = [(m.config, stock_implementation(model, m)) for m in inside if isinstance(m, PreTrainedModel)]
+    apart = [m for m in inside if isinstance(m, PreTrainedModel) and not _has_decoders_config(model, m)]
+    kept = [(m.config, stock_implementation(model, m)) for m in apart]
     for part in settable_parts(model):
         if part is model:
             set_implementation(ATTENTION_NAME)

@@ -34,8 +34,12 @@ class SourceLayer(LayerOverPages):
         """Store K and V [1, H, M, D] of the sequences that begin, and return them; K carries a PagedKV."""
         self.cache.check_read()
         keys, values = as_attended(key_states, value_states)
+        return self.keep(keys, values).attach(keys), values
+
+    def keep(self, keys: Tensor, values: Tensor) -> PagedKV:
+        """Store K and V as `update` does, for attention that reads the pages by itself."""
         self._few = keys[:, :, :1].clone(), values[:, :, :1].clone()
-        return self.store(self.cache.step, keys, values).attach(keys), values
+        return self.store(self.cache.step, keys, values)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]

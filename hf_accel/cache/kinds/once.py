@@ -17,7 +17,7 @@ from ...kernels.layouts import Ragged
 from ...tensors import integers
 from ..group import PageGroup
 from ..pool import BlockPool, BlockTable, Copy, copy_nothing
-from ..step import GroupStep, TokenRange
+from ..step import GroupStep, TokenRange, offsets
 
 
 class OnceTable(BlockTable):
@@ -115,23 +115,29 @@ class OnceGroup(PageGroup):
     ) -> GroupStep:  # fmt: skip
         """Make the part of a Step for these layers.
 
-        To attention each token is a sequence of its own, whose single query sees all keys.
+        Attention is not causal here: each query sees all keys. Neighbours that see the same ones, as beams of one
+        prompt do, are one sequence to attention, which then reads these keys once.
         """
         slots: list[int] = []
         sources: list[Tensor] = []
         rows: list[list[int]] = []
         lengths: list[int] = []
+        counts: list[int] = []
         for each, table in zip(ranges, tables, strict=True):
             assert isinstance(table, OnceTable)
             if each.start == 0 and table.source is not None:
                 slots += table.slots(0, table.length)
                 sources.append(table.source)
-            rows += [table.blocks] * each.count
-            lengths += [table.length] * each.count
+            if rows and rows[-1] == table.blocks and lengths[-1] == table.length:
+                counts[-1] += each.count
+                continue
+            rows.append(table.blocks)
+            lengths.append(table.length)
+            counts.append(each.count)
         ragged = Ragged(
-            integers(range(len(rows) + 1), dtype=torch.int32),
+            offsets(counts, torch.device("cpu")),
             kv_len=integers(lengths, dtype=torch.int32),
-            max_q=1,
+            max_q=max(counts, default=0),
             max_kv=max(lengths, default=0),
             block_table=self.table_tensor(rows, torch.device("cpu")),
         )

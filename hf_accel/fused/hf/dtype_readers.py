@@ -1,4 +1,5 @@
-"""Modules whose code asks for the dtype of a weight that is quantized: T5 converts the input of `wo` to it.
+"""Modules whose code asks for the dtype of a weight that is quantized: T5 converts the input of `wo` to it, and Mamba
+that of its head.
 
 A quantized layer makes its weight in floating point when it is asked for it, which takes longer than the product. Here
 the module's own code runs with a stand-in for the layer, whose weight has a dtype and no numbers.
@@ -6,7 +7,8 @@ the module's own code runs with a stand-in for the layer, whose weight has a dty
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -36,6 +38,22 @@ class ReadsDtypes(Mixin):
         return own.__func__(_Shown(self, self.__dict__[FUSED]), *args, **kwargs)
 
 
+class ModelReadsDtypes(ReadsDtypes):
+    """The mixin for a whole model, of whose forward transformers asks the signature."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        own = super(ReadsDtypes, self).forward
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return own(*args, **kwargs)
+            return own.__func__(_Shown(self, self.__dict__[FUSED]), *args, **kwargs)
+
+        return forward
+
+
 class _Shown:
     """Stands for a module, with stand-ins for layers of these names."""
 
@@ -63,14 +81,15 @@ class _WithoutNumbers:
 
 
 def dtype_readers(model: nn.Module, quantized: Container[nn.Module]) -> Iterator[FusedSite]:
-    """Find the modules that read the dtype of the weight of a layer that is quantized, except for models: what
-    transformers has put around their code asks more of them than a stand-in has.
+    """Find the modules that read the dtype of the weight of a layer that is quantized, except for models around whose
+    code transformers has put some of its own: that asks more of them than a stand-in has.
     """
     for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel):
-            continue
         forward = original_class(module).forward
+        is_model = isinstance(module, PreTrainedModel)
+        if is_model and hasattr(forward, "__wrapped__"):
+            continue
         layers = {key: child for key, child in module.named_children() if child in quantized}
         names = tuple(key for key in layers if reads_dtype_of(forward, key))
         if names:
-            yield FusedSite(name, module, DTYPE_READER, ReadsDtypes, names)
+            yield FusedSite(name, module, DTYPE_READER, ModelReadsDtypes if is_model else ReadsDtypes, names)

@@ -14,15 +14,16 @@ from transformers import PreTrainedModel
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import SDPA, stock_implementation
 from ...models import is_within
-from ...recognition.call_form import MASK, usual_form
+from ...recognition.call_form import MASK, CallForm, usual_form
 from ...recognition.code import code_of
 from ...recognition.mask_code import adds_to_masks
-from ...recognition.operation import UntraceableError
+from ...recognition.operation import UntraceableError, WidthError
 from ...recognition.source import source_of
 from ...recognition.stack_trace import StackTrace
 from ...recognition.trace import WEIGHTS, Trace
 from ...recognition.unchanged import has_own_forward
-from ..operations import Planned, refuse_over_rows, refuse_without_kernel
+from ..native_operation import Planned
+from ..operations import refuse_over_rows, refuse_without_kernel
 from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import has_no_head
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls
@@ -183,9 +184,7 @@ def _refusal(
         form = usual_form(type(layer), dtype)
         if place.masks is Masks.CAUSAL_WITH_FLAG:
             form = replace(form, plain=(("is_causal", bool, True),))
-        trace = Trace(dtype, attention=ATTENTION_NAME)
-        trace.may_return_weights = True
-        trace.layer(layer, width_of(attention), form)
+        trace = _trace(layer, attention, form, dtype)
         causal = attend_of(trace)[2]
         if place.masks is Masks.CAUSAL and not causal:
             raise UntraceableError("its tokens see those before them alone")
@@ -197,6 +196,22 @@ def _refusal(
     except UntraceableError as error:
         return str(error), False
     return None, WEIGHTS in (trace.others or ())
+
+
+def _trace(layer: nn.Module, attention: nn.Module, form: CallForm, dtype: torch.dtype) -> Trace:
+    """Return the trace of a layer. Its states are as wide as the inputs of its attention; in MobileBERT, as those of
+    another of its linear layers.
+    """
+    inputs = {module.in_features: None for module in layer.modules() if isinstance(module, nn.Linear)}
+    for width in {width_of(attention): None} | inputs:
+        trace = Trace(dtype, attention=ATTENTION_NAME)
+        trace.may_return_weights = True
+        try:
+            trace.layer(layer, width, form)
+        except WidthError:
+            continue
+        return trace
+    raise UntraceableError("a linear layer takes another number of inputs")
 
 
 def width_of(given: nn.Module) -> int:

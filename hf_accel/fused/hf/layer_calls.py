@@ -22,16 +22,17 @@ from ...attention.cpu import CpuBackend
 from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
 from ...attention.hf.mask import window_of
 from ...cache.group import PageGroup
+from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, SourceLayer
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...cache.step import GroupStep, Step
 from ...kernels.cpu.library import native
-from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
+from ...recognition.call_form import CACHES, SOURCE_STATES, TENSORS, bound, parameter_names
 from ...recognition.operation import Operation, UntraceableError
 from ...recognition.trace import Trace
 from ...recognition.unchanged import PLAIN_TYPES, Read, Surroundings
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..layer_programme import CallFields, LayerProgramme
+from ..layer_programme import CallFields, LayerProgramme, SourceFields
 from ..traced_layer import Attention, TracedLayer
 
 
@@ -53,7 +54,8 @@ class LayerPlace:
     """The place where a pass writes K and V of the layers of one group, and what it gives to each of them.
 
     kwargs: the arguments of a layer's call, by name. kind: the `kind` of that layer. step: the Step of all groups.
-    fields: the part of a native call that all layers of the group share; it is made with the first call.
+    fields: the part of a native call that all layers of the group share; it is made with the first call. whole: the
+    cache that also keeps keys of an encoder's output; None for one without. source_fields: as fields, of its pages.
     """
 
     kwargs: dict[str, Any]
@@ -61,7 +63,9 @@ class LayerPlace:
     group: PageGroup
     step: Step
     group_step: GroupStep
+    whole: RaggedEncoderDecoderCache | None = None
     fields: CallFields | None = None
+    source_fields: SourceFields | None = None
 
     @property
     def tables(self) -> tuple[Tensor, Tensor] | None:
@@ -181,7 +185,7 @@ class LayerCalls(ABC, Generic[Layer]):
             if len(args) - 1 > len(names) or not given.keys().isdisjoint(kwargs):
                 return None
             args, kwargs = args[:1], given | kwargs
-        cache = _cache_of(kwargs)
+        cache = _tokens_part(_cache_of(kwargs))
         if not isinstance(cache, CacheOverPages):
             return self.run_without_pages(layer, args, kwargs)
         if len(args) != 1 or not self.computes(args[0]):
@@ -222,7 +226,8 @@ class LayerCalls(ABC, Generic[Layer]):
         if not programme.is_unobserved():
             return "a hook wants to see a module"
         known, window = window_of(kwargs.get("attention_mask"))
-        pages = _cache_of(kwargs).layers[programme.layer_idx]
+        whole_cache = _cache_of(kwargs)
+        pages = _tokens_part(whole_cache).layers[programme.layer_idx]
         if not known or not isinstance(pages, LayerOverPages):
             return "its mask or its cache is not ours"
         group = pages.group
@@ -237,13 +242,16 @@ class LayerCalls(ABC, Generic[Layer]):
         # With padding, there are fewer tokens than columns.
         if step.written is not None or not programme.takes(x, tables, tokens=len(step.slots)):
             return "its pass has padding, or tensors of another shape or place"
-        return LayerPlace(kwargs, self.kind, group, whole, step)
+        has_source = isinstance(whole_cache, RaggedEncoderDecoderCache)
+        if has_source is not (programme.source is not None):
+            return "it attends to an encoder's output in another way than its cache"
+        return LayerPlace(kwargs, self.kind, group, whole, step, whole_cache if has_source else None)
 
     def _ready(
         self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor] | None, kwargs: dict[str, Any]
     ) -> Layer | None:
         table = None if tables is None else (tables[0].dtype, tables[0].shape[-1])
-        kinds, programme = (x.dtype, table, x.device), self.programme
+        kinds, programme = (x.dtype, table, x.device, type(_cache_of(kwargs))), self.programme
         tensors = frozenset(name for name in TENSORS if kwargs.get(name) is not None)
         same = kinds == self.kinds and kwargs.keys() == self.names and tensors == self.tensors
         if same and all(_is_same(kwargs[name], value) for name, value in self.plain.items()):
@@ -264,11 +272,13 @@ class LayerCalls(ABC, Generic[Layer]):
     ) -> Layer | None:
         table_dtype, table_size = table or (None, None)
         trace = Trace(x.dtype, table_size=table_size, device=x.device)
+        if isinstance(_cache_of(kwargs), RaggedEncoderDecoderCache):
+            trace.cache_class = RaggedEncoderDecoderCache
         try:
             given = bound(original_class(layer), (x,), kwargs)
             if given is None or not given[2].tensors <= {*TENSORS}:
                 raise UntraceableError("it is given more than plain values")
-            trace.layer(layer, x.shape[-1], given[2])
+            trace.decoder_layer(layer, x.shape[-1], given[2])
             module = next((each for o in trace.operations if o.kind == "attend" for each in o.modules), layer)
             planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
             trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
@@ -294,7 +304,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         spec = replace(planned.spec, dtype=x.dtype)
         if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(spec) is not None:
             raise UntraceableError("its attention has another backend")
-        return LayerProgramme(trace, table_dtype, attention_of(trace, spec))
+        return LayerProgramme(trace, table_dtype, attention_of(trace, spec), source_attention(trace, _planned_source))
 
     def compute(self, programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
         storage = pages.group.storage(programme.layer_idx, *programme.written)
@@ -302,7 +312,64 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             return None
         if place.fields is None:
             place.fields = CallFields.of(x, place.tables, place.group_step, storage.block_size)
-        return programme(x, place.fields, storage.pages)
+        if place.whole is None:
+            return programme(x, place.fields, storage.pages)
+        source = _source_layer(programme, place)
+        held = None if source is None else source.group.storages.get(source.layer_idx)
+        if source is None or held is None or not programme.fits_source(storage, held):
+            return None
+        if place.source_fields is None:
+            step = place.step.groups[source.group_index]
+            place.source_fields = SourceFields.of(step, held.block_size)
+        return programme(x, place.fields, storage.pages, (held.pages, place.source_fields))
+
+
+def _source_layer(programme: LayerProgramme, place: LayerPlace) -> SourceLayer | None:
+    """Return the layer of the cache that has keys of the encoder's output, after it got those that this pass adds."""
+    whole, source, states = place.whole, programme.source, place.kwargs.get(SOURCE_STATES)
+    assert whole is not None and source is not None
+    layer: SourceLayer = whole.cross_attention_cache.layers[source.layer_idx]
+    if not whole.is_updated[source.layer_idx]:
+        if type(states) is not Tensor or states.ndim != 3 or states.dtype is not programme.dtype:
+            return None
+        keys, values = (
+            linear(states).view(1, -1, source.heads, dim).transpose(1, 2)
+            for linear, dim in ((source.key, source.dim), (source.value, source.value_dim))
+        )
+        layer.keep(keys, values)
+        whole.is_updated[source.layer_idx] = True
+    return layer
+
+
+def _planned_source(module: nn.Module) -> AttentionSpec | None:
+    """Return the spec of the attention to an encoder's output; None if no kernel of ours computes it."""
+    planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
+    return planned.spec if planned is not None and isinstance(planned.backend, CpuBackend) else None
+
+
+def source_attention(trace: Trace, spec_of: Callable[[nn.Module], AttentionSpec | None]) -> Attention | None:
+    """Return the attention of a trace to an encoder's output, which must be the planned one; None if it has none.
+
+    spec_of: gives what was planned for an attention module.
+    """
+    found = [operation for operation in trace.operations if operation.kind == "attend_source"]
+    if not found and trace.source is None:
+        return None
+    if len(found) != 1 or trace.source is None:
+        raise UntraceableError("it does not attend once to an encoder's output")
+    (operation,) = found
+    (module,) = operation.modules
+    trace.note(vars(module), BACKEND_ATTRIBUTE, vars(module).get(BACKEND_ATTRIBUTE))
+    values, spec = operation.values, spec_of(module)
+    softcap = values["options"].get("softcap")
+    heads = (values["heads"], values["kv_heads"], values["dim"], values["value_dim"], softcap, False)
+    if spec is None or _planned_heads(spec) != heads:
+        raise UntraceableError("its attention to an encoder's output is not the one that was planned")
+    return Attention(_scale_of(operation) * values["factor"], softcap)
+
+
+def _planned_heads(spec: AttentionSpec) -> tuple[object, ...]:
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks
 
 
 def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
@@ -312,8 +379,7 @@ def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     operation, scale, causal = attend_of(trace)
     values = operation.values
     softcap, dim = values["options"].get("softcap"), values["dim"]
-    planned = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks)
-    same = planned == (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False)
+    same = _planned_heads(spec) == (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False)
     if not same or not causal or values["biased"]:
         raise UntraceableError("its attention is not the one that was planned")
     return Attention(scale * values["factor"], softcap, spec.window)
@@ -322,24 +388,35 @@ def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
 def attend_of(trace: Trace) -> tuple[Operation, float, bool]:
     """Return the attention among a trace's operations, the scale of its scores, and whether it is causal."""
     operation: Operation = next(o for o in trace.operations if o.kind == "attend")
+    scale, causal = _scale_of(operation), operation.values["options"].get("is_causal")
+    if causal is None:
+        (module,) = operation.modules
+        causal = getattr(module, "is_causal", True)
+        trace.note(vars(module), "is_causal", vars(module).get("is_causal"))
+    return operation, scale, bool(causal)
+
+
+def _scale_of(operation: Operation) -> float:
+    """Return the scale of the scores of an attention, which must be given nothing that is not known."""
     options = operation.values["options"]
     unknown = [n for n, value in options.items() if n not in KNOWN_KEYWORDS and value is not None]
     used = [n for n in NOT_OURS if options.get(n)]
     if unknown or used:
         raise UntraceableError(f"its attention is given {(unknown + used)[0]}=")
-    causal, scale = options.get("is_causal"), options.get("scaling")
-    if causal is None:
-        (module,) = operation.modules
-        causal = getattr(module, "is_causal", True)
-        trace.note(vars(module), "is_causal", vars(module).get("is_causal"))
+    scale = options.get("scaling")
     if not isinstance(scale, (int, float, NoneType)):
         raise UntraceableError("it scales by more than a number")
-    return operation, operation.values["dim"] ** -0.5 if scale is None else float(scale), bool(causal)
+    return operation.values["dim"] ** -0.5 if scale is None else float(scale)
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:
     cache = kwargs.get(CACHES[0])
     return kwargs.get(CACHES[1]) if cache is None else cache
+
+
+def _tokens_part(cache: Any) -> Any:
+    """Return the part of a cache that keeps the decoder's tokens."""
+    return cache.self_attention_cache if isinstance(cache, RaggedEncoderDecoderCache) else cache
 
 
 def _is_same(value: object, traced: object) -> bool:

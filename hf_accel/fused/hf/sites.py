@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
+from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...kernels.cpu.library import FLOATS
 from ...models import layers_config
 from ...recognition.call_form import usual_pass
@@ -32,13 +33,14 @@ from ..modules import (
     has_library,
     rotary_form,
 )
+from ..native_operation import Planned
 from ..norms import NativeNorm, NormForms, norm_form
-from ..operations import Planned, refuse_without_kernel
+from ..operations import refuse_without_kernel
 from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readable, is_slow_in_torch
 from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
-from .layer_calls import TracedForward, attention_of
+from .layer_calls import TracedForward, attention_of, source_attention
 
 NORM = SiteKind("norm", "RMSNorms", "one native call")
 ROTARY = SiteKind("rotary", "rotary embeddings", "one native call")
@@ -185,6 +187,14 @@ JOINED = SiteKind("joined layer")  # one on a GPU
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
 
 
+def _spec_of(trace: Trace, attention: Mapping[nn.Module, AttentionSpec]) -> AttentionSpec:
+    """Return the spec of a trace's attention to the tokens of its own sequence."""
+    modules = [each for operation in trace.operations if operation.kind == "attend" for each in operation.modules]
+    if len(modules) != 1 or modules[0] not in attention:
+        raise UntraceableError("it does not attend over the cache")
+    return attention[modules[0]]
+
+
 def layer_sites(
     model: nn.Module, dtype: torch.dtype, *,
     attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module] | None, device_type: str = "cpu",
@@ -197,16 +207,19 @@ def layer_sites(
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
+    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     for name, module in model.named_modules():
         inner = [child for child in module.children() if child in attention]
-        if len(inner) != 1 or has_own_forward(module):
+        if not inner or has_own_forward(module):
             continue
         try:
             size = int(rotated_share(model.config) * attention[inner[0]].head_dim)
             device = torch.device(device_type)
             trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
-            trace.layer(module, _width(module), usual_pass(type(module)))
-            attention_of(trace, attention[inner[0]])
+            trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
+            trace.decoder_layer(module, _width(module), usual_pass(type(module), has_encoder=has_encoder))
+            attention_of(trace, _spec_of(trace, attention))
+            source_attention(trace, attention.get)
             if linears is None:
                 refuse_others(trace.operations)
             refuse_without_kernel(trace.operations, Planned(dtype, linears, device_type))

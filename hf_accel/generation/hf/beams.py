@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import stopping_criteria
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
 from ..beam_search import BeamSearch, BeamSettings
 from ..sequence import Sequence
@@ -45,6 +45,7 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
     num_ends = 0 if ends is None else ends.shape[0]
     stop_ids = [c.eos_token_id.flatten() for c in call.criteria if isinstance(c, stopping_criteria.EosTokenCriteria)]
     others = [criterion for criterion in call.criteria if not _is_plain(call, criterion)]
+    process = process_of(call.processors)
     settings = BeamSettings(
         num_beams=count,
         num_candidates=max(2, 1 + num_ends) * count,
@@ -53,7 +54,8 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
         early_stopping=config.early_stopping,
         samples=config.do_sample,
         stop_ids=torch.cat(stop_ids).to(device) if stop_ids else torch.empty(0, dtype=torch.int64, device=device),
-        process=process_of(call.processors),
+        process=process,
+        process_keeps=process is call.processors,
         stops=_stops(others) if others else None,
         drops_ended=_drops_ended(call),
         keeps_scores=call.returns("output_scores"),
@@ -64,7 +66,10 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
 
 
 def search_output(call: LoopCall, search: BeamSearch) -> Any:
-    """Return what transformers' beam search returns: token ids, or a GenerateBeamDecoderOnlyOutput."""
+    """Return what transformers' beam search returns: token ids, or its output for the kind of model.
+
+    That of an encoder-decoder has no cache, whose pages are gone.
+    """
     config = call.config
     count = config.num_return_sequences or 1
     chosen = [found for results in search.results for found in results[:count]]
@@ -76,14 +81,15 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     fields: dict[str, Any] = {
         "sequences": ids,
         "beam_indices": _padded([found.beams for found in chosen], -1).to(torch.int32).to(ids.device),
-        "past_key_values": call.cache,
+        "past_key_values": None if call.has_encoder else call.cache,
     }
     if config.output_scores:
         fields["sequences_scores"] = torch.tensor([found.score for found in chosen], device=ids.device)
         fields["scores"] = tuple(search.scores)
     if config.output_logits:
         fields["logits"] = tuple(search.logits)
-    return GenerateBeamDecoderOnlyOutput(**fields)
+    kind: Any = GenerateBeamEncoderDecoderOutput if call.has_encoder else GenerateBeamDecoderOnlyOutput
+    return kind(**fields)
 
 
 def _fill(call: LoopCall) -> int:

@@ -16,9 +16,18 @@ from ...cache.step import PassInputs
 from ...models import layers_config
 from ..prompt_inputs import PassRows
 from .encoder_source import EncoderOutput
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, known_pass
 
 POSITIONS = "decoder_position_ids"
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Return whether a call may give the positions of the decoder's tokens, if only among what it passes on."""
+    parameters = inspect.signature(type(model).forward).parameters
+    if POSITIONS in parameters:
+        return True
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return passes_on and "position_ids" in inspect.signature(type(model.get_decoder()).forward).parameters
 
 
 class EncoderDecoderRunner(ModelRunner):
@@ -29,23 +38,28 @@ class EncoderDecoderRunner(ModelRunner):
     ) -> None:
         super().__init__(model, groups, groups_of_layer)
         self.cache: Any = RaggedEncoderDecoderCache(groups, groups_of_layer)
-        self.takes_positions = POSITIONS in inspect.signature(type(model).forward).parameters
+        self.takes_positions = takes_positions(model)
         # Stands for the encoder's output where all layers have its keys: code asks whether there is one.
         self._stands_in = torch.zeros(1, 1, layers_config(model.config).hidden_size, dtype=model.dtype)
 
     def _compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows] = ()) -> Tensor:
         assert not rows, "an encoder-decoder is served token ids alone"
         sources = self.cache.begin(inputs.step, inputs.positions)
-        ids = inputs.ids[None]
-        output = self.model(
-            decoder_input_ids=ids,
-            decoder_attention_mask=torch.ones_like(ids),
-            encoder_outputs=EncoderOutput(last_hidden_state=self._stands_in if sources is None else sources),
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **({POSITIONS: inputs.positions[None]} if self.takes_positions else {}),
-        )
+        ids, tokens_part = inputs.ids[None], self.cache.self_attention_cache
+        tokens_part.known_pass = known_pass(self.model)
+        try:
+            output = self.model(
+                decoder_input_ids=ids,
+                decoder_attention_mask=torch.ones_like(ids),
+                encoder_outputs=EncoderOutput(last_hidden_state=self._stands_in if sources is None else sources),
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **({POSITIONS: inputs.positions[None]} if self.takes_positions else {}),
+            )
+        finally:
+            tokens_part.known_pass = None
         self.cache.check_read()
         logits: Tensor = output.logits[0]
-        return logits if everything else logits[inputs.keep]
+        # As many as there are tokens are all of them, in order, and a copy of them takes as long as their computation.
+        return logits if everything or len(inputs.keep) == len(logits) else logits[inputs.keep]

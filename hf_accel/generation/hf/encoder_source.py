@@ -26,9 +26,12 @@ HIDING = "encoder_attention_mask"  # the argument of a decoder that says which r
 
 @dataclass
 class EncoderOutput(BaseModelOutput):
-    """The output of an encoder without padding. Code asks some encoders, of sound, for the mask of their output."""
+    """The output of an encoder without padding. Code asks some encoders, of sound, for the mask of their output, and
+    those with experts for the logits of their routers.
+    """
 
     attention_mask: Tensor | None = None
+    router_logits: Any = None
 
 
 def with_encoder(cache: Any) -> Any:
@@ -52,14 +55,14 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     rows, columns = call.input_ids.shape
     if not own_cache:
         return "a cache that is passed along says nothing of the encoder's output"
-    if call.config.return_dict_in_generate:
-        return "return_dict_in_generate=True returns a cache with the keys of the encoder's output"
     if not isinstance(states, Tensor) or states.ndim != 3 or len(states) != rows:
         return "it is not given the encoder's output of each row"
     if call.mask is not None and not bool(call.mask.all()):
         return "padding stands before tokens of the decoder"
     if columns > 1 and bool((call.input_ids == call.pad_token).any()):
         return "a padding token stands in a prompt of the decoder"
+    if columns > 1 and call.state.form.reads_ahead:
+        return "the tokens of its decoder's prompt see later ones"
     try:
         mask = _mask(call)
     except NotRaggedError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ...cache.cached_sequence import CachedSequence
 from ...cache.hf import PagedCache
@@ -61,7 +61,10 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     if search is not None:
         return result, graphs
     if call.config.return_dict_in_generate:
-        result = GenerateDecoderOnlyOutput(sequences=result, past_key_values=call.cache, **kept_of_passes(rows))
+        # The pages of an encoder-decoder are gone: transformers takes no cache as one that is empty.
+        kind: Any = GenerateEncoderDecoderOutput if call.has_encoder else GenerateDecoderOnlyOutput
+        cache = None if call.has_encoder else call.cache
+        result = kind(sequences=result, past_key_values=cache, **kept_of_passes(rows))
         if call.speculative is not None:
             result.spec_stats = statistics
     return result, {**statistics, **graphs}

@@ -138,6 +138,7 @@ class DecoderForm:
         coordinates for the position of each token; None for one. reads_texts: whether they give more for a text than
         follows from its token ids.
     hides_rows: whether the decoder takes a mask of the rows of an encoder's output; None without an encoder.
+    reads_ahead: whether stock lets tokens of the prompt of a decoder with an encoder see later ones of that prompt.
     counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """
@@ -146,6 +147,7 @@ class DecoderForm:
     planes: int | None = None
     reads_texts: bool = False
     hides_rows: bool | None = None
+    reads_ahead: bool = False
     counts_padding: bool = False
     operators: Any = None
 

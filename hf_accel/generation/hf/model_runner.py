@@ -178,7 +178,7 @@ def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep:
     return PassInputs(own, integers(positions), integers(keep or [0]), step)
 
 
-def _known_pass(model: nn.Module) -> KnownPass | None:
+def known_pass(model: nn.Module) -> KnownPass | None:
     """Return what is known of the model's layers for the pass that begins; None if each of them has to be asked."""
     state = find_state(model)
     if state is None:
@@ -256,7 +256,7 @@ class ModelRunner:
         self.cache.step, self.cache.positions = inputs.step, inputs.positions
         self.cache.unread = None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
-        self.cache.known_pass = _known_pass(self.model)
+        self.cache.known_pass = known_pass(self.model)
         if self.operators is None:
             given = self._tokens(inputs, rows)
         else:

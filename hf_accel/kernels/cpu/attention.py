@@ -198,7 +198,8 @@ def attend_pages(
         out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
         block_table.data_ptr(), ragged.cu_q.data_ptr(), 0, ragged.kv_len.data_ptr(),
         len(ragged.kv_len), num_heads, kv_heads, dim, value_dim, 0, 0, block_table.stride(0), block_size,
-        options.window or 0, 0, *position_bias_fields(options.bias, num_heads, ragged.max_kv),
+        options.window or 0, 0 if options.causal else EVERY_KEY,
+        *position_bias_fields(options.bias, num_heads, ragged.max_kv),
         options.scale, options.softcap or 0.0, DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
         0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip

@@ -20,9 +20,9 @@ EPSILON = 1e-6  # is added to the square of a length
 class DeltaCall(Structure):
     _fields_ = fields(
         pointers="q k v a b log_rate bias decays out states starts before slots",
-        sizes="q_stride k_stride v_stride sequences key_heads value_heads key_dim value_dim",
+        sizes="q_stride k_stride v_stride a_stride b_stride sequences key_heads value_heads key_dim value_dim",
         floats="beta_factor",
-        ints="dtype threads",
+        ints="dtype rate_dtype bias_dtype threads",
     )
 
 
@@ -33,8 +33,9 @@ class DeltaInputs(NamedTuple):
     """The numbers that the rule reads of the N tokens of all sequences, which stand end to end.
 
     q, k: [N, Hk, Dk] float32, which are divided by their lengths, and q by the root of Dk. v: [N, Hv, Dv] float32.
-    b: [N, Hv] of a dtype of FLOATS. a: likewise; log_rate, bias: of the heads, [Hv] float32: these three make one
-    decay of each head. decays: [N, Hv, Dk] float32 in their place, and they are then None. beta_factor: of beta.
+    b: [N, Hv] of a dtype of FLOATS. a: likewise; log_rate, bias: of the heads, [Hv] of any of them, contiguous:
+    these three make one decay of each head. decays: [N, Hv, Dk] float32 in their place, and they are then None.
+    beta_factor: of beta.
     """
 
     q: Tensor
@@ -60,20 +61,29 @@ def delta_rule(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: T
     q, k, v, a, b, log_rate, bias, decays, beta_factor = inputs
     refuse_gradients("delta_rule", q, k, v, a, b, decays)
     q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
-    a, decays = (None if x is None else x.float().contiguous() for x in (a, decays))
-    dtype, b = b.dtype, b.float().contiguous()
+    decays = None if decays is None else decays.float().contiguous()
+    a, b = None if a is None else _in_rows(a.to(b.dtype)), _in_rows(b)
     out = torch.empty(v.shape, dtype=torch.float32, device="cpu")
     _delta_rule(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), _address(a), b.data_ptr(), _address(log_rate), _address(bias),
         _address(decays), out.data_ptr(), states.data_ptr(), starts.data_ptr(), before.data_ptr(), slots.data_ptr(),
-        q.stride(0), k.stride(0), v.stride(0), len(before), k.shape[1], v.shape[1], k.shape[2], v.shape[2],
-        beta_factor, DTYPES[dtype], threads(),
+        q.stride(0), k.stride(0), v.stride(0), 0 if a is None else a.stride(0), b.stride(0), len(before),
+        k.shape[1], v.shape[1], k.shape[2], v.shape[2], beta_factor, DTYPES[b.dtype], _dtype(log_rate), _dtype(bias),
+        threads(),
     )  # fmt: skip
     return out
 
 
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def _dtype(x: Tensor | None) -> int:
+    return DTYPES[torch.float32 if x is None else x.dtype]
 
 
 def reference(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
@@ -82,7 +92,7 @@ def reference(inputs: DeltaInputs, *, states: Tensor, starts: Tensor, before: Te
     beta = b.sigmoid().float() * beta_factor
     if decays is None:
         assert a is not None and log_rate is not None and bias is not None
-        decays = torch.exp(-log_rate.exp() * F.softplus(a.float() + bias))[..., None]
+        decays = torch.exp(-log_rate.float().exp() * F.softplus(a.float() + bias))[..., None]
     repeats, size = v.shape[1] // k.shape[1], k.shape[2]
     k = _divided(k).repeat_interleave(repeats, 1)
     q = (_divided(q) / size**0.5).repeat_interleave(repeats, 1)

@@ -9,7 +9,7 @@ from .library import ScoreBias, fields, kernel, shared_struct
 # LayerOpKind in layer.cpp
 OPERATIONS = (
     "integer_linear", "float_linear", "norm", "rope", "write", "attend", "add", "layer_norm", "attend_rows", "gate",
-    "join", "position_scores",
+    "join", "position_scores", "attend_source", "short_conv", "delta_rule", "state_scan", "gated_norm",
 )  # fmt: skip
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
@@ -27,11 +27,22 @@ class LayerOp(Structure):
         *fields(ints="kind weight_dtype"),
         *[(place, Columns) for place in ("x", "y", "out", "out2", "z")],
         *fields(
-            pointers="weight bias", sizes="heads kv_heads dim value_dim window ahead",
+            pointers="weight bias skip", sizes="heads kv_heads dim value_dim window ahead",
             floats="eps offset scale softcap",
-            ints="round_first interleaved round_each tile_rows bias_dtype activation",
+            ints="round_first interleaved round_each tile_rows bias_dtype skip_dtype gate_first activation",
         ),
     ]  # fmt: skip
+
+
+class SourcePages(Structure):
+    """The pages of an encoder's output, and what attention reads of them; see SourcePages in kernels.h."""
+
+    _fields_ = fields(
+        pointers="k_pages v_pages k_scales v_scales block_table cu_q kv_len", sizes="table_stride sequences block_size"
+    )
+
+
+NO_SOURCE = (0,) * len(SourcePages._fields_)
 
 
 class LayerCall(Structure):
@@ -46,6 +57,7 @@ class LayerCall(Structure):
         ),
         ("score_bias", ScoreBias),
         *fields(pointers="position_keys position_queries position_rows"),
+        ("source", SourcePages),
         *fields(ints="dtype table_dtype page_dtype scale_dtype threads"),
     ]  # fmt: skip
 

@@ -33,7 +33,7 @@ class RopeCall(Structure):
 
 
 class AddCall(Structure):
-    _fields_ = fields(pointers="x y scale out", sizes="rows size", floats="factor", ints="dtype threads")
+    _fields_ = fields(pointers="x y scale out", sizes="rows size x_stride", floats="factor", ints="dtype threads")
 
 
 class ActivateCall(Structure):
@@ -119,22 +119,22 @@ def rounds_each(dtype: torch.dtype, table_dtype: torch.dtype, *, round_each: boo
 def add(x: Tensor, y: Tensor, factor: float | Tensor = 1.0) -> Tensor:
     """Compute x + y * factor, [..., H]; the product is rounded to the dtype before it is added, as torch does it.
 
-    x, y: of one shape and one dtype of FLOATS. factor: a number, or a tensor [H] of this dtype.
-    Raises UnsupportedError if a gradient is needed.
+    x, y: of one shape and one dtype of FLOATS. factor: a number, or a tensor [H] of this dtype; then x may be one row
+    [H] for all of y. Raises UnsupportedError if a gradient is needed.
     """
-    x, y, scale, size = x.contiguous(), y.contiguous(), 0, x.numel()
+    x, y, scale, size = x.contiguous(), y.contiguous(), 0, y.numel()
     if isinstance(factor, Tensor):
         refuse_gradients("add", x, y, factor)
-        factor, size = factor.contiguous(), x.shape[-1]
-        if factor.shape != x.shape[-1:] or factor.dtype is not x.dtype:
+        factor, size = factor.contiguous(), y.shape[-1]
+        if factor.shape != y.shape[-1:] or factor.dtype is not x.dtype:
             raise UnsupportedError("add: the factors must be one for each column, of the dtype of x")
         scale = factor.data_ptr()
     else:
         refuse_gradients("add", x, y)
-    out = torch.empty_like(x)
+    out = torch.empty_like(y)
     _add(
-        x.data_ptr(), y.data_ptr(), scale, out.data_ptr(), x.numel() // size if size else 0, size,
-        1.0 if scale else factor, DTYPES[x.dtype], threads(),
+        x.data_ptr(), y.data_ptr(), scale, out.data_ptr(), y.numel() // size if size else 0, size,
+        size if x.shape == y.shape else 0, 1.0 if scale else factor, DTYPES[x.dtype], threads(),
     )  # fmt: skip
     return out
 

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .library import fields, kernel, refuse_gradients, threads
+from .library import DTYPES, fields, kernel, refuse_gradients, threads
 
 
 class ScanCall(Structure):
     _fields_ = fields(
         pointers="x dt b c log_rate bias skip out states starts before slots limited",
-        sizes="x_stride b_stride c_stride sequences heads groups head_dim state_size",
-        floats="lowest highest", ints="each_rate threads",
+        sizes="x_stride dt_stride b_stride c_stride sequences heads groups head_dim state_size",
+        floats="lowest highest", ints="each_rate dt_dtype rate_dtype bias_dtype skip_dtype threads",
     )  # fmt: skip
 
 
@@ -30,8 +30,8 @@ class ScanInputs(NamedTuple):
     """The numbers that a scan reads of the N tokens of all sequences, which stand end to end.
 
     x: [N, H, P] float32. b, c: [N, G, S] float32; heads that follow each other share a group. dt: [N, H] of any dtype.
-    log_rate, bias, skip: of the heads, [H] float32, contiguous. In Mamba, which has a rate for each number of the
-    state, H and G are 1, dt is [N, P], log_rate is [P, S], and bias and skip are [P].
+    log_rate, bias, skip: of the heads, [H] of a dtype of FLOATS, contiguous. In Mamba, which has a rate for each
+    number of the state, H and G are 1, dt is [N, P], log_rate is [P, S], and bias and skip are [P].
     limits: between which a token's step is. limited: [N] int64, 0 for the tokens whose step has no limits; None if it
     has them for all.
     """
@@ -56,20 +56,23 @@ def state_scan(inputs: ScanInputs, *, states: Tensor, starts: Tensor, before: Te
     x, dt, b, c, log_rate, bias, skip, limits, limited = inputs
     refuse_gradients("state_scan", x, dt, b, c)
     x, b, c = (each if each.stride()[1:] == (each.shape[2], 1) else each.contiguous() for each in (x, b, c))
-    dt = dt.float().contiguous()
+    if log_rate.ndim > 1:
+        dt, log_rate, bias, skip = (each.float() for each in (dt, log_rate, bias, skip))
+    dt = dt if dt.stride(1) == 1 else dt.contiguous()
+    dtypes = (DTYPES[each.dtype] for each in (dt, log_rate, bias, skip))
     out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     _state_scan(
         x.data_ptr(), dt.data_ptr(), b.data_ptr(), c.data_ptr(), log_rate.data_ptr(), bias.data_ptr(),
         skip.data_ptr(), out.data_ptr(), states.data_ptr(), starts.data_ptr(), before.data_ptr(), slots.data_ptr(),
-        0 if limited is None else limited.data_ptr(), x.stride(0), b.stride(0), c.stride(0), len(before), x.shape[1],
-        b.shape[1], x.shape[2], b.shape[2], *limits, log_rate.ndim > 1, threads(),
+        0 if limited is None else limited.data_ptr(), x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
+        len(before), x.shape[1], b.shape[1], x.shape[2], b.shape[2], *limits, log_rate.ndim > 1, *dtypes, threads(),
     )  # fmt: skip
     return out
 
 
 def reference(inputs: ScanInputs, *, states: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute what `state_scan` computes, by torch's operators. The states are written in place."""
-    x, b, c, skip, rate = inputs.x, inputs.b, inputs.c, inputs.skip, inputs.log_rate.exp()
+    x, b, c, skip, rate = inputs.x, inputs.b, inputs.c, inputs.skip.float(), inputs.log_rate.float().exp()
     step, each_rate = _steps(inputs), rate.ndim > 1
     step = step[:, None, None] if each_rate else step[..., None, None]  # [N, H, 1, P or 1]
     decay = torch.exp(-(rate.t() if each_rate else rate[:, None, None]) * step)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...recognition.operation import UntraceableError
+from ...recognition.stand_ins import StandIn
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import trial_convolution, trial_linear
 from ...undo.state import FUSED
@@ -37,12 +39,15 @@ class DeltaAttention(DeltaRule):
         names = HEADS if ONE_DECAY in module._modules else SAME_HEADS
         return DeltaHeads(*(getattr(module, name) for name in names))
 
+    def record(self, module: Any, x: StandIn) -> StandIn:
+        raise UntraceableError("its projections are not one behind the other")
+
     def projected(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         mixed = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], dim=-1)
         gate = module.g_proj(x) if "g_proj" in module._modules else module.g_b_proj(module.g_a_proj(x))
         given: dict[str, Any] = {"b": module.b_proj(x)[0]}
         if ONE_DECAY in module._modules:
-            given |= {"a": module.a_proj(x)[0], "log_rate": module.A_log.float(), "bias": module.dt_bias.float()}
+            given |= {"a": module.a_proj(x)[0], "log_rate": module.A_log, "bias": module.dt_bias}
         else:
             given |= {"a": None, "decays": module.forget_gate(x)[0].float().exp()}
         return mixed[0], gate[0], given | {"beta_factor": 2.0 if getattr(module, NEGATIVE, False) else 1.0}

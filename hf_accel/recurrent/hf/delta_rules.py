@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from ...cache.hf import RecurrentPass
 from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import delta_rule, short_conv
+from ...recognition.operation import UntraceableError
+from ...recognition.stand_ins import StandIn
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.journal import original_class
@@ -20,6 +22,8 @@ from .state_pass import (
     activation_refusal,
     in_passes,
     is_native,
+    record_convolution,
+    record_linear,
     short_convolution_refusal,
 )
 
@@ -88,6 +92,22 @@ class DeltaRule(Recurrence):
         normed = self.normed(norm, core.view(-1, heads.value_dim), gate.reshape(-1, heads.value_dim))
         return normed.view(len(core), -1)
 
+    def record(self, module: Any, x: StandIn) -> StandIn:
+        if not module._modules.keys() >= SEPARATE:
+            raise UntraceableError("its projections are not one behind the other")
+        trace: Any = x.trace
+        own, heads = module._modules, self.heads(module)
+        mixed, gate, b, a = (record_linear(own[f"in_proj_{name}"], x) for name in ("qkv", "z", "b", "a"))
+        convolved = record_convolution(module.conv1d, mixed)
+        core = trace.put(
+            "delta_rule", [convolved, a, b], gate.width * convolved.width // mixed.width, heads=heads.values,
+            kv_heads=heads.keys, dim=heads.key_dim, value_dim=heads.value_dim, scale=1.0,
+            weight=module._parameters["A_log"], bias=module._parameters["dt_bias"],
+        )  # fmt: skip
+        normed = self.record_norm(own[self.norm_name], core, gate, parts=heads.values)
+        trace.operations[-1].values["round_first"] = True  # what the rule gives is rounded, too
+        return record_linear(own[self.last], normed)
+
     def projected(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return the inputs of the convolution [N, C], the gates [N, Hv, Dv] or flat, and the other DeltaInputs of x
         [1, N, H]."""
@@ -96,7 +116,7 @@ class DeltaRule(Recurrence):
             mixed = torch.cat([part.flatten(2) for part in parts], dim=-1)
         else:
             mixed, gate, b, a = module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)
-        rates = {"log_rate": module.A_log.float(), "bias": module.dt_bias.float()}
+        rates = {"log_rate": module.A_log, "bias": module.dt_bias}
         return mixed[0], gate[0], {"a": a[0], "b": b[0], **rates}
 
 

@@ -24,12 +24,16 @@ from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...errors import UnsupportedError
 from ...kernels import cpu
-from ...kernels.cpu.library import FLOATS
+from ...kernels.cpu.library import FLOATS, native
+from ...recognition.operation import INPUT, Span, UntraceableError
+from ...recognition.stand_ins import StandIn
+from ...recognition.trace import Trace
 from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
+from ..recurrent_programme import RecurrentProgramme
 from .convolutions import causal_refusal, require_pages
 
 
@@ -66,6 +70,10 @@ def over_pages(module: Any, hidden_states: Tensor, cache: CacheOverPages, given:
             f"{type(module).__name__} {known.layer_of(module)} computes padding as it computes tokens; give rows of "
             "one length, or take generate_batch()"
         )
+    whole = known.in_one_call(module, hidden_states, found)
+    if whole is not None:
+        layer.pass_done(found.step)
+        return whole
     # Padding has no state: in transformers it changes none before a sequence's first token.
     row = found.step.tokens(hidden_states[:, None]).transpose(0, 1)
     core = known.compute(module, row, found)
@@ -94,6 +102,8 @@ class Recurrence(ABC):
     def __init__(self, norm: GatedNorm) -> None:
         self.norm = norm
         self._asked: tuple[Reads, list[nn.Module], list[type], Hooks] | None = None
+        self._programme: RecurrentProgramme | None = None
+        self._unrecorded: tuple[torch.dtype, Reads] | None = None  # what a layer without a programme depends on
 
     def __reduce__(self) -> Any:
         return type(self), (self.norm,)
@@ -111,9 +121,55 @@ class Recurrence(ABC):
         refusal = self.asked(module)
         if refusal is None:
             modules = [module, *(child for child in module._modules.values() if child is not None)]
-            reads = Reads(read for each in modules for read in _settings(each))
-            self._asked = reads, modules, list(map(type, modules)), Hooks(modules[1:])
+            self._asked = Reads(_all_settings(module)), modules, list(map(type, modules)), Hooks(modules[1:])
         return refusal
+
+    def in_one_call(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor | None:
+        """Compute what the module gives for x [B, Q, H], by one native call; None if this pass has none."""
+        tokens = x.shape[0] * x.shape[1]
+        if found.group_step.written is not None or len(found.states.slots) != tokens or not native(x):
+            return None  # with padding, there are fewer tokens than columns
+        programme = self._ready(module, x)
+        if programme is None or not 0 < tokens <= programme.max_tokens or not programme.is_unobserved():
+            return None
+        return programme(x.contiguous(), found.storage.pages, found.states)
+
+    def _ready(self, module: Any, x: Tensor) -> RecurrentProgramme | None:
+        """Return the programme of the module for inputs of this dtype; None if it has none."""
+        if self._programme is not None and self._programme.dtype is x.dtype and self._programme.is_current():
+            return self._programme
+        if self._unrecorded is not None and self._unrecorded[0] is x.dtype and self._unrecorded[1].hold():
+            return None
+        trace, width = Trace(x.dtype), x.shape[-1]
+        trace.widths[INPUT] = width
+        trace.reads += _all_settings(module)
+        self._programme = self._unrecorded = None
+        try:
+            out = self.record(module, StandIn(trace, Span(INPUT, 0, width), width))
+            self._programme = RecurrentProgramme(trace, out.span)
+        except UntraceableError:
+            self._unrecorded = x.dtype, Reads(trace.reads)
+        return self._programme
+
+    def record(self, module: Any, x: StandIn) -> StandIn:
+        """Record what the module computes of x as operations of its trace. Raises UntraceableError if it cannot."""
+        raise UntraceableError("it has no native call")
+
+    def record_norm(self, norm: Any, x: StandIn, gate: StandIn, *, parts: int) -> StandIn:
+        """Record the norm of `parts` of each row, and its gate. x: float32."""
+        form = self.norm
+        if form.groups and not self._norm_is(norm):
+            raise UntraceableError("its norm was changed")
+        weight = norm._parameters["weight"] if form.groups else None
+        trace: Any = x.trace
+        trace.visit(norm)
+        size = gate.width // parts
+        recorded: StandIn = trace.put(
+            "gated_norm", [x, gate], gate.width, heads=parts, dim=size, eps=form.eps, weight=weight,
+            value_dim=size if parts == form.groups else 0, round_first=False, gate_first=form.gate_first,
+            activation=form.activation,
+        )  # fmt: skip
+        return recorded
 
     def layer_of(self, module: Any) -> int:
         """Return the index of the decoder layer that the module is in."""
@@ -167,6 +223,32 @@ def _settings(module: nn.Module) -> Iterator[Read]:
     yield from (Read(own, name, value) for name, value in own.items() if name != FUSED)
     for place in ("_modules", "_parameters", "_buffers"):
         yield from (Read(own[place], name, value) for name, value in own[place].items())
+
+
+def _all_settings(module: nn.Module) -> list[Read]:
+    modules = [module, *(child for child in module._modules.values() if child is not None)]
+    return [read for each in modules for read in _settings(each)]
+
+
+def record_linear(module: nn.Module, x: StandIn) -> StandIn:
+    """Record a linear layer of a module. Raises UntraceableError for one that an adapter is around."""
+    if not isinstance(module, nn.Linear):
+        raise UntraceableError("a linear layer has no native call")
+    trace: Any = x.trace
+    recorded: StandIn = trace.linear(module, x)
+    return recorded
+
+
+def record_convolution(conv: Any, x: StandIn) -> StandIn:
+    """Record the short convolution in front of a recurrence and its silu. Returns float32."""
+    trace: Any = x.trace
+    trace.visit(conv)
+    floats = torch.float32.itemsize // trace.dtype.itemsize
+    recorded: StandIn = trace.put(
+        "short_conv", [x], floats * x.width, dim=x.width, value_dim=conv.kernel_size[0], activation="silu",
+        weight=conv._parameters["weight"], bias=conv._parameters["bias"],
+    )  # fmt: skip
+    return recorded
 
 
 def is_native(x: Tensor) -> bool:

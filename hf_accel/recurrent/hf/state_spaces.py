@@ -10,11 +10,21 @@ from torch import Tensor, nn
 from ...cache.hf import RecurrentPass
 from ...cache.kinds.state_sizes import WITHOUT_LIMITS, StateSizes
 from ...kernels.cpu import short_conv, state_scan
+from ...recognition.operation import UntraceableError
+from ...recognition.stand_ins import StandIn
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm, gated_norm
-from .state_pass import Recurrence, as_generated, in_passes, is_native, scan_refusal
+from .state_pass import (
+    Recurrence,
+    as_generated,
+    in_passes,
+    is_native,
+    record_convolution,
+    record_linear,
+    scan_refusal,
+)
 
 SPACE_PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
 ACTIVATION_PART = "act"  # is a part too, or a function
@@ -54,11 +64,29 @@ class StateSpace(Recurrence):
         given = state_scan.ScanInputs(
             values.unflatten(-1, (-1, module.head_dim)), dt,
             b.unflatten(-1, (groups, size)), c.unflatten(-1, (groups, size)),
-            log_rate=module.A_log.float(), bias=module.dt_bias.float(), skip=module.D.float(),
+            log_rate=module.A_log, bias=module.dt_bias, skip=module.D,
             limits=module.time_step_limit, limited=found.states.given,
         )  # fmt: skip
         core = scan(given, states=states.view(-1, module.num_heads, size, module.head_dim), **places)
         return self.normed(module.norm, core.flatten(1), gate)
+
+    def record(self, module: Any, x: StandIn) -> StandIn:
+        if RESULT_FACTORS in module._buffers:
+            raise UntraceableError("it multiplies what its first layer gives")
+        trace: Any = x.trace
+        own, inner = module._modules, module.intermediate_size
+        row = record_linear(own["in_proj"], x)
+        gate, mixed = row[..., :inner], row[..., inner : inner + module.conv_dim]
+        lowest, highest = module.time_step_limit
+        convolved = record_convolution(module.conv1d, mixed)
+        core = trace.put(
+            "state_scan", [convolved, row[..., inner + module.conv_dim :]], inner * convolved.width // mixed.width,
+            heads=module.num_heads, kv_heads=module.n_groups, dim=module.head_dim, value_dim=module.ssm_state_size,
+            eps=float(lowest), offset=float(highest), weight=module._parameters["A_log"],
+            bias=module._parameters["dt_bias"], skip=module._parameters["D"],
+        )  # fmt: skip
+        normed = self.record_norm(own["norm"], core, gate, parts=max(1, self.norm.groups))
+        return record_linear(own[self.last], normed)
 
 
 def _projected(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

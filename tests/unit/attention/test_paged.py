@@ -155,6 +155,14 @@ def test_random_batches(backend: AttentionBackend, trial: int) -> None:
     assert_close(case.run(backend), expected)
 
 
+@pytest.mark.parametrize("lengths", ["decode of similar lengths", "verify, ragged", "mixed", "zero lengths", "chunk"])
+def test_every_key_is_seen_where_attention_is_not_causal(backend: AttentionBackend, lengths: str) -> None:
+    """Several tokens attend to one encoder's output so; which only backends of a CPU are asked for."""
+    if "cuda" not in backend.device_types:
+        case = make_case(LENGTHS[lengths])
+        assert_close(case.run(backend, causal=False), case.expected(causal=False)[0])
+
+
 @pytest.mark.parametrize("stored", [None, torch.int8, INT4], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("by_distance", [False, True])

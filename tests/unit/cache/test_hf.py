@@ -19,10 +19,9 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     LlamaConfig,
-    MiniMaxConfig,
     MistralConfig,
     PreTrainedConfig,
-    RecurrentGemmaConfig,
+    xLSTMConfig,
 )
 
 import hf_accel
@@ -541,8 +540,10 @@ def test_layer_windows(config: PreTrainedConfig, windows: list[int | None]) -> N
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MiniMaxConfig(**SIZES), "cannot hold a Linear"),
-        (RecurrentGemmaConfig(**SIZES), "cannot hold"),
+        (
+            xLSTMConfig(hidden_size=32, num_hidden_layers=2, layer_types=["linear_attention"] * 2),
+            "cannot hold a Linear",
+        ),
     ],
 )
 def test_layers_that_cannot_be_paged(config: PreTrainedConfig, reason: str) -> None:

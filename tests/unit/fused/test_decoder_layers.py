@@ -429,6 +429,13 @@ def test_sum(shape: tuple[int, ...], dtype: torch.dtype, factor: float) -> None:
     assert torch.equal(add(x, y, factor), x + y * factor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 64), (5, 1000), (600, 40)])
+def test_one_row_is_added_to_all(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, y, factors = (torch.randn(*size).to(dtype) for size in (shape[1:], shape, shape[1:]))
+    assert torch.equal(add(x, y, factors), y * factors + x)
+
+
 def test_sum_of_what_is_not_finite() -> None:
     x, y = torch.tensor([float("inf"), float("nan"), 3e38, -1.0]), torch.tensor([1.0, 2.0, 3e38, float("-inf")])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, Dinov2Config, ModernBertConfig, ViTConfig
+from transformers import BertConfig, Dinov2Config, MobileBertConfig, ModernBertConfig, ViTConfig
 from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
 from transformers.models.dinov2.modeling_dinov2 import Dinov2Layer
+from transformers.models.mobilebert.modeling_mobilebert import MobileBertLayer, NoNorm
 from transformers.models.modernbert.modeling_modernbert import ModernBertEncoderLayer, ModernBertMLP
 from transformers.models.vit.modeling_vit import ViTLayer
 
@@ -77,6 +78,50 @@ def test_scales_of_columns_are_part_of_the_sum() -> None:
     ]  # fmt: skip
     assert sums[0].inputs[0].buffer == INPUT, "the second term is what is scaled"
     assert not any(operation.kind == "scale" for operation in operations)
+
+
+def mobilebert(**changes: Any) -> MobileBertLayer:
+    sizes = SIZES | {"intra_bottleneck_size": 8, "num_feedforward_networks": 1}
+    return MobileBertLayer(MobileBertConfig(**sizes | changes))
+
+
+def test_columns_that_are_scaled_and_shifted() -> None:
+    layer = mobilebert()
+    operations = traced(layer).operations
+    affine = [operation for operation in operations if operation.kind == "affine"]
+    norm = layer.bottleneck.input.LayerNorm
+    assert [affine[0].values[name].parameter for name in ("vector", "bias")] == [norm.weight, norm.bias]
+    assert len(affine) == 5 and operations[-1] is affine[-1] and affine[-1].outputs[0].buffer == OUTPUT
+    assert not any(operation.kind == "scale" for operation in operations)
+
+
+@pytest.mark.parametrize("parameter", [torch.ones(1), torch.ones(8, dtype=torch.bfloat16)])
+def test_parameters_of_another_form_shift_no_columns(parameter: torch.Tensor) -> None:
+    layer = mobilebert()
+    layer.bottleneck.input.LayerNorm.bias = nn.Parameter(parameter)
+    with pytest.raises(UntraceableError, match="adds a parameter of another size or dtype"):
+        traced(layer)
+
+
+class OnlyShifted(NoNorm):
+    def forward(self, input_tensor: Any) -> Any:
+        return input_tensor + self.bias
+
+
+class ScaledIsReadAgain(NoNorm):
+    def forward(self, input_tensor: Any) -> Any:
+        scaled = input_tensor * self.weight
+        return (scaled + self.bias) + scaled
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(OnlyShifted, "something else than scaled columns"), (ScaledIsReadAgain, "reads .* again")]
+)
+def test_other_shifts_of_columns_end_a_trace(kind: type[NoNorm], reason: str) -> None:
+    layer = mobilebert()
+    layer.bottleneck.input.LayerNorm = kind(8)
+    with pytest.raises(UntraceableError, match=reason):
+        traced(layer)
 
 
 class AddedTwice(Dinov2Layer):

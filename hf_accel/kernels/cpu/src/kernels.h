@@ -33,6 +33,7 @@
   KERNEL(write_pages, WriteCall)          \
   KERNEL(delta_rule, DeltaCall)           \
   KERNEL(short_conv, ConvCall)            \
+  KERNEL(gated_norm, GatedNormCall)       \
   KERNEL(state_scan, ScanCall)            \
   KERNEL(head_products, HeadsCall)
 
@@ -56,7 +57,7 @@ constexpr int64_t BLOCK = 64;
 
 enum Epilogue : int32_t { NONE = 0, SILU_MUL = 1, GELU_MUL = 2, GELU_TANH_MUL = 3 };
 // Functions of one number. As the epilogue of a linear layer, they are applied to each output.
-enum Activation : int32_t { SILU = 4, GELU = 5, GELU_TANH = 6, GELU_QUICK = 7, RELU = 8 };
+enum Activation : int32_t { SILU = 4, GELU = 5, GELU_TANH = 6, GELU_QUICK = 7, RELU = 8, SIGMOID = 9 };
 
 // One weight matrix [out_features, in_features].
 //   INT8  weight: packed; scales: float32 [blocks * 64]; zeros and minima: null
@@ -181,14 +182,14 @@ struct RopeCall {
   int32_t dtype, table_dtype, threads;
 };
 
-// out = x + factor * y over [rows, size], contiguous; with a scale it is x + scale * y, and the factor is not read. The
-// product is rounded to dtype before it is added.
+// out = x + factor * y over [rows, size], contiguous; with a scale it is x + scale * y, the factor is not read, and rows of
+// x are x_stride apart, 0 if there is one for all. The product is rounded to dtype before it is added.
 struct AddCall {
   const void* x;
   const void* y;
   const void* scale;  // [size] of dtype, or null
   void* out;
-  int64_t rows, size;
+  int64_t rows, size, x_stride;
   float factor;
   int32_t dtype, threads;
 };
@@ -306,6 +307,19 @@ struct WriteCall {
 struct LayerOp;  // in layer.cpp, with the kinds of operations
 extern const int64_t LAYER_OP_SIZE;
 
+// Pages of keys and values that every query of a sequence sees: those of an encoder's output, as in AttentionCall. Their
+// dtypes are those of the layer's other pages.
+struct SourcePages {
+  void* k_pages;
+  void* v_pages;
+  void* k_scales;
+  void* v_scales;
+  const int32_t* block_table;
+  const int32_t* cu_q;
+  const int32_t* kv_len;
+  int64_t table_stride, sequences, block_size;
+};
+
 // One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
 // pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
 // pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
@@ -318,7 +332,7 @@ struct LayerCall {
   const void* cos;        // [batch or 1, tokens / batch, head_dim] of table_dtype
   const void* sin;
   int64_t tokens, batch, table_batch, table_token;  // table_batch, table_token: strides
-  void* k_pages;                // as in AttentionCall
+  void* k_pages;                // as in AttentionCall; for a recurrent layer, see `State` in layer.cpp
   void* v_pages;
   void* k_scales;
   void* v_scales;
@@ -331,31 +345,33 @@ struct LayerCall {
   const void* position_keys;  // as in PositionScoresCall
   const void* position_queries;
   const int32_t* position_rows;
+  SourcePages source;  // of ATTEND_SOURCE
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
 };
 
 // -- recurrent states ------------------------------------------------------------------------------------------------
 
-// The gated delta rule over sequences of tokens, which stand end to end; see kernels/delta_rule.cpp. All is float32.
+// The gated delta rule over sequences of tokens, which stand end to end; see kernels/delta_rule.cpp. All is float32 but
+// a and b, which are of `dtype`, and the parameters of the heads.
 // Value heads that follow each other share a key head.
 struct DeltaCall {
   const float* q;  // [tokens, key_heads, key_dim]
   const float* k;
   const float* v;          // [tokens, value_heads, value_dim]
-  const float* a;          // [tokens, value_heads], contiguous
-  const float* b;          // likewise
-  const float* log_rate;   // [value_heads]
-  const float* bias;       // likewise
+  const void* a;           // [tokens, value_heads]
+  const void* b;           // likewise
+  const void* log_rate;    // [value_heads] of rate_dtype
+  const void* bias;        // [value_heads] of bias_dtype
   const float* decays;     // [tokens, value_heads, key_dim], contiguous; null if a, log_rate and bias make one of a head
   float* out;              // [tokens, value_heads, value_dim], contiguous
   float* states;           // [slots, value_heads, key_dim, value_dim], contiguous
   const int64_t* starts;   // [sequences + 1]
   const int64_t* before;   // [sequences]: the slot of the state before the first token; -1 for zeros
   const int64_t* slots;    // [tokens]: the slot that a token's state is written to; -1 for none
-  int64_t q_stride, k_stride, v_stride;  // of tokens
+  int64_t q_stride, k_stride, v_stride, a_stride, b_stride;  // of tokens
   int64_t sequences, key_heads, value_heads, key_dim, value_dim;
   float beta_factor;
-  int32_t dtype, threads;  // dtype: what beta is rounded to
+  int32_t dtype, rate_dtype, bias_dtype, threads;  // dtype: what beta is rounded to, too
 };
 
 // A causal convolution of each channel over sequences of tokens, which stand end to end, and the activation after it.
@@ -373,27 +389,42 @@ struct ConvCall {
   int32_t dtype, weight_dtype, threads;
 };
 
-// The scan of a state space over sequences of tokens, which stand end to end; see kernels/state_scan.cpp. All is float32.
+// The scan of a state space over sequences of tokens, which stand end to end; see kernels/state_scan.cpp. All is float32
+// but dt and the parameters of the heads, which are float32 too with each_rate.
 // Heads that follow each other share a group of b and c. With each_rate there is one head and one group, and each column
 // has a dt, a bias and a skip of its own.
 struct ScanCall {
   const float* x;          // [tokens, heads, head_dim]
-  const float* dt;         // [tokens, heads] or [tokens, head_dim], contiguous
+  const void* dt;          // [tokens, heads] or [tokens, head_dim] of dt_dtype
   const float* b;          // [tokens, groups, state_size]
   const float* c;          // likewise
-  const float* log_rate;   // [heads] or [head_dim, state_size], contiguous
-  const float* bias;       // [heads] or [head_dim]
-  const float* skip;       // likewise
+  const void* log_rate;    // [heads] or [head_dim, state_size] of rate_dtype, contiguous
+  const void* bias;        // [heads] or [head_dim] of bias_dtype
+  const void* skip;        // likewise, of skip_dtype
   float* out;              // [tokens, heads, head_dim], contiguous
   float* states;           // [slots, heads, state_size, head_dim], contiguous
   const int64_t* starts;   // as in DeltaCall
   const int64_t* before;
   const int64_t* slots;
   const int64_t* limited;  // [tokens]: whether the limits hold for a token; null if they do for all
-  int64_t x_stride, b_stride, c_stride;  // of tokens
+  int64_t x_stride, dt_stride, b_stride, c_stride;  // of tokens
   int64_t sequences, heads, groups, head_dim, state_size;
   float lowest, highest;  // the limits of delta
-  int32_t each_rate, threads;
+  int32_t each_rate, dt_dtype, rate_dtype, bias_dtype, skip_dtype, threads;
+};
+
+// The RMSNorm behind a recurrent layer, of parts of each row, and its gate; see recurrent/gated_norms.py.
+struct GatedNormCall {
+  const float* x;      // [rows, parts * size]
+  const void* gate;    // likewise, of dtype
+  const void* weight;  // of weight_dtype: [size] for each part, or [parts * size] with weight_stride; null for no norm
+  void* out;           // as gate
+  int64_t x_stride, gate_stride, out_stride, rows, parts, size, weight_stride;
+  float eps;
+  int32_t rounds;      // whether x and the normalized x are rounded to dtype
+  int32_t gate_first;  // whether x is multiplied by the gate ahead of the norm
+  int32_t activation;  // of the gate
+  int32_t dtype, weight_dtype, out_dtype, threads;
 };
 
 // A product for each head: out[n, h, o] = sum_i x[n, h, i] * w[h, o, i], or w[h, i, o] if `transposed`.

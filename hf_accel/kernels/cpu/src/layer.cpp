@@ -10,25 +10,30 @@ struct Columns {
   int64_t buffer, offset, stride, head;
 };
 
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES };
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM };
 
 struct LayerOp {
   int32_t kind;
   int32_t weight_dtype;     // NORM, LAYER_NORM
   // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
-  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; POSITION_SCORES: Q and K; JOIN: the parts of each head; else x alone
+  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; POSITION_SCORES: Q and K; JOIN: the parts of each head;
+  // DELTA_RULE: the results of the convolution, a and b; STATE_SCAN: those and dt; GATED_NORM: x and the gate; else x alone.
+  // What SHORT_CONV, DELTA_RULE and STATE_SCAN give is float32: a buffer of so many bytes.
   Columns x, y, out, out2, z;
   const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null
-  const void* bias;         // LAYER_NORM: or null
+  const void* bias;         // LAYER_NORM, SHORT_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
+  const void* skip;         // STATE_SCAN
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
-  int64_t window, ahead;  // ATTEND, ATTEND_ROWS; ATTEND is causal
+  int64_t window, ahead;  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal
   float eps, offset;      // NORM, LAYER_NORM: eps
-  float scale, softcap;  // ATTEND, POSITION_SCORES; ADD: scale is the factor of y
+  float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y
   int32_t round_first;   // NORM
   int32_t interleaved, round_each;  // ROPE
   int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
-  int32_t bias_dtype;               // LAYER_NORM
+  int32_t bias_dtype;               // LAYER_NORM, DELTA_RULE, STATE_SCAN
+  int32_t skip_dtype;               // STATE_SCAN
+  int32_t gate_first;               // GATED_NORM
   int32_t activation;               // GATE: out = act(x) * y
 };
 
@@ -59,8 +64,8 @@ struct Layer {
     NormCall norm = {at(op.x), at(op.out), op.weight, op.x.stride, call.tokens, op.dim, op.eps, op.offset,
                      op.round_first, call.dtype, op.weight_dtype, call.dtype, call.threads};
     if (op.heads == 1) return kernels.norm(norm);
-    // The heads of a token stand end to end; those of the next token need not follow them.
-    norm.x_stride = op.dim;
+    // The heads of the next token need not follow those of a token.
+    norm.x_stride = head_stride(op.x, op.dim);
     norm.rows = op.heads;
     for (int64_t n = 0; n < call.tokens; ++n) {
       norm.x = at(op.x) + n * op.x.stride * size;
@@ -91,49 +96,62 @@ struct Layer {
                          call.threads});
   }
 
-  Rows pages(const void* data, int64_t heads, int64_t dim) const {
+  Rows pages(const void* data, int64_t block_size, int64_t heads, int64_t dim) const {
     const int64_t columns = call.page_dtype == INT4 ? dim / 2 : dim;
-    return {data, heads * call.block_size * columns, call.block_size * columns, columns};
+    return {data, heads * block_size * columns, block_size * columns, columns};
   }
 
-  // Both kinds of attention; a causal one over the keys of the pages.
-  void attend(const LayerOp& op) const {
+  // What all kinds of attention share.
+  AttentionCall attention(const LayerOp& op) const {
     AttentionCall attention = {};
     attention.q = {at(op.x), 0, head_stride(op.x, op.dim), op.x.stride};
-    attention.cu_q = call.cu_q;
-    if (op.kind == ATTEND_ROWS) {
-      const int64_t rows = call.kv_len ? call.cu_q[1] : 0;  // of each sequence, if it has fewer keys than rows
-      attention.k = {at(op.y), rows * op.y.stride, op.dim, op.y.stride};
-      attention.v = {at(op.z), rows * op.z.stride, op.value_dim, op.z.stride};
-      attention.cu_k = call.kv_len ? nullptr : call.cu_q;
-      attention.kv_len = call.kv_len;
-      attention.ahead = op.ahead;
-      attention.bias = call.score_bias;
-      attention.k_dtype = attention.v_dtype = call.dtype;
-    } else {
-      attention.k = pages(call.k_pages, op.kv_heads, op.dim);
-      attention.v = pages(call.v_pages, op.kv_heads, op.value_dim);
-      attention.k_scales = call.k_scales;
-      attention.v_scales = call.v_scales;
-      attention.block_table = call.block_table;
-      attention.kv_len = call.kv_len;
-      attention.k_dtype = attention.v_dtype = call.page_dtype;
-      attention.scale_dtype = call.scale_dtype;
-    }
     attention.out = at(op.out);
-    attention.sequences = call.sequences;
     attention.heads = op.heads;
     attention.kv_heads = op.kv_heads;
     attention.head_dim = op.dim;
     attention.value_dim = op.value_dim;
-    attention.table_stride = call.table_stride;
-    attention.block_size = call.block_size;
     attention.window = op.window;
+    attention.ahead = op.ahead;
     attention.scale = op.scale;
     attention.softcap = op.softcap;
     attention.q_dtype = call.dtype;
     attention.threads = call.threads;
-    kernels.attention(attention);
+    return attention;
+  }
+
+  void attend_rows(const LayerOp& op) const {
+    AttentionCall rows = attention(op);
+    const int64_t count = call.kv_len ? call.cu_q[1] : 0;  // of each sequence, if it has fewer keys than rows
+    rows.k = {at(op.y), count * op.y.stride, op.dim, op.y.stride};
+    rows.v = {at(op.z), count * op.z.stride, op.value_dim, op.z.stride};
+    rows.cu_q = call.cu_q;
+    rows.cu_k = call.kv_len ? nullptr : call.cu_q;
+    rows.kv_len = call.kv_len;
+    rows.bias = call.score_bias;
+    rows.k_dtype = rows.v_dtype = call.dtype;
+    rows.sequences = call.sequences;
+    rows.table_stride = call.table_stride;
+    rows.block_size = call.block_size;
+    kernels.attention(rows);
+  }
+
+  // P: the call itself, for the keys of its tokens, or its SourcePages.
+  template <class P>
+  void attend_pages(const LayerOp& op, const P& held) const {
+    AttentionCall pages = attention(op);
+    pages.k = this->pages(held.k_pages, held.block_size, op.kv_heads, op.dim);
+    pages.v = this->pages(held.v_pages, held.block_size, op.kv_heads, op.value_dim);
+    pages.k_scales = held.k_scales;
+    pages.v_scales = held.v_scales;
+    pages.block_table = held.block_table;
+    pages.cu_q = held.cu_q;
+    pages.kv_len = held.kv_len;
+    pages.k_dtype = pages.v_dtype = call.page_dtype;
+    pages.scale_dtype = call.scale_dtype;
+    pages.sequences = held.sequences;
+    pages.table_stride = held.table_stride;
+    pages.block_size = held.block_size;
+    kernels.attention(pages);
   }
 
   char* at_or_null(const Columns& place) const { return place.stride ? at(place) : nullptr; }
@@ -145,12 +163,17 @@ struct Layer {
   }
 
   void add(const LayerOp& op) const {
-    kernels.add({at(op.x), at(op.y), op.weight, at(op.out), call.tokens, op.dim, op.scale, call.dtype, call.threads});
+    const bool affine = op.bias != nullptr;
+    kernels.add({affine ? op.bias : at(op.x), at(affine ? op.x : op.y), op.weight, at(op.out), call.tokens, op.dim,
+                 affine ? 0 : op.dim, op.scale, call.dtype, call.threads});
   }
 
   void gate(const LayerOp& op) const {
-    kernels.activate({at(op.x), at(op.y), at(op.out), op.x.stride, op.y.stride, op.out.stride, call.tokens, op.dim,
-                      op.activation, call.dtype, call.threads});
+    const int64_t heads = op.heads ? op.heads : 1;  // of what does not stand end to end
+    for (int64_t h = 0; h < heads; ++h)
+      kernels.activate({at(op.x) + h * head_stride(op.x, op.dim) * size, at(op.y) + h * head_stride(op.y, op.dim) * size,
+                        at(op.out) + h * op.dim * size, op.x.stride, op.y.stride, op.out.stride, call.tokens, op.dim,
+                        op.activation, call.dtype, call.threads});
   }
 
   // The parts of a head side by side: what was rotated, and the rest.
@@ -167,6 +190,53 @@ struct Layer {
     }
   }
 
+  // The places of a recurrent layer's states: k_pages are those of the states, v_pages those of the inputs of its
+  // convolution, and cu_q, kv_len and block_table are int64: starts, before and limited of ScanCall.
+  struct State {
+    float *states, *kept;
+    const int64_t *starts, *before, *limited;
+  };
+  State state() const {
+    return {static_cast<float*>(call.k_pages), static_cast<float*>(call.v_pages),
+            reinterpret_cast<const int64_t*>(call.cu_q), reinterpret_cast<const int64_t*>(call.kv_len),
+            reinterpret_cast<const int64_t*>(call.block_table)};
+  }
+  float* floats(const Columns& place) const { return reinterpret_cast<float*>(at(place)); }
+  int64_t float_stride(const Columns& place) const { return place.stride * size / 4; }
+
+  void short_conv(const LayerOp& op) const {
+    const State own = state();
+    kernels.short_conv({at(op.x), op.weight, op.bias, floats(op.out), own.kept, own.starts, own.before, call.slots,
+                        op.x.stride, call.sequences, op.dim, op.value_dim, op.activation, call.dtype, op.weight_dtype,
+                        call.threads});
+  }
+
+  void delta_rule(const LayerOp& op) const {
+    const State own = state();
+    const float *q = floats(op.x), *k = q + op.kv_heads * op.dim, *v = k + op.kv_heads * op.dim;
+    const int64_t stride = float_stride(op.x);
+    kernels.delta_rule({q, k, v, at(op.y), at(op.z), op.weight, op.bias, nullptr, floats(op.out), own.states,
+                        own.starts, own.before, call.slots, stride, stride, stride, op.y.stride, op.z.stride,
+                        call.sequences, op.kv_heads, op.heads, op.dim, op.value_dim, op.scale, call.dtype,
+                        op.weight_dtype, op.bias_dtype, call.threads});
+  }
+
+  void state_scan(const LayerOp& op) const {
+    const State own = state();
+    const float *x = floats(op.x), *b = x + op.heads * op.dim, *c = b + op.kv_heads * op.value_dim;
+    const int64_t stride = float_stride(op.x);
+    kernels.state_scan({x, at(op.y), b, c, op.weight, op.bias, op.skip, floats(op.out), own.states, own.starts,
+                        own.before, call.slots, own.limited, stride, op.y.stride, stride, stride, call.sequences,
+                        op.heads, op.kv_heads, op.dim, op.value_dim, op.eps, op.offset, 0, call.dtype,
+                        op.weight_dtype, op.bias_dtype, op.skip_dtype, call.threads});
+  }
+
+  void gated_norm(const LayerOp& op) const {
+    kernels.gated_norm({floats(op.x), at(op.y), op.weight, at(op.out), float_stride(op.x), op.y.stride, op.out.stride,
+                        call.tokens, op.heads, op.dim, op.value_dim, op.eps, op.round_first, op.gate_first,
+                        op.activation, call.dtype, op.weight_dtype, call.dtype, call.threads});
+  }
+
   void position_scores(const LayerOp& op) const {
     kernels.position_scores({at(op.x), at(op.y), call.position_keys, call.position_queries, call.position_rows, call.cu_q,
                              const_cast<float*>(call.score_bias.data), op.x.stride, op.y.stride, call.sequences,
@@ -180,12 +250,17 @@ struct Layer {
       case NORM: return norm(op);
       case ROPE: return rope(op);
       case WRITE: return write(op);
-      case ATTEND:
-      case ATTEND_ROWS: return attend(op);
+      case ATTEND: return attend_pages(op, call);
+      case ATTEND_SOURCE: return attend_pages(op, call.source);
+      case ATTEND_ROWS: return attend_rows(op);
       case LAYER_NORM: return layer_norm(op);
       case GATE: return gate(op);
       case JOIN: return join(op);
       case POSITION_SCORES: return position_scores(op);
+      case SHORT_CONV: return short_conv(op);
+      case DELTA_RULE: return delta_rule(op);
+      case STATE_SCAN: return state_scan(op);
+      case GATED_NORM: return gated_norm(op);
       default: return add(op);
     }
   }

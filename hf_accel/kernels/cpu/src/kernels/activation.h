@@ -91,6 +91,7 @@ inline F activated(int32_t kind, F x) {
     case GELU: return gelu(x);
     case GELU_TANH: return gelu_tanh(x);
     case GELU_QUICK: return gelu_quick(x);
+    case SIGMOID: return sigmoid(x);
     default: return relu(x);
   }
 }

@@ -24,7 +24,7 @@ template <class T>
 void add_scaled_rows(const AddCall& call, int64_t begin, int64_t end) {
   const T* scale = static_cast<const T*>(call.scale);
   for (int64_t row = begin; row < end; ++row) {
-    const T* x = static_cast<const T*>(call.x) + row * call.size;
+    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
     const T* y = static_cast<const T*>(call.y) + row * call.size;
     T* out = static_cast<T*>(call.out) + row * call.size;
     for (int64_t i = 0; i < call.size; i += LANES) {

@@ -26,6 +26,12 @@ inline float inverse_length(const float* x, int64_t n) {
   return 1.0f / std::sqrt(reduce_add(sum) + 1e-6f);
 }
 
+inline float at(const void* p, int32_t dtype, int64_t i) {
+  float result = 0.0f;
+  for_dtype(dtype, [&](auto* null) { result = to_float(static_cast<const std::remove_pointer_t<decltype(null)>*>(p)[i]); });
+  return result;
+}
+
 inline float rounded(float x, int32_t dtype) {
   float result = x;
   for_dtype(dtype, [&](auto* null) {
@@ -78,7 +84,7 @@ void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column,
     return Part{c.states + (slot * c.value_heads + head) * size + column, c.value_dim};
   };
   const Part free{part, WIDTH * LANES};
-  const float rate = c.decays ? 0.0f : std::exp(c.log_rate[head]);
+  const float rate = c.decays ? 0.0f : std::exp(at(c.log_rate, c.rate_dtype, head));
   Part state = free;
   if (c.before[sequence] >= 0) state = page(c.before[sequence]);
   else
@@ -89,14 +95,15 @@ void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column,
     const float query_factor = inverse_length(query, c.key_dim) / std::sqrt(static_cast<float>(c.key_dim));
     for (int64_t i = 0; i < c.key_dim; ++i) k[i] = key[i] * key_factor, q[i] = query[i] * query_factor;
     const Part next = c.slots[t] >= 0 ? page(c.slots[t]) : free;
-    const int64_t at = t * c.value_heads + head;
-    const float beta = rounded(1.0f / (1.0f + std::exp(-c.b[at])), c.dtype) * c.beta_factor;
+    const int64_t own_token = t * c.value_heads + head;
+    const float beta = rounded(1.0f / (1.0f + std::exp(-at(c.b, c.dtype, t * c.b_stride + head))), c.dtype) * c.beta_factor;
     const float* value = c.v + t * c.v_stride + head * c.value_dim + column;
-    float* out = c.out + at * c.value_dim + column;
+    float* out = c.out + own_token * c.value_dim + column;
     if (c.decays) {
-      token<WIDTH, true>(c, state, next, k, q, value, out, c.decays + at * c.key_dim, 0.0f, beta, c.value_dim - column);
+      token<WIDTH, true>(c, state, next, k, q, value, out, c.decays + own_token * c.key_dim, 0.0f, beta, c.value_dim - column);
     } else {
-      const float decay = std::exp(-rate * softplus(c.a[at] + c.bias[head]));
+      const float step = at(c.a, c.dtype, t * c.a_stride + head) + at(c.bias, c.bias_dtype, head);
+      const float decay = std::exp(-rate * softplus(step));
       token<WIDTH, false>(c, state, next, k, q, value, out, nullptr, decay, beta, c.value_dim - column);
     }
     state = next;

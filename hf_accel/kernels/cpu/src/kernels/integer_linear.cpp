@@ -185,20 +185,40 @@ void block_chunk(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, in
   }
 }
 
-// Writes epilogue(result + bias), which is rounded once. up: the block that the gate's is multiplied by, if there is one.
+// Writes epilogue(result + bias), which is rounded once. `values` gives LANES results of a row, from an output of the
+// block on.
+template <class T, class Values>
+void store_results(const LinearCall& call, const Matrix& matrix, int64_t b, int64_t r0, int64_t rows,
+                   const Values& values) {
+  const int64_t first = b * BLOCK, outputs = at_most(BLOCK, matrix.out_features - first);
+  for (int64_t r = 0; r < rows; ++r) {
+    T* const out = static_cast<T*>(call.out) + (r0 + r) * call.out_stride + matrix.column + first;
+    for (int64_t i = 0; i < outputs; i += LANES) store_upto(out + i, values(r, i), outputs - i);
+  }
+}
+
+// up: the block that the gate's is multiplied by, if there is one.
 template <int FORMAT>
 void finish(const BlockWeights<FORMAT>& weights, const BlockWeights<FORMAT>* up, const LinearCall& call, int64_t r0,
             int64_t rows, const float* sums, const float* up_sums) {
   const int32_t epilogue = call.linear->epilogue;
-  const int64_t first = weights.b * BLOCK, outputs = at_most(BLOCK, weights.matrix.out_features - first);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t i = 0; i < outputs; i += LANES) {
-      const int n = static_cast<int>(at_most(LANES, outputs - i));
-      F value = weights.output(sums + r * BLOCK, i, n);
-      if (up) value = gated(epilogue, value, up->output(up_sums + r * BLOCK, i, n));
-      else if (epilogue != NONE) value = activated(epilogue, value);
-      store_dtype(call.out, call.out_dtype, (r0 + r) * call.out_stride + weights.matrix.column + first + i, value, n);
+  const OutputFactors<FORMAT> factors(weights);
+  for_dtype(call.out_dtype, [&](auto* null) {
+    const auto store_all = [&](const auto& values) {
+      store_results<std::remove_pointer_t<decltype(null)>>(call, weights.matrix, weights.b, r0, rows, values);
+    };
+    const auto result = [&](int64_t r, int64_t i) HFA_INLINE { return factors.results(sums + r * BLOCK, i); };
+    if (up) {
+      const OutputFactors<FORMAT> up_factors(*up);
+      store_all([&](int64_t r, int64_t i) HFA_INLINE {
+        return gated(epilogue, result(r, i), up_factors.results(up_sums + r * BLOCK, i));
+      });
+    } else if (epilogue == NONE) {
+      store_all(result);
+    } else {
+      store_all([&](int64_t r, int64_t i) HFA_INLINE { return activated(epilogue, result(r, i)); });
     }
+  });
 }
 
 template <int FORMAT>

@@ -170,14 +170,37 @@ struct BlockWeights {
     task.zeros = matrix.zeros ? matrix.zeros + (b * groups + g) * BLOCK : nullptr;
     return task;
   }
+};
 
-  // The results of the next n outputs from their sums over all groups: these times the scales of the outputs (INT8), or
-  // divided by the divisor of all scales (FP4); plus the bias.
-  inline HFA_INLINE F output(const float* sums, int64_t i, int n) const {
+// What turns the sums of a block over all groups into results: these times the scales of the outputs (INT8), or divided
+// by the divisor of all scales (FP4); plus the bias.
+template <int FORMAT>
+struct OutputFactors {
+  const float* scales = nullptr;
+  const float* biases = nullptr;
+  float divisor = 1.0f;
+  alignas(64) float converted[BLOCK];  // biases of another dtype, or of a part of a block
+
+  explicit OutputFactors(const BlockWeights<FORMAT>& weights) {
+    const Matrix& matrix = weights.matrix;
+    const int64_t first = weights.b * BLOCK, outputs = at_most(BLOCK, matrix.out_features - first);
+    if (FORMAT == INT8) scales = static_cast<const float*>(matrix.scales) + first;
+    if (FORMAT == FP4) divisor = matrix.divisor;
+    if (!matrix.bias) return;
+    biases = converted;
+    if (matrix.bias_dtype == F32 && outputs == BLOCK) biases = static_cast<const float*>(matrix.bias) + first;
+    else
+      for (int64_t i = 0; i < outputs; i += LANES) {
+        const int n = static_cast<int>(at_most(LANES, outputs - i));
+        store(converted + i, load_dtype(matrix.bias, matrix.bias_dtype, first + i, n));
+      }
+  }
+  // LANES results from output i of the block on.
+  inline HFA_INLINE F results(const float* sums, int64_t i) const {
     F value = load(sums + i);
-    if (FORMAT == INT8) value = mul(value, load(static_cast<const float*>(matrix.scales) + b * BLOCK + i));
-    if (FORMAT == FP4 && matrix.divisor != 1.0f) value = div(value, set1(matrix.divisor));
-    return matrix.bias ? add(value, load_dtype(matrix.bias, matrix.bias_dtype, b * BLOCK + i, n)) : value;
+    if (FORMAT == INT8) value = mul(value, load(scales + i));
+    if (FORMAT == FP4 && divisor != 1.0f) value = div(value, set1(divisor));
+    return biases ? add(value, load(biases + i)) : value;
   }
 };
 

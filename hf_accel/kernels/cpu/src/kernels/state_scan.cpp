@@ -41,6 +41,14 @@ inline HFA_INLINE void write(float* p, const Columns<WIDTH>& x, int64_t left) {
   unrolled<WIDTH>([&](auto j) { WIDTH > 1 ? store(p + j * LANES, x.of[j]) : store_upto(p, x.of[j], left); });
 }
 
+inline float number(const void* p, int32_t dtype, int64_t i) {
+  float result = 0.0f;
+  for_dtype(dtype, [&](auto* null) { result = to_float(static_cast<const std::remove_pointer_t<decltype(null)>*>(p)[i]); });
+  return result;
+}
+
+inline const float* floats(const void* p) { return static_cast<const float*>(p); }
+
 inline float within(float x, float lowest, float highest) { return x < lowest ? lowest : x > highest ? highest : x; }
 
 // rates: those of a head, or [state_size, WIDTH * LANES] with EACH.
@@ -52,18 +60,20 @@ inline HFA_INLINE void token(const ScanCall& c, int64_t t, Place at, const float
   const auto x = read<WIDTH>(c.x + t * c.x_stride + first, at.left);
   Columns<WIDTH> delta, decay, skip, sum, input;
   if constexpr (EACH) {
-    const auto dt = read<WIDTH>(c.dt + t * c.head_dim + at.column, at.left);
-    const auto bias = read<WIDTH>(c.bias + at.column, at.left);
-    skip = read<WIDTH>(c.skip + at.column, at.left);
+    const auto dt = read<WIDTH>(floats(c.dt) + t * c.dt_stride + at.column, at.left);
+    const auto bias = read<WIDTH>(floats(c.bias) + at.column, at.left);
+    skip = read<WIDTH>(floats(c.skip) + at.column, at.left);
     unrolled<WIDTH>([&](auto j) {
       // max and min return their second operand if it is NaN.
       delta.of[j] = min(set1(highest), max(set1(lowest), softplus(add(dt.of[j], bias.of[j]))));
     });
   } else {
-    const float own = within(softplus(c.dt[t * c.heads + at.head] + c.bias[at.head]), lowest, highest);
+    const float dt = number(c.dt, c.dt_dtype, t * c.dt_stride + at.head);
+    const float own = within(softplus(dt + number(c.bias, c.bias_dtype, at.head)), lowest, highest);
+    const float skipped = number(c.skip, c.skip_dtype, at.head);
     const float kept = std::exp(-*rates * own);
     unrolled<WIDTH>([&](auto j) {
-      delta.of[j] = set1(own), decay.of[j] = set1(kept), skip.of[j] = set1(c.skip[at.head]);
+      delta.of[j] = set1(own), decay.of[j] = set1(kept), skip.of[j] = set1(skipped);
     });
   }
   unrolled<WIDTH>([&](auto j) { input.of[j] = mul(delta.of[j], x.of[j]), sum.of[j] = zero(); });
@@ -94,10 +104,10 @@ void columns(const ScanCall& c, int64_t sequence, Place at, float* part, float* 
   if constexpr (EACH) {
     for (int64_t i = 0; i < c.state_size; ++i)
       for (int64_t j = 0; j < SIZE; ++j)
-        rates[i * SIZE + j] = j < at.left ? c.log_rate[(at.column + j) * c.state_size + i] : 0.0f;
+        rates[i * SIZE + j] = j < at.left ? floats(c.log_rate)[(at.column + j) * c.state_size + i] : 0.0f;
     for (int64_t i = 0; i < c.state_size * SIZE; i += LANES) store(rates + i, exp_as_torch(load(rates + i)));
   } else {
-    *rates = std::exp(c.log_rate[at.head]);
+    *rates = std::exp(number(c.log_rate, c.rate_dtype, at.head));
   }
   const auto page = [&](int64_t slot) {
     return Part{c.states + (slot * c.heads + at.head) * c.state_size * c.head_dim + at.column, c.head_dim};

@@ -1,0 +1,83 @@
+"""What an operation of a layer is as a native call: the base of its kinds, and what they are given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..recognition.operation import INPUT, Operation, Span, UntraceableError
+from .encoder_rows import CallTensors, RowLayout
+from .projections import NativeCall
+from .traced_layer import Attention, Traced
+
+
+class NativeParts(Traced):
+    """A traced layer whose operations are native calls.
+
+    calls, tensors: hold the memory that the structs of the operations point to. max_tokens: the most tokens of a call.
+    over_rows: whether its attention reads the keys of the call's own rows, and not those of pages. source_attention:
+    its attention to an encoder's output, None without.
+    """
+
+    over_rows: bool
+    source_attention: Attention | None = None
+    max_tokens: int
+    calls: list[NativeCall]
+    tensors: list[Tensor]
+
+    def address(self, tensor: Tensor) -> int:
+        """Return where a tensor's memory is, which must stay there."""
+        self.tensors.append(tensor)
+        return tensor.data_ptr()
+
+
+class Planned(NamedTuple):
+    """The plan of a layer that is still to be patched.
+
+    linears: the linear layers that will have a native call; None where they are called as modules.
+    """
+
+    dtype: torch.dtype
+    linears: Container[nn.Module] | None
+    device_type: str
+
+
+class HeldRows:
+    """The tensors of a call over rows whose operations are called one by one, [N, width] by buffer."""
+
+    def __init__(self, parts: NativeParts, x: Tensor, layout: RowLayout, tensors: CallTensors) -> None:
+        self.parts, self.layout = parts, layout
+        self.tables, bias, self.written, self.positions = tensors
+        self.bias = None if bias is None else bias.table
+        self.buffers = {INPUT: x}
+
+    def columns(self, span: Span, width: int) -> Tensor:
+        """Return columns of a buffer, [N, width]."""
+        buffer = self.buffers[span.buffer]
+        return buffer if buffer.shape[1] == width else buffer.narrow(1, span.offset, width)
+
+    def heads(self, span: Span, heads: int, dim: int) -> Tensor:
+        """Return columns of a buffer, [N, heads, dim]."""
+        return self.columns(span, heads * dim).view(-1, heads, dim)
+
+
+class NativeOperation(ABC):
+    """The native calls of operations of one kind. over_rows: whether it has one over rows."""
+
+    over_rows = True
+
+    def refusal(self, operation: Operation, planned: Planned) -> str | None:
+        """Return why a layer that is planned so will have no native call for this, as a clause; None if it will."""
+        return None
+
+    @abstractmethod
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        """Return the fields of its struct, besides its places. Raises UntraceableError."""
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        """Return its results over rows, [N, width]."""
+        raise UntraceableError(f"{operation.kind} has no native call over rows")
