@@ -40,14 +40,15 @@ class PagedUnit(Mixin):
     """A mixin for a block with a gated recurrent unit, which a decoder layer calls as it calls attention."""
 
     def forward(
-        self, input_states: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = True,
-        past_key_values: Any = None, **kwargs: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self, input_states: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         """[B, Q, H] -> [B, Q, H]. Raises what PagedRecurrence raises, and UnsupportedError for padding."""
-        if isinstance(past_key_values, CacheOverPages):
-            return over_pages(self, input_states, past_key_values, {"position_ids": position_ids, **kwargs}), None
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, CacheOverPages):
+            given = {name: value for name, value in kwargs.items() if value is not cache}
+            return over_pages(self, input_states, cache, {"position_ids": position_ids, **given}), None
         stock: tuple[Tensor, None] = super().forward(  # type: ignore[misc]
-            input_states, position_ids, attention_mask, use_cache, past_key_values=past_key_values, **kwargs
+            input_states, position_ids, attention_mask, **kwargs
         )
         return stock
 
