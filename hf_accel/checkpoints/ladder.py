@@ -14,7 +14,16 @@ from ..config.fit import Fit
 from ..errors import UnsupportedError
 from ..estimate.estimate import count
 from ..estimate.result import in_units
-from ..estimate.shapes import DECODER_TOKENS, decoder_config, held_specs, is_encoder, unpatched_shapes
+from ..estimate.shapes import (
+    DECODER_TOKENS,
+    decoder_config,
+    decoder_positions,
+    has_both,
+    held_specs,
+    is_encoder,
+    source_length,
+    unpatched_shapes,
+)
 from ..estimate.workload import Workload
 from ..linear.embedding import QuantEmbedding
 from ..patching.check import check_linear_names
@@ -97,9 +106,11 @@ class Counter:
         self.settings = settings
         self.asked = None if settings.cache is None else settings.cache.max_tokens
         config = decoder_config(self.shapes)
-        positions = getattr(config, "max_position_embeddings", None)
+        positions = decoder_positions(config)
+        if positions is not None and has_both(self.shapes.config, self.shapes):  # a source has to fit too
+            positions = max(positions, source_length(self.shapes) or 0)
         self.tokens: int | None = self.asked or min(DECODER_TOKENS, positions or DECODER_TOKENS)
-        self.most = self.asked or positions or self.tokens
+        self.most: int | None = self.asked or positions or self.tokens
         if is_encoder(config, self.shapes):
             self.asked = self.tokens = self.most = None
 

@@ -16,18 +16,22 @@ from ..errors import UnsupportedError
 from ..keywords import Default, checked_keywords, one_of, positive_int, positive_number
 from ..linear import LinearSpec
 from ..models import model_of
-from .layer_bytes import attention_layers, encoder_layers
+from .layer_bytes import attention_layers, encoder_decoder_layers, encoder_layers
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
 from .shapes import (
     DECODER_TOKENS,
+    TEXT,
     decoder_config,
+    decoder_positions,
+    has_both,
     held_specs,
     is_encoder,
     load_config,
     longest_input,
     patched_settings,
     shapes_of,
+    source_length,
     stored_specs,
 )
 from .this_machine import measure_machine
@@ -51,12 +55,13 @@ def estimate(
     price_per_hour: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Estimate:
-    """Return bytes, seconds and cost of a decoder or an encoder, from its shapes alone: no weight is loaded.
+    """Return bytes, seconds and cost of a decoder, an encoder or both, from its shapes alone: no weight is loaded.
 
     model: a config, a path or name of one, a model, or what holds one, as patch() takes it; a patched model counts as
         what it was before.
     context: tokens of each sequence; batch: sequences. None: 4,096 of a decoder, and of an encoder the longest input
-        that it is made for: its positions, the patches of an image, 30 seconds of sound.
+        that it is made for: its positions, the patches of an image, 30 seconds of sound. With an encoder and a decoder
+        these are the tokens of the answer, and as many of the text that it is made from; None: all positions.
     weights: as in `patch`; left out, the formats that the layers of a patched or quantized model have, or of a
         checkpoint that is quantized already, else None, as they are. Linears and experts that patch() knows take the
         bits and scales asked for, the head 8; embeddings stay.
@@ -69,8 +74,7 @@ def estimate(
         a GPU that has them if the others are, else as fast as compute.
     price_per_hour: of the machine, in any currency.
 
-    Raises UnsupportedError for other models (encoder-decoders, latent attention, recurrent layers), for a path without
-    a config, and for values out of range.
+    Raises UnsupportedError for models of other layers, for a path without a config, and for values out of range.
     """
     if context is not None:
         positive_int("context", context)
@@ -120,11 +124,15 @@ def count(
     held: the specs of layers that are quantized already, by name. tables: embeddings that look rows up in a head.
     """
     config = decoder_config(shapes)
-    encodes = is_encoder(config, shapes)
-    find_layers = encoder_layers if encodes else attention_layers
+    encodes, has_source = is_encoder(config, shapes), has_both(shapes.config, shapes)
     if context is None:
-        context = longest_input(config, shapes) if encodes else DECODER_TOKENS
-    layers = tuple(find_layers(config, context=context))
+        most = (decoder_positions(config) or TEXT) if has_source else DECODER_TOKENS
+        context = longest_input(config, shapes) if encodes else min(most, DECODER_TOKENS)
+    if has_source:
+        source = source_length(shapes)
+        layers = tuple(encoder_decoder_layers(shapes.config, context=context, source=source))
+    else:
+        layers = tuple((encoder_layers if encodes else attention_layers)(config, context=context))
     for refusal in filter(None, (layer.dtype_refusal(QUANTIZED.get(kv_dtype or "")) for layer in layers)):
         raise UnsupportedError(f"kv_dtype={kv_dtype!r} was asked for, but {refusal}")
     return Workload(

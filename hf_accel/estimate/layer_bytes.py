@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,12 +20,14 @@ class StatefulLayer:
     """One layer that attends or keeps a state; `tokens` are what a query sees of a sequence (at most its window).
 
     numbers: what its pages hold of a token. kind: of the pages; None if it keeps nothing for later tokens, and each
-    query sees tokens on both sides.
+    query sees tokens on both sides. is_fixed: whether the tokens are of an input of one length, as the frames of a
+    sound, however long the context is.
     """
 
     numbers: TokenNumbers
     tokens: int
     kind: Kind | None
+    is_fixed: bool = False
 
     def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
         """Return the bytes that the layer keeps of one sequence.
@@ -56,6 +58,17 @@ class StatefulLayer:
         return self.numbers.pair_operations * pairs
 
 
+class SourceLayer(StatefulLayer):
+    """One layer of a decoder that attends to an encoder's output, of which it keeps keys and values once.
+
+    tokens: those of the source.
+    """
+
+    def prefill_operations(self, context: int) -> int:
+        """Return the operations of the first token, which is all that a decoder computes with its source."""
+        return self.decode_operations
+
+
 def attention_layers(config: Any, *, context: int) -> list[StatefulLayer]:
     """Return the layers that have a cache of their own, as transformers' cache counts them.
 
@@ -82,3 +95,19 @@ def encoder_layers(config: Any, *, context: int) -> list[StatefulLayer]:
     seen = {True: min(context, window), False: context}
     numbers = KeysAndValues(None).numbers(config)
     return [StatefulLayer(numbers, seen["sliding" in kind], None) for kind in kinds]
+
+
+def encoder_decoder_layers(config: Any, *, context: int, source: int | None) -> list[StatefulLayer]:
+    """Return the layers of an encoder, and those of its decoder: each attends to its own tokens and to the source.
+
+    context: tokens of the decoder. source: those of the encoder's input if it has one length; None: the context.
+    """
+    tokens, fixed = source or context, source is not None
+    encoder, decoder = config.get_text_config(encoder=True), config.get_text_config(decoder=True)
+    count = getattr(decoder, "num_decoder_layers", None) or decoder.num_hidden_layers  # T5 has both
+    kept = attention_layers(decoder, context=context)
+    own = [kept[min(index, len(kept) - 1)] for index in range(count)]
+    once = KeysAndValues(None)
+    crossing = [SourceLayer(once.numbers(decoder), tokens, once, is_fixed=fixed) for _ in range(count)]
+    read = [replace(layer, is_fixed=fixed) for layer in encoder_layers(encoder, context=tokens)]
+    return [*read, *own, *crossing]

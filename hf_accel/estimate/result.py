@@ -54,7 +54,9 @@ class Estimate(Printed):
         prompts, which are computed many tokens at a time.
     counted: for `serving`.
 
-    An encoder has passes over the whole context (prefill_seconds), no KV cache, and None for a decode step.
+    An encoder has passes over the whole context (prefill_seconds), no KV cache, and None for a decode step. With a
+    decoder behind it, kv_bytes counts what that keeps of the source, once, and of its own tokens; prefill_seconds are
+    those of the source.
     """
 
     model: str
@@ -108,6 +110,11 @@ class Estimate(Printed):
         """
         if self.seconds_per_token is None:
             raise UnsupportedError(f"{self.model} is an encoder and gives no tokens: serving() has nothing to count")
+        if self.counted.workload.source_tokens is not None:
+            raise UnsupportedError(
+                f"{self.model} reads its prompts with an encoder, whose share of a load serving() does not know; "
+                "prefill_seconds is what a source takes, and seconds_per_token each token after it"
+            )
         if prompt_tokens + output_tokens > self.context:
             raise UnsupportedError(
                 f"prompt_tokens={prompt_tokens} and output_tokens={output_tokens} are more than the context of "

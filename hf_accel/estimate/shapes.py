@@ -20,6 +20,8 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -71,7 +73,7 @@ def shapes_of(source: Any, *, dtype: torch.dtype | None) -> Any:
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"estimate() takes a config, a model or a path, not {type(source).__name__}")
     check_known(config)
-    if is_encoder(config):
+    if is_encoder(config) or config.is_encoder_decoder:
         return on_meta(config, dtype=dtype)
     # A copy: building writes the attention implementation and the dtype into the config it is given.
     decoder = copy.deepcopy(config.get_text_config(decoder=True))
@@ -95,6 +97,8 @@ def is_encoder(config: Any, model: Any = None) -> bool:
 
     model: the model that has this config, if there is one.
     """
+    if has_both(config, model):
+        return False
     # is_decoder alone is not enough: it is False in GPT-NeoX, which is always a decoder.
     if _fills_gaps(config):
         return True
@@ -103,16 +107,27 @@ def is_encoder(config: Any, model: Any = None) -> bool:
     return not known and (class_of(config) if model is None else model).can_generate() is False
 
 
+def has_both(config: Any, model: Any = None) -> bool:
+    """Return whether `config` describes an encoder with a decoder that generates from its output.
+
+    model: the model that has this config, if there is one.
+    """
+    whole = config if model is None else model.config
+    return bool(whole.is_encoder_decoder) and bool((class_of(whole) if model is None else model).can_generate())
+
+
 def _fills_gaps(config: Any) -> bool:
     """Return whether `config` is of a model that sees the tokens on both sides, as BERT, unless it says otherwise."""
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
 
 
 def check_known(config: Any, model: Any = None) -> None:
-    """Raise UnsupportedError unless `config` describes a decoder that caches keys and values, or an encoder."""
+    """Raise UnsupportedError unless `config` describes a decoder that caches keys and values, an encoder, or both."""
     name = type(config).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{name} describes an encoder-decoder; estimate() knows decoders and encoders")
+    if getattr(config, "is_encoder_decoder", False) and not has_both(config, model):
+        raise UnsupportedError(
+            f"{name} describes an encoder-decoder without a head; give the class that generates under architectures"
+        )
     text = config.get_text_config(decoder=True)
     if text is not config and is_encoder(config, model):
         raise UnsupportedError(f"{name} describes a model of several parts; estimate() knows those of one")
@@ -139,6 +154,8 @@ def class_of(config: PreTrainedConfig) -> Any:
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
     mappings = (MODEL_MAPPING,) if _fills_gaps(config) else (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
+    if config.is_encoder_decoder:
+        mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, *mappings)
     known: Any = next((m for m in mappings if type(config) in m), {})
     return known.get(type(config), AutoModelForCausalLM)
 
@@ -187,6 +204,46 @@ def _numbers(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from _numbers(value, f"{prefix}{name}.")
         elif isinstance(value, (int, float)):
             yield f"{prefix}{name}", value
+
+
+# -- encoders with a decoder ----------------------------------------------------------------------------
+
+# How models call the attention of a decoder's layer to an encoder's output, and its projections to keys and values.
+CROSSING = frozenset({"encoder_attn", "EncDecAttention", "cross_attn", "cross_attention", "crossattention"})
+OF_KEYS = frozenset({"k", "v", "key", "value", "k_proj", "v_proj", "key_proj", "value_proj"})
+
+
+def source_modules(model: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules that an encoder-decoder runs once for each source: an encoder's, and the projections of its
+    output to keys and values.
+    """
+    if not has_both(model.config, model):
+        return set()
+    found = set(model.get_encoder().modules())
+    for name, module in model.named_modules():
+        above, _, last = name.rpartition(".")
+        around = above.rpartition(".")[2]
+        if around in CROSSING and last in OF_KEYS:
+            found.add(module)
+    return found - set(_embeddings(model))
+
+
+def _embeddings(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the tables of words, which an encoder shares with its decoder."""
+    return (module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None)
+
+
+def source_length(model: PreTrainedModel) -> int | None:
+    """Return the tokens that an encoder makes of what it reads; None for a text, which is as long as it is."""
+    encoder: Any = model.get_encoder()
+    if model.main_input_name == "input_ids":
+        return None
+    return longest_input(encoder.config, encoder)
+
+
+def decoder_positions(config: Any) -> int | None:
+    """Return how many tokens a decoder has positions for; None if its config does not say."""
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
 
 
 # -- the longest input that a model is made for: tokens of a text, patches of an image, frames of sound ---

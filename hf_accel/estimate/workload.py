@@ -23,9 +23,9 @@ from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
 from ..patching.survey import linear_sites, sites_for, sites_named
 from ..patching.weight_sites import LinearSite
-from .layer_bytes import StatefulLayer
+from .layer_bytes import SourceLayer, StatefulLayer
 from .roofline import Work
-from .shapes import decoder_config
+from .shapes import decoder_config, source_modules
 
 MULTIPLIED = ("linears", "experts", "head")  # the kinds that a token is multiplied with
 TILE = 128  # rows and columns of scores that tiled attention holds at a time
@@ -45,13 +45,24 @@ class Workload:
 
     def at(self, *, context: int, batch: int) -> Workload:
         """Return the same workload at another context, at most the model's."""
-        layers = tuple(replace(layer, tokens=min(layer.tokens, context)) for layer in self.layers)
+        cut = (layer if layer.is_fixed else replace(layer, tokens=min(layer.tokens, context)) for layer in self.layers)
+        layers = tuple(cut)
         return replace(self, layers=layers, context=context, batch=batch)
 
     @property
     def decodes(self) -> bool:
-        """True if it is a decoder's; an encoder has passes of `context` tokens alone."""
-        return all(layer.kind is not None for layer in self.layers)
+        """True if it has a decoder; an encoder has passes of `context` tokens alone."""
+        return any(layer.kind is not None for layer in self.layers)
+
+    @property
+    def source_tokens(self) -> int | None:
+        """The tokens that an encoder reads for a decoder; None without both."""
+        return next((layer.tokens for layer in self.layers if isinstance(layer, SourceLayer)), None)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of each sequence that a prefill computes: those of the source, or of the context."""
+        return self.source_tokens or self.context
 
     @property
     def weights_by_kind(self) -> dict[str, int]:
@@ -67,12 +78,12 @@ class Workload:
         """Residual stream and its norm, and three times the widest output (gate, up and their product in an MLP)."""
         linears = [tensor for tensor in self.tensors if tensor.kind == "linears"]
         width = 2 * min(tensor.shape[1] for tensor in linears) + 3 * max(tensor.shape[0] for tensor in linears)
-        return self.batch * self.context * width * self.dtype.itemsize
+        return self.batch * self.prompt_tokens * width * self.dtype.itemsize
 
     @property
     def attention_bytes(self) -> AttentionBytes:
         heads = self.batch * max(layer.numbers.queries for layer in self.layers)
-        return AttentionBytes.of(context=self.context, heads=heads, dtype=self.dtype)
+        return AttentionBytes.of(context=self.prompt_tokens, heads=heads, dtype=self.dtype)
 
     @property
     def total_bytes(self) -> int:
@@ -82,14 +93,18 @@ class Workload:
     @property
     def decode(self) -> Work:
         """Return the work of a decode step: one token for each sequence, with `context` tokens cached."""
-        attention = sum(layer.decode_operations for layer in self.layers)
+        attention = sum(layer.decode_operations for layer in self.layers if layer.kind is not None)
         return self._work(1, attention)
 
     @property
     def prefill(self) -> Work:
-        """Return the work of a prefill: `context` tokens of each sequence; a decoder's head sees only the last one."""
-        attention = sum(layer.prefill_operations(self.context) for layer in self.layers)
-        return self._work(self.context, attention)
+        """Return the work of a prefill: `context` tokens of each sequence; a decoder's head sees only the last one.
+
+        With an encoder it is a pass over the source, and the decoder's first token.
+        """
+        tokens = self.prompt_tokens
+        begun = self.layers if self.source_tokens is None else [each for each in self.layers if not _is_own(each)]
+        return self._work(tokens, sum(layer.prefill_operations(tokens) for layer in begun), reads_source=True)
 
     def weight_bytes_read(self, tokens: float) -> float:
         """Return the bytes of weights that a pass over `tokens` tokens is expected to read: each expert is as likely
@@ -99,25 +114,36 @@ class Workload:
 
     @cached_property
     def _bytes_by_share(self) -> Counter[float]:
-        """The bytes of the weights by the share of them that one token uses; of embeddings that is nothing."""
+        """The bytes of the weights by the share of them that one token uses; of embeddings that is nothing.
+
+        Those that a source alone is multiplied by are left out.
+        """
         found: Counter[float] = Counter()
         for tensor in self.tensors:
-            stored = tensor.bytes_by_kind
-            found[tensor.share_per_token] += stored.total() - stored["embeddings"]
+            if not tensor.of_source:
+                found[tensor.share_per_token] += tensor.bytes_read
         return found
 
-    def _work(self, tokens: int, attention: int) -> Work:
+    def _tokens_of(self, tensor: WeightTensor, tokens: int, *, reads_source: bool) -> int:
+        """Return the tokens of each sequence that a pass multiplies by a weight."""
+        if tensor.of_source:
+            return tokens if reads_source else 0
+        is_first = reads_source and self.source_tokens is not None
+        return 1 if is_first or (tensor.kind == "head" and self.decodes) else tokens
+
+    def _work(self, tokens: int, attention: int, *, reads_source: bool = False) -> Work:
         """Return the work of a pass over `tokens` tokens of each sequence.
 
-        attention: operations of all layers for one sequence.
+        attention: operations of all layers for one sequence. reads_source: whether an encoder reads these tokens.
         """
         each = [
-            (t, t.operations_per_token * (1 if t.kind == "head" and self.decodes else tokens)) for t in self.tensors
+            (t, t.operations_per_token * self._tokens_of(t, tokens, reads_source=reads_source)) for t in self.tensors
         ]
         quantized = sum(operations for tensor, operations in each if tensor.spec is not None)
         fp8 = sum(operations for tensor, operations in each if _rounds_to_fp8(tensor, self.batch * tokens))
         total = attention + sum(operations for _, operations in each)
         nbytes = self.kv_bytes + self.weight_bytes_read(self.batch * tokens)
+        nbytes += sum(tensor.bytes_read for tensor in self.tensors if tensor.of_source and reads_source)
         return Work(
             nbytes,
             self.batch * total,
@@ -128,6 +154,11 @@ class Workload:
             layers=len(self.layers),
             fp8=self.batch * fp8,
         )
+
+
+def _is_own(layer: StatefulLayer) -> bool:
+    """Return whether it is a decoder's layer that attends to the decoder's own tokens."""
+    return layer.kind is not None and not isinstance(layer, SourceLayer)
 
 
 def _rounds_to_fp8(tensor: WeightTensor, rows: float) -> bool:
@@ -148,7 +179,8 @@ class WeightTensor:
     kind: "linears", "experts", "head", "embeddings" or "other" (norms, biases, routers).
     shape: as stored, but [outputs, inputs] for every kind of linear.
     spec: how it is quantized; None: it stays as it is.
-    tied: a head that is the embedding table too. top_k: of experts, how many a token takes.
+    tied: a head that is the embedding table too. top_k: of experts, how many a token takes. of_source: whether the
+    tokens that an encoder reads are all that it is multiplied by, once.
     """
 
     kind: str
@@ -157,6 +189,7 @@ class WeightTensor:
     spec: LinearSpec | None = None
     tied: bool = False
     top_k: int = 0
+    of_source: bool = False
 
     @property
     def numel(self) -> int:
@@ -175,6 +208,12 @@ class WeightTensor:
         if self.tied:
             stored["embeddings"] = plain  # looked up by token, so that the table stays as it is
         return stored
+
+    @property
+    def bytes_read(self) -> int:
+        """The stored bytes of which a pass may read all: of embeddings it reads a few rows."""
+        stored = self.bytes_by_kind
+        return stored.total() - stored["embeddings"]
 
     @property
     def share_per_token(self) -> float:
@@ -209,6 +248,7 @@ def weight_tensors(
     sites = {id(site.parameter): site for site in sites_named(model, held or ()).values()}
     sites |= {id(site.parameter): site for site in found}
     seen: set[int] = set()
+    of_source = source_modules(model)
     for name, module in model.named_modules():
         for parameter in () if name in tables else module.parameters(recurse=False):
             if id(parameter) not in seen:
@@ -218,7 +258,7 @@ def weight_tensors(
                 if held:
                     spec = None if site is None else held.get(site.name)
                     counted = replace(counted, spec=spec, tied=counted.tied and not tables)
-                yield counted
+                yield replace(counted, of_source=True) if module in of_source else counted
 
 
 def _weight(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels.cpu.library import FLOATS, native
 from ..kernels.cpu.row_kernels import activate
-from ..recognition.trial import PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, activation_name, agree
+from ..recognition.asked import answer_once
+from ..recognition.trial import PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, activation_name, agree, alike
 from ..recognition.unchanged import is_known_class
 from ..undo.journal import Mixin
 from ..undo.state import FUSED
@@ -49,9 +50,14 @@ def composed_activation(module: nn.Module, dtype: torch.dtype) -> ActivationForm
     operator is as fast as ours. In bfloat16 and float16 torch rounds after each operator, and ours once, so that most
     are left alone.
     """
-    if dtype not in FLOATS or not is_known_class(type(module)):
-        return None
-    name = activation_name(module, PLAIN_ACTIVATIONS)
+    kind = alike(module)
+    return (
+        None if kind is None or dtype not in FLOATS else answer_once(_composed_activation, module, dtype, equal=kind)
+    )
+
+
+def _composed_activation(module: nn.Module, dtype: torch.dtype) -> ActivationForm | None:
+    name = activation_name(module, PLAIN_ACTIVATIONS) if is_known_class(type(module)) else None
     if name is None:
         return None
     x = (RandomNumbers()(512) * 3).to(dtype)

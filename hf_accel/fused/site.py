@@ -16,8 +16,9 @@ class SiteKind:
 
     modules: what they are. choice: what becomes of them; a kind without one has lines of its own in the plan.
     known_by: why they are known to give the same. else_choice: what becomes of one that is not known. computes_all:
-    whether we compute all of their parts then. convolves: whether we compute the convolutions among their parts.
-    varies: why the bits of a token depend on what else is computed, as one clause; None if they do not.
+    whether we compute all of their parts then. multiplies: whether we compute all products within them, except for
+    those of linear layers, which are called. varies: why the bits of a token depend on what else is computed, as one
+    clause; None if they do not.
     """
 
     name: str
@@ -26,7 +27,7 @@ class SiteKind:
     known_by: str = "checked on random input"
     else_choice: str = "stock"
     computes_all: bool = False
-    convolves: bool = False
+    multiplies: bool = False
     varies: str | None = None
 
 

@@ -109,10 +109,9 @@ def _errors_of_the_disk(path: Path, errors: tuple[type[Exception], ...]) -> Iter
 def _unfinished(place: Path) -> Iterator[Path]:
     """Make a locked folder next to `place`, which is deleted at the end with all that it holds."""
     prefix = f".{place.name}."
-    left = {path.with_name(path.name.removesuffix(LOCK)) for path in place.parent.iterdir()}
-    for path in left:
-        if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
-            _delete_abandoned(path)
+    for name in {path.name.removesuffix(LOCK) for path in place.parent.iterdir()}:
+        if name.startswith(prefix) and name.endswith(UNFINISHED):
+            _delete_abandoned(place.with_name(name))
     folder = place.with_name(f"{prefix}{secrets.token_hex(4)}{UNFINISHED}")
     with _lock_of(folder):  # there is no moment at which others find the folder without it
         folder.mkdir()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -209,8 +210,9 @@ def pool_memory(device: torch.device) -> int | None:
 
 
 PAGEMAP = "/proc/self/pagemap"  # a word for each page of this process; man 5 proc
-STATE = 61  # the lowest of three bits: the page is a file's or shared, it is swapped out, it is in memory
-UNMAPPED, OF_A_FILE = 0b000, 0b101
+# The upper three bits of a word: the page is a file's or shared, it is swapped out, it is in memory.
+UNMAPPED, OF_A_FILE = (bytes(range(state << 5, (state + 1) << 5)) for state in (0b000, 0b101))
+HIGHEST = 7 if sys.byteorder == "little" else 0  # byte of a word
 MADV_DONTNEED = 4
 
 
@@ -230,9 +232,7 @@ def release(tensor: Tensor) -> int:
     mapped = _pages_of_a_file(first, pages) if pages > 0 else 0
     if not mapped:
         return 0
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    failed = madvise(first * mmap.PAGESIZE, pages * mmap.PAGESIZE, MADV_DONTNEED)
+    failed = _madvise()(first * mmap.PAGESIZE, pages * mmap.PAGESIZE, MADV_DONTNEED)
     return 0 if failed else mapped * mmap.PAGESIZE
 
 
@@ -246,9 +246,16 @@ def _pages_of_a_file(first: int, pages: int) -> int:
                 return 0
     except OSError:
         return 0
-    states = torch.frombuffer(words, dtype=torch.int64) >> STATE & 0b111
-    mapped = states != UNMAPPED
-    return int(mapped.sum()) if bool((states[mapped] == OF_A_FILE).all()) else 0
+    mapped = words[HIGHEST::8].translate(None, UNMAPPED)
+    return 0 if mapped.translate(None, OF_A_FILE) else len(mapped)
+
+
+@lru_cache(maxsize=1)
+def _madvise() -> Any:
+    """Return the system's function of that name, which takes some time to be found."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
 
 
 def trim() -> None:

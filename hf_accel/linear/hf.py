@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -38,7 +39,8 @@ from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .embedding import QuantEmbedding
 from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
-from .formats.blocks import VERSION, VERSION_SETTING
+from .formats import KINDS
+from .formats.blocks import VERSION, VERSION_SETTING, Blocks
 from .layer import QuantModule
 from .layer_settings import SCALE_DTYPES
 from .layer_state import blanks, file_state
@@ -149,7 +151,8 @@ class AccelQuantizer(HfQuantizer):
         self.quantization_config.tables = stored_tables(model)
         # Of a model with adapters, or on several devices, transformers writes less than all, or fetches it.
         apart = getattr(model, "hf_device_map", None) or getattr(model, "_hf_peft_config_loaded", False)
-        written = None if apart else file_state(model, layers)
+        in_blocks = not apart and keeps_endings(model, [field.name for field in fields(Blocks)])
+        written = file_state(model, layers) if in_blocks else None
         if written is None:
             return None, {}
         for name in written[1]:
@@ -197,6 +200,8 @@ def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not conversions:
         return lambda name: False
+    if not keeps_endings(model, {field.name for kind in KINDS.values() for field in fields(kind)}):
+        return lambda name: True
     there = [entry.reverse_transform() for entry in reversed(conversions)]
 
     def is_lost(name: str) -> bool:
@@ -207,6 +212,16 @@ def lost_on_saving(model: PreTrainedModel) -> Callable[[str], bool]:
         return False
 
     return is_lost
+
+
+def keeps_endings(model: PreTrainedModel, endings: Iterable[str]) -> bool:
+    """Return whether transformers leaves the last parts of tensors' names as they are when it loads and saves a model.
+
+    Kimi K2.5's `blocks` become `layers`, and so would the name of our blocks.
+    """
+    here, there = get_model_conversion_mapping(model), get_model_conversion_mapping(model, add_legacy=False)
+    ways = (by_kind(here), by_kind([entry.reverse_transform() for entry in reversed(there)]))
+    return all(rename_source_key(f"-.{e}", *way)[0].endswith(f".{e}") for e in endings for way in ways)
 
 
 def by_kind(conversions: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:

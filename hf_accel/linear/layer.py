@@ -39,23 +39,32 @@ class QuantModule(nn.Module):
     multiplies = True  # whether inputs are multiplied by the weight; from a table rows are looked up alone
     experts = 1  # whose weights are stored one after the other
 
+    in_features: int
+    out_features: int
+    kind: type[Any]  # of the stored weight
+    dtype: torch.dtype  # of the activations
+    activations: Activations
+    requested_backend: str
+    row_invariant: bool  # whether a row-invariant backend was asked for
+    finds_rows: bool  # whether an embedding looks its rows up in it
+    choice: BackendChoice | None
+    _packed: Any
+    _input_order: Tensor | None  # of the packed weight
+    part: layer_state.RankPart | None  # which one this is, if other processes hold the others
+    writes: int  # times that another weight was put into it
+    changes: list[Tensor]  # what was added to the weight and not taken out again, each as a sketch
+    _lent: weakref.ref[WritableWeight] | None
+    layout_of_blocks: Layout | None  # of the stored weight, while the buffers are blocks
+
     def _describe(self, spec: LinearSpec, backend: str) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = spec.in_features, spec.out_features
-        self.kind = kind_of(spec.layout)  # of the stored weight
-        self.dtype = spec.dtype  # of the activations
-        self.activations = spec.activations
-        self.requested_backend = backend
-        self.row_invariant = False  # whether a row-invariant backend was asked for
-        self.finds_rows = False  # whether an embedding looks its rows up in it
-        self.choice: BackendChoice | None = None
-        self._packed: Any = None
-        self._input_order: Tensor | None = None  # of the packed weight
-        self.part: layer_state.RankPart | None = None  # which one this is, if other processes hold the others
-        self.writes = 0  # times that another weight was put into it
-        self.changes: list[Tensor] = []  # what was added to the weight and not taken out again, each as a sketch
-        self._lent: weakref.ref[WritableWeight] | None = None
-        self.layout_of_blocks: Layout | None = None  # of the stored weight, while the buffers are blocks
+        # All at once: nn.Module asks of each attribute that is set alone whether it is a parameter or a module.
+        vars(self).update(
+            in_features=spec.in_features, out_features=spec.out_features, kind=kind_of(spec.layout), dtype=spec.dtype,
+            activations=spec.activations, requested_backend=backend, row_invariant=False, finds_rows=False,
+            choice=None, _packed=None, _input_order=None, part=None, writes=0, changes=[], _lent=None,
+            layout_of_blocks=None,
+        )  # fmt: skip
 
     def sibling(self, memo: dict[int, Any] | None = None) -> Self:
         """Make a second layer over the same packed weight, to which neither ever writes. memo: as deepcopy's."""
@@ -93,7 +102,8 @@ class QuantModule(nn.Module):
     def layout(self) -> Layout:
         """The layout of the stored weight."""
         ordered = self._input_order is not None or self._buffers.get("input_order") is not None
-        return replace(self.spec.layout, ordered=ordered)
+        layout = self.spec.layout
+        return replace(layout, ordered=True) if ordered else layout
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -304,7 +314,7 @@ class QuantLinear(QuantModule, Replacement, nn.Linear):
             layer = cls.__new__(cls)
             layer._describe(spec, backend)
             layer._set_bias(biases)
-            return layer.expect_blocks(replace(layout, ordered=ordered), device)
+            return layer.expect_blocks(replace(layout, ordered=True) if ordered else layout, device)
         weight = zeros(replace(layout, ordered=ordered), shape, dtype=spec.dtype, device=device)
         return cls(weight, biases, activations=spec.activations, backend=backend, dtype=spec.dtype)
 

@@ -92,11 +92,11 @@ def spec_of_blocks(layer: Holder) -> LinearSpec | None:
     blocks = loaded_blocks(layer)
     if layer.layout_of_blocks is None or blocks is None:
         return None
-    scale = blocks.weight_scale
+    layout, scale = layer.layout_of_blocks, blocks.weight_scale
     return LinearSpec(
         in_features=layer.in_features, out_features=layer.out_features, dtype=layer.dtype,
-        layout=replace(layer.layout_of_blocks, scale_dtype=scale.dtype), device_type=scale.device.type,
-        activations=layer.activations,
+        layout=layout if layout.scale_dtype is scale.dtype else replace(layout, scale_dtype=scale.dtype),
+        device_type=scale.device.type, activations=layer.activations,
     )  # fmt: skip
 
 
@@ -190,5 +190,5 @@ def _wrong_dtypes(weight: QuantizedWeight, state_dict: Mapping[str, Any], prefix
         f"{prefix}{name} is {other.dtype} in the checkpoint, but an {kind} layer stores {own.dtype}; "
         "load a checkpoint that was saved quantized"
         for name, own, other in loaded
-        if (converts(own), own.is_floating_point()) != (converts(other), other.is_floating_point())
+        if (converts(own.dtype), own.is_floating_point()) != (converts(other.dtype), other.is_floating_point())
     ]

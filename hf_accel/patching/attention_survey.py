@@ -14,16 +14,17 @@ from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.latents import is_known_expansion
 from ..attention.hf.stock import (
-    answer_once,
     attention_refusals,
     eager_agrees,
+    module_codes,
     modules_outside,
+    settable_parts,
     stock_implementation,
     stock_parts,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
 from ..cache.hf.kinds import blocks_refusal
-from ..cache.kinds import CompressedKeys, IndexKeys, KeysAndValues
+from ..cache.kinds import CompressedKeys, IndexKeys, KeysAndValues, RecurrentStates
 from ..cache.kinds.state_sizes import steps_of_prompts_differ
 from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
@@ -34,11 +35,12 @@ from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
+from ..recognition.asked import answer_once
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
-from ..recurrent.hf.recurrences import known_recurrence
+from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
 from .decoder_survey import causality_refusal, counting_refusal, decoder_loop_refusal, decoder_refusal
 from .survey import split_of
@@ -52,8 +54,12 @@ WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask
 
 def model_attention_refusal(model: PreTrainedModel) -> str | None:
     """Return why the model's attention cannot be ours, as one clause; None if all of it is known."""
+    return answer_once(_model_attention_refusal, model)
+
+
+def _model_attention_refusal(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
-    if not model._can_set_attn_implementation():
+    if not settable_parts(model):
         return f"the attention of {name} does not go through transformers' AttentionInterface"
     parts = stock_parts(model)
     for _, part, refusal in attention_refusals(model):
@@ -76,6 +82,10 @@ def attends_nowhere(model: PreTrainedModel) -> bool:
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """List the modules that call an attention function of transformers' interface, without parts that keep theirs."""
+    return list(answer_once(_attention_modules, model))
+
+
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for _, module in modules_outside(model) if attention_code(type(module)).attends]  # type: ignore[arg-type]
 
 
@@ -116,8 +126,8 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
         return operator_refusal(model, refusal)
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
-    for module in model.modules():
-        unpaged = code_of(module).unpaged
+    for _, module, code in module_codes(model):
+        unpaged = code.unpaged
         if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
             continue
         known = known_recurrence(module)
@@ -130,11 +140,18 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     refusal = _compression_refusal(model, compressed=kinds.has(CompressedKeys)) or _reuse_refusal(model)
+    refusal = refusal or answer_once(_unknown_recurrences, model)
     if refusal is not None:
         return refusal
     clauses = (kind.device_refusal(model_device(model)) for kind in kinds.distinct)
     clause = next(filter(None, clauses), None)
     return _bidirectional_refusal(model) if clause is None else f"{name} {clause}"
+
+
+def _unknown_recurrences(model: PreTrainedModel) -> str | None:
+    layers = model_kinds(model.config).layers
+    count = sum(isinstance(kind, RecurrentStates) for own in layers for kind in own)
+    return unknown_recurrences_refusal(model, count) if count else None
 
 
 def known_operators(model: PreTrainedModel) -> OperatorModel | None:
@@ -188,8 +205,13 @@ def _reuse_refusal(model: PreTrainedModel) -> str | None:
     indexers = sum(isinstance(kind, IndexKeys) for own in kinds for kind in own)
     if indexers and indexers != sum(map(is_known_indexer, model.modules())):
         return f"{type(model).__name__} selects tokens by other indexers than those that are known"
+    decoder = type(layers_config(model.config))
+    # The layers of an encoder, of which there may be more than of its decoder, keep nothing.
+    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
     for site in attention_sites(model, quantized_kv=False):
         index: Any = site.module.layer_idx
+        if type(site.module.config) is not decoder or site.module in encoder:
+            continue  # a tower may number its layers too
         if (index >= len(kinds) or not kinds[index]) and not code_of(site.module).reuses:
             return f"{type(site.module).__name__} keeps no keys and values, and attends to some in a way of its own"
     return None
@@ -276,6 +298,10 @@ class AttentionSite:
 
 def attention_sites(model: PreTrainedModel, *, quantized_kv: bool) -> list[AttentionSite]:
     """List the decoder's self-attention modules, with what each needs of a backend."""
+    return list(answer_once(_attention_sites, model, quantized_kv))
+
+
+def _attention_sites(model: PreTrainedModel, quantized_kv: bool) -> list[AttentionSite]:
     config = layers_config(model.config)
     try:
         windows = model_kinds(config).mask_windows

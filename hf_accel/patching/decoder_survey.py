@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
-from ..attention.hf.stock import answer_once, set_implementation, stock_implementation
+from ..attention.hf.stock import set_implementation, stock_implementation
 from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
 from ..cache.hf.kinds import model_kinds
@@ -27,10 +26,14 @@ from ..cache.kinds import KeysAndValues
 from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
+from ..generation.hf.decoder_call import giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
+from ..generation.hf.encoder_source import HIDING, EncoderOutput
 from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import layers_config
+from ..recognition.asked import answer_once
+from ..recognition.generation_code import only_passes_on
 from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
@@ -62,7 +65,8 @@ def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
     """
     for method in OWN_METHODS:
         own = getattr(type(model), method)
-        if own is not getattr(GenerationMixin, method) and WHISPERS_POSITIONS not in own.__code__.co_consts:
+        known = own is getattr(GenerationMixin, method) or only_passes_on(type(model), method)
+        if not known and WHISPERS_POSITIONS not in own.__code__.co_consts:
             return f"{type(model).__name__} has a {method} of its own"
     return None
 
@@ -75,7 +79,7 @@ def rows_hidden_in(model: PreTrainedModel) -> bool | None:
 
 
 def mask_hides_rows(model: PreTrainedModel) -> bool | None:
-    """Return whether an attention_mask hides rows of the encoder's output from the decoder.
+    """Return whether the decoder takes a mask that hides rows of the encoder's output.
 
     None if a trial over pages gives something else than stock with or without it.
     """
@@ -163,16 +167,16 @@ def _stock(model: PreTrainedModel, *, hides: bool) -> tuple[Tensor, ...]:
     tried = _tried(model, None)
     outputs = []
     for number, source in enumerate(_sources(model)):
-        mask = torch.ones(1, len(source), dtype=torch.int64)
+        called = tried
         if hides:
-            padding = 10 * torch.ones(2, source.shape[1])
-            source, mask = torch.cat([source, padding]), torch.nn.functional.pad(mask, (0, 2))
+            mask = torch.ones(1, len(source), dtype=torch.int64)
+            called = giving_decoder(tried, None, **{HIDING: torch.nn.functional.pad(mask, (0, 2))})
+            source = torch.cat([source, 10 * torch.ones(2, source.shape[1])])
         cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
         for ids in _tokens(model, number):
-            output = tried(
+            output = called(
                 decoder_input_ids=torch.tensor([ids]),
-                encoder_outputs=BaseModelOutput(last_hidden_state=source[None]),
-                attention_mask=mask,
+                encoder_outputs=EncoderOutput(last_hidden_state=source[None]),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,

@@ -245,13 +245,14 @@ def _mark_quantized(todo: Plan, journal: Journal) -> None:
 def _switch_attention(todo: Plan, journal: Journal) -> None:
     if todo.stock_attention:
         return
-    for module in attention_modules(todo.model):
+    modules = attention_modules(todo.model)
+    for module in modules:
         journal.attribute(module, STOCK_ATTRIBUTE, stock_implementation(todo.model, module))
     set_our_attention(todo.model, todo.model.set_attn_implementation)  # writes into our own copies of the configs
     chosen = layers_config(todo.model.config)._attn_implementation
     if chosen != ATTENTION_NAME:
         raise UnsupportedError(f"{todo.title} kept attention {chosen!r}; patch it with attention=None")
-    for module in attention_modules(todo.model):
+    for module in modules:
         config: Any = getattr(module, "config", todo.model.config)
         if config._attn_implementation != ATTENTION_NAME:  # one that transformers does not know of
             config._attn_implementation_internal = ATTENTION_NAME

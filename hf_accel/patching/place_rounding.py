@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from ..fused.composed_activation import rounds_by_place
 from ..kernels.cpu.library import FLOATS
-from ..recognition.trial import KNOWN_MODULES
+from ..recognition.asked import answer_once
+from ..recognition.trial import KNOWN_MODULES, alike
 from ..tensors import model_device
 from ..undo.journal import original_class
 
@@ -63,7 +64,7 @@ def _called(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
         return
     dtypes = {dtype, torch.float32} if {"float", "float32"} & set(code.co_names) else {dtype}
     for name in sorted(FUNCTIONS.keys() & set(code.co_names)):
-        if any(rounds_by_place(FUNCTIONS[name], each) for each in dtypes):
+        if any(answer_once(rounds_by_place, FUNCTIONS[name], each) for each in dtypes):
             yield name
 
 
@@ -71,6 +72,6 @@ def _is_placed_activation(module: nn.Module, dtype: torch.dtype) -> bool:
     if original_class(module).__module__ not in KNOWN_MODULES or next(module.parameters(), None) is not None:
         return False
     try:
-        return rounds_by_place(module, dtype)
+        return answer_once(rounds_by_place, module, dtype, equal=alike(module))
     except (TypeError, RuntimeError):  # it takes more than one tensor: an attention of torch's
         return False

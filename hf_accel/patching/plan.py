@@ -178,9 +178,9 @@ class Plan(Printed):
             clauses.add("torch's float linear rounds by batch size")
         elif self.invariant_rows is not None:
             clauses.add(f"float linears of more than {self.invariant_rows} rows go to torch, which rounds otherwise")
-        # Over pages, we compute the convolutions of these.
-        kept = (site.module for site in self.fused.sites if site.kind.convolves)
-        replaced |= {part for module in kept for part in module.children() if isinstance(part, nn.Conv1d)}
+        # Over pages, we compute these and their parts, of which we call the linears.
+        kept = (site.module for site in self.fused.sites if site.kind.multiplies)
+        replaced |= {part for module in kept for part in (module, *module.children())}
         own = {type(m).__name__ for m in self.model.modules() if m not in replaced and _has_matrix_of_its_own(m)}
         clauses |= {f"the products of {name} are torch's, which rounds by batch size" for name in own}
         whole = (site.module for site in self.fused.sites if site.kind.computes_all)

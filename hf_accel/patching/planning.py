@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
 from ..attention.cpu import CpuBackend
-from ..attention.hf.stock import reading_once, stock_parts
+from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
@@ -32,6 +32,7 @@ from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
+from ..recognition.asked import reading_once
 from ..recognition.unchanged import has_own_forward
 from ..tensors import model_device
 from .attention_survey import (

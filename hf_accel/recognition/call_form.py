@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .operation import UntraceableError
-from .stand_ins import PLAIN_TYPES
+from .unchanged import PLAIN_TYPES
 
 MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
 CACHES = ("past_key_values", "layer_past")  # the names of a cache

@@ -185,8 +185,9 @@ def code_of(module: Any) -> AttentionCode:
 
 def absent_parts(module: Any) -> frozenset[str]:
     """Return the names of a module's parts and attributes that are None."""
-    places = (vars(module), *(vars(module)[name] for name in ("_modules", "_parameters", "_buffers")))
-    return frozenset(name for place in places for name, value in place.items() if value is None)
+    own = vars(module)
+    places = (own, own["_modules"], own["_parameters"], own["_buffers"])
+    return frozenset([name for place in places for name, value in place.items() if value is None])
 
 
 @lru_cache(maxsize=4096)

@@ -20,9 +20,9 @@ from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS
 from .operation import Kind, Operation, Span, UntraceableError
 from .position_attention import READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
-from .stand_ins import BATCH, PLAIN_TYPES, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
+from .stand_ins import BATCH, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
-from .unchanged import HOOKS, Read, has_own_forward
+from .unchanged import HOOKS, PLAIN_TYPES, Read, has_own_forward
 
 
 class Record:

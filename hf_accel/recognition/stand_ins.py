@@ -14,8 +14,8 @@ from torch import nn
 
 from .operation import Span, UntraceableError
 from .scores import Scores, TransposedKeys
+from .unchanged import PLAIN_TYPES
 
-PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
 ATTENTION_KEPT = f"{ATTENTION}_internal"  # where the config keeps the name
 

@@ -27,7 +27,6 @@ from .record import Record, folded
 from .scores import Scores
 from .stand_ins import (
     BATCH,
-    PLAIN_TYPES,
     TOKENS,
     CacheStandIn,
     Computed,
@@ -38,6 +37,7 @@ from .stand_ins import (
     Vector,
 )
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name, gated_names, name_of_function, seems_rms_norm
+from .unchanged import PLAIN_TYPES
 
 CPU = torch.device("cpu")
 WEIGHTS = "attention_weights"  # the name of those that a layer returns with its states

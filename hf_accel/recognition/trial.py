@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType
@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .asked import answer_once
 from .code import gated_code
-from .unchanged import HOOKS, is_known_code, is_unobserved
+from .unchanged import HOOKS, PLAIN_TYPES, is_known_code, is_unobserved
 
 
 class Tolerance(NamedTuple):
@@ -114,6 +115,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # Those of a product without a gate.
 PLAIN_ACTIVATIONS = ACTIVATIONS | {"gelu_quick": lambda x: x * torch.sigmoid(1.702 * x), "relu": F.relu}
 # Attributes of these modules are settings, whose effect a trial shows. Other modules must have no attributes.
+PARTS_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # which are empty, or say nothing of what is computed
 KNOWN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
 
@@ -149,6 +151,18 @@ def activation_name(activation: Any, known: Mapping[str, Callable[[Tensor], Tens
     """Return the name in `known` of the function that a callable computes, found by calling it; None if in no such."""
     if not callable(activation) or (isinstance(activation, nn.Module) and not _is_stateless(activation)):
         return None
+    return answer_once(_tried_name, activation, known, equal=alike(activation))
+
+
+def alike(activation: Any) -> Hashable:
+    """Return the class and the settings of a module without parameters, by which it computes; None for any other."""
+    if not isinstance(activation, nn.Module) or not _is_stateless(activation):
+        return None
+    settings = ((name, value) for name, value in vars(activation).items() if name not in PARTS_OF_MODULES)
+    return type(activation), *((n, type(v), v if isinstance(v, PLAIN_TYPES) else id(v)) for n, v in settings)
+
+
+def _tried_name(activation: Any, known: Mapping[str, Callable[[Tensor], Tensor]]) -> str | None:
     large = torch.logspace(1, 4, 7, device="cpu")
     x = torch.cat([torch.linspace(-12, 12, 97, device="cpu"), large, -large])
     matches = (

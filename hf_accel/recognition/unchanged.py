@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
@@ -18,6 +19,7 @@ ALL_HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
+PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))  # of values that are compared by themselves
 # Packages whose functions depend on their arguments alone.
 KNOWN_PACKAGES = frozenset({"hf_accel", "torch", "transformers", "accelerate", "peft"})
 PYTHONS = frozenset({"builtins", "abc", "typing"})  # of which classes of those packages are made

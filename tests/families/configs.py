@@ -65,6 +65,7 @@ SIZES: dict[str, int] = {
     # layers
     "num_hidden_layers": LAYERS, "n_layer": LAYERS, "num_layers": LAYERS, "n_layers": LAYERS, "depth": LAYERS,
     "layers": LAYERS, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "num_encoder_layers": LAYERS,
+    "speech_encoder_layers": LAYERS, "speech_encoder_attention_heads": HEADS, "speech_encoder_intermediate_size": 96,
     "num_decoder_layers": LAYERS, "max_window_layers": 1, "num_global_layers": 1, "num_blocks": LAYERS,
     "num_mtp_layers": 0, "num_nextn_predict_layers": 0, "num_kv_shared_layers": 0, "resampler_depth": 1,
     "first_k_dense_replace": 1, "num_dense_layers": 1, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,

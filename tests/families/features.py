@@ -27,12 +27,15 @@ from hf_accel.linear import QuantLinear
 from ..parity.dequantize import dequantized
 from ..parity.snapshot import snapshot
 from .changes import CHANGES
-from .images import alone_with_image, image_prompts
+from .images import IMAGE
 from .inputs import SHAPES, decoder_prompts, prompts, shaped, single
+from .media import alone_with_medium, media_prompts
 from .models import Family, build
+from .sounds import SOUND
 
 NEW_TOKENS = 10
 FAULTS = ("wrong", "raises")
+MEDIA = {"vision": IMAGE, "speech": SOUND}  # by the kind of a family
 
 
 @dataclass(frozen=True)
@@ -91,33 +94,34 @@ class Case:
         return build(self.family, seed=seed, gain=self.gain)
 
     @cached_property
-    def images(self) -> dict[str, Tensor]:
+    def media(self) -> dict[str, Tensor]:
+        """Prompts with images, or with sounds."""
         try:
-            return image_prompts(self.stock)
+            return media_prompts(self.stock, MEDIA[self.family.kind])
         except ValueError as error:
             raise NotTried(str(error)) from error
 
     @cached_property
-    def needs_images(self) -> bool:
-        """Whether stock raises without one."""
-        if self.family.kind != "vision":
+    def needs_media(self) -> bool:
+        """Whether stock raises without an image, or a sound."""
+        if self.family.kind not in MEDIA:
             return False
         try:
-            generate(self.stock, prompts("vision"), max_new_tokens=1)
+            generate(self.stock, prompts(self.family.kind), max_new_tokens=1)
             return False
         except Exception:
             return True
 
     def prompts(self, *, alone: bool = False) -> dict[str, Tensor]:
         """What generate is asked; alone: one row without padding."""
-        if self.needs_images:
-            return alone_with_image(self.images, 0) if alone else self.images
+        if self.needs_media:
+            return alone_with_medium(self.media, 0) if alone else self.media
         return single(self.family.kind) if alone else prompts(self.family.kind)
 
     def shapes(self) -> dict[str, dict[str, Tensor]]:
         """The padded batch, and prompts of other shapes, by what they are called in a fault."""
-        if self.needs_images:
-            return {"with images": self.images}
+        if self.needs_media:
+            return {f"with {MEDIA[self.family.kind].name}s": self.media}
         kind = self.family.kind
         other = {shape: shaped(kind, rows=shape[0], columns=shape[1], padded=shape[2]) for shape in SHAPES}
         return {"padded": prompts(kind)} | {
@@ -131,7 +135,7 @@ class Case:
         """An encoder-decoder's forward gets a decoder's tokens too."""
         if not self.stock.config.is_encoder_decoder:
             return inputs
-        return inputs | {"decoder_input_ids": decoder_prompts(len(inputs["input_ids"]))}
+        return inputs | {"decoder_input_ids": decoder_prompts(len(next(iter(inputs.values()))))}
 
 
 # -- comparing -----------------------------------------------------------------------------------------
@@ -197,6 +201,8 @@ def same_tokens(stock: Any, patched: Tensor, prompt_columns: int) -> None:
     rows = min(len(expected), len(patched))
     if len(expected) != len(patched):
         raise Wrong(f"{len(patched)} rows, not {len(expected)}")
+    if expected.shape[1] - patched.shape[1] == prompt_columns:  # Whisper leaves the prompt out, but not of a dict
+        expected, prompt_columns = expected[:, prompt_columns:], 0
     columns = min(expected.shape[1], patched.shape[1])
     for row in range(rows):
         for column in range(columns):
@@ -227,8 +233,8 @@ def _near_tie(stock: Any, row: int, step: int, *, tokens: tuple[int, int]) -> No
 Feature = Callable[[Case], Outcome]
 FEATURES: dict[str, Feature] = {}
 KINDS: dict[str, tuple[str, ...]] = {}
-ALL = ("causal", "seq2seq", "vision", "encoder")
-GENERATING = ("causal", "seq2seq", "vision")
+ALL = ("causal", "seq2seq", "speech", "vision", "encoder")
+GENERATING = ("causal", "seq2seq", "speech", "vision")
 
 
 def feature(name: str, *kinds: str) -> Callable[[Feature], Feature]:
@@ -458,35 +464,45 @@ _drafts("prompt lookup", lambda case: {"prompt_lookup_num_tokens": 3})
 _drafts("assistant", lambda case: {"assistant_model": case.fresh(seed=1)})
 
 
-@feature("image: forward", "vision")
-def _image_forward(case: Case) -> Outcome:
-    inputs = case.with_decoder(case.images)
-    _same_forward(case.stock, case.patched, inputs)
-    return _attention_word(case)
+def _hears_or_sees(name: str, kind: str) -> None:
+    """Make the features of prompts with an image, or with a sound."""
+
+    @feature(f"{name}: forward", kind)
+    def compare_forward(case: Case) -> Outcome:
+        _same_forward(case.stock, case.patched, case.with_decoder(case.media))
+        return _attention_word(case)
+
+    @feature(f"{name}: greedy", kind)
+    def compare_greedy(case: Case) -> Outcome:
+        return _same_text_of_media(case)
+
+    @feature(f"{name}: beams", kind)
+    def compare_beams(case: Case) -> Outcome:
+        return _same_beams(case, case.media)
 
 
-@feature("image: greedy", "vision")
-def _image_greedy(case: Case) -> Outcome:
-    """Rows 0 and 1 say the same about different images; one by one over one cache, and both at once."""
-    inputs = case.images
+def _same_text_of_media(case: Case) -> Outcome:
+    """Rows 0 and 1 say the same about different media; one by one over one cache, and both at once."""
+    inputs = case.media
     scored = {"return_dict_in_generate": True, "output_logits": True}
     expected = by_stock(lambda: generate(case.stock, inputs, **scored))
     columns = _prompt_columns(case, inputs)
     same_tokens(expected, generate(case.patched, inputs), columns)
     result = _loop_word(case.patched)
     if torch.equal(expected.logits[0][0], expected.logits[0][1]):
-        raise StockCannot("the image does not change the logits")
-    _one_cache_for_two_images(case)
+        raise StockCannot(f"the {MEDIA[case.family.kind].name} does not change the logits")
+    if not case.stock.config.is_encoder_decoder:
+        _one_cache_for_two_media(case)
     return result
 
 
-def _one_cache_for_two_images(case: Case) -> None:
-    """What a cache holds of one image's prompt must not be taken for another's."""
+def _one_cache_for_two_media(case: Case) -> None:
+    """What a cache holds of the prompt of one image or sound must not be taken for that of another."""
     if case.plan.stock_cache:
         return
     cache = hf_accel.PagedCache(case.patched.config)
     for row in (0, 1, 0):
-        alone = alone_with_image(case.images, row)
+        alone = alone_with_medium(case.media, row)
         expected = by_stock(
             lambda given=alone: generate(case.stock, given, return_dict_in_generate=True, output_logits=True)
         )
@@ -494,9 +510,8 @@ def _one_cache_for_two_images(case: Case) -> None:
         same_tokens(expected, generate(case.patched, alone, past_key_values=cache), _prompt_columns(case, alone))
 
 
-@feature("image: beams", "vision")
-def _image_beams(case: Case) -> Outcome:
-    return _same_beams(case, case.images)
+for _kind, _medium in MEDIA.items():
+    _hears_or_sees(_medium.name, _kind)
 
 
 @feature("checkpointing", *ALL)

@@ -1,117 +1,29 @@
-"""Prompts with an image: which tensors a model takes and how many tokens an image is, found by trying.
-
-Each recipe makes the tensors of some images; the first that stock runs on, and answers by, is the model's.
-"""
+"""Prompts with an image: the tensors that models take for it; see media.py."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from .configs import BEGIN, FIRST_SPECIAL, PADDING
-from .inputs import FIRST_WORD
+from .media import COUNT, WORDS, Medium, Recipe
 
 SIDE = 32
-IMAGES = 3  # two behind the same words, and one behind fewer
-WORDS = 6
-UNKNOWN = "no recipe for its images"
 
 ALL_SEE = ("paligemma",)  # whose token types say which tokens stand behind the prompt
 
-TOKENS = ("image_token_id", "image_token_index", "video_token_index")
 
-Recipe = Callable[[Any, torch.Generator], dict[str, Tensor]]
-
-
-def image_prompts(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What generate takes: rows 0 and 1 say the same about different images, row 2 is shorter and padded on the left.
-
-    Raises ValueError where no recipe fits.
-    """
-    parameters = inspect.signature(type(model).forward).parameters
-    reasons = []
-    for recipe in RECIPES:
-        try:
-            pixels = recipe(model.config, torch.Generator().manual_seed(7))
-        except Exception as error:
-            reasons.append(str(error))
-            continue
-        if not pixels.keys() <= parameters.keys():
-            continue
-        counts = list(_counts(model, pixels))
-        for count in counts:
-            given = _prompts(model, pixels, count, parameters.keys())
-            try:
-                if _sees(model, given):
-                    return given
-                reasons.append("the image does not change the logits")
-            except Exception as error:
-                reasons.append(f"{type(error).__name__}: {error}")
-                told = re.search(r"features:? (\d+)", str(error))
-                if told and int(told[1]) // IMAGES not in counts:
-                    counts.append(int(told[1]) // IMAGES)
-    raise ValueError(f"{UNKNOWN}: {'; '.join(dict.fromkeys(reasons))[:300]}")
-
-
-def alone_with_image(given: dict[str, Tensor], row: int) -> dict[str, Tensor]:
-    """One row and its image; what is not per row is per patch, equally many for each image."""
-    parts = {name: value.chunk(IMAGES)[row] for name, value in given.items() if value.shape[0] != 1}
-    return given | parts
-
-
-@torch.no_grad()
-def _counts(model: PreTrainedModel, pixels: dict[str, Tensor]) -> Iterator[int]:
-    """How many tokens stand for one image: what the model makes of it, or a few guesses."""
-    try:
-        features = model.get_image_features(**pixels)
-        pooled = features if isinstance(features, Tensor | list | tuple) else features.pooler_output
-        if isinstance(pooled, Tensor):
-            yield pooled.numel() // pooled.shape[-1] // IMAGES
-        else:
-            yield sum(part.numel() // part.shape[-1] for part in pooled) // IMAGES
-    except Exception:
-        yield from (16, 4, 8, 17, 1, 0)
-
-
-def _prompts(model: PreTrainedModel, pixels: dict[str, Tensor], count: int, parameters: Any) -> dict[str, Tensor]:
-    config, generator = model.config, torch.Generator().manual_seed(3)
-    token = next((t for name in TOKENS if (t := getattr(config, name, None)) is not None), FIRST_SPECIAL)
-    start, end = (getattr(config, f"vision_{side}_token_id", None) for side in ("start", "end"))
-    image = [t for t in (start, *[token] * count, end) if t is not None]
-    words = torch.randint(FIRST_WORD, FIRST_SPECIAL, (2, WORDS), generator=generator).tolist()
-    full = [BEGIN, *image, *words[0]]
-    short = [PADDING] * 2 + [BEGIN, *image, *words[1][2:]]
-    ids = torch.tensor([full, full, short])
-    mask = torch.ones_like(ids)
-    mask[2, :2] = 0
-    given = {"input_ids": ids, "attention_mask": mask, **pixels}
-    marks = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
-    marked = torch.zeros_like(ids) if config.model_type in ALL_SEE else (ids == token).long()
-    given |= {name: marked for name in marks if name in parameters}
-    if "cross_attention_mask" in parameters:
-        tiles = pixels["pixel_values"].shape[2]
-        given["cross_attention_mask"] = torch.ones(IMAGES, ids.shape[1], 1, tiles, dtype=torch.long)
-    if "image_attention_mask" in parameters:
-        given["image_attention_mask"] = torch.ones(IMAGES, ids.shape[1], 1, dtype=torch.long)
-    if "qformer_input_ids" in parameters:
-        given["qformer_input_ids"] = torch.tensor([words[0]] * IMAGES)
-    return given
-
-
-@torch.no_grad()
-def _sees(model: PreTrainedModel, given: dict[str, Tensor]) -> bool:
-    torch.manual_seed(0)
-    more = {}
-    if model.config.is_encoder_decoder:
-        more["decoder_input_ids"] = torch.full((IMAGES, 2), BEGIN)
-    logits = model(**given, **more).logits[:, -1]
-    return bool((logits[0] - logits[1]).abs().max() > 1e-4 * logits.abs().max())
+def _marks(config: Any, ids: Tensor, is_image: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Make what some models take to tell which tokens are images, and which of them may be attended to."""
+    marked = torch.zeros_like(ids) if config.model_type in ALL_SEE else is_image.long()
+    names = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
+    tiles = next((x.shape[2] for x in tensors.values() if x.ndim > 4), 1)
+    return dict.fromkeys(names, marked) | {
+        "cross_attention_mask": torch.ones(COUNT, ids.shape[1], 1, tiles, dtype=torch.long),
+        "image_attention_mask": torch.ones(COUNT, ids.shape[1], 1, dtype=torch.long),
+        "qformer_input_ids": ids[:1, -WORDS:].repeat(COUNT, 1),
+    }
 
 
 # -- recipes -------------------------------------------------------------------------------------------
@@ -137,29 +49,29 @@ def _noise(generator: torch.Generator, *shape: int) -> Tensor:
 
 def _plain(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     side = _side(config)
-    return {"pixel_values": _noise(generator, IMAGES, 3, side, side)}
+    return {"pixel_values": _noise(generator, COUNT, 3, side, side)}
 
 
 def _nested(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     side = _side(config)
-    return {"pixel_values": _noise(generator, IMAGES, 1, 3, side, side)}
+    return {"pixel_values": _noise(generator, COUNT, 1, 3, side, side)}
 
 
 def _nested_masked(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     side = _side(config)
-    mask = torch.ones(IMAGES, 1, side, side, dtype=torch.long)
+    mask = torch.ones(COUNT, 1, side, side, dtype=torch.long)
     return _nested(config, generator) | {"pixel_attention_mask": mask}
 
 
 def _sized(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    return _plain(config, generator) | {"image_sizes": torch.full((IMAGES, 2), _side(config))}
+    return _plain(config, generator) | {"image_sizes": torch.full((COUNT, 2), _side(config))}
 
 
 def _tiled(tiles: int) -> Recipe:
     def recipe(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
         side = _side(config)
-        pixels = _noise(generator, IMAGES, tiles, 3, side, side)
-        return {"pixel_values": pixels, "image_sizes": torch.full((IMAGES, 2), side)}
+        pixels = _noise(generator, COUNT, tiles, 3, side, side)
+        return {"pixel_values": pixels, "image_sizes": torch.full((COUNT, 2), side)}
 
     return recipe
 
@@ -170,16 +82,16 @@ def _grid(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
     width = channels * frames * _patch(config) ** 2
     return {
-        "pixel_values": _noise(generator, IMAGES * 16, width),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * IMAGES),
+        "pixel_values": _noise(generator, COUNT * 16, width),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * COUNT),
     }
 
 
 def _grid_of_images(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     patch = _patch(config)
     return {
-        "pixel_values": _noise(generator, IMAGES * 16, 3, patch, patch),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * IMAGES),
+        "pixel_values": _noise(generator, COUNT * 16, 3, patch, patch),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * COUNT),
     }
 
 
@@ -189,16 +101,16 @@ def _grid_of_one(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _merged_grid(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    return _grid(config, generator) | {"image_merge_sizes": torch.full((IMAGES,), 2)}
+    return _grid(config, generator) | {"image_merge_sizes": torch.full((COUNT,), 2)}
 
 
 def _aspect_ratios(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     tiles, side = getattr(_vision(config), "max_num_tiles", 4), _side(config)
-    mask = torch.zeros(IMAGES, 1, tiles, dtype=torch.long)
+    mask = torch.zeros(COUNT, 1, tiles, dtype=torch.long)
     mask[:, :, 0] = 1
     return {
-        "pixel_values": _noise(generator, IMAGES, 1, tiles, 3, side, side),
-        "aspect_ratio_ids": torch.ones(IMAGES, 1, dtype=torch.long),
+        "pixel_values": _noise(generator, COUNT, 1, tiles, 3, side, side),
+        "aspect_ratio_ids": torch.ones(COUNT, 1, dtype=torch.long),
         "aspect_ratio_mask": mask,
     }
 
@@ -208,39 +120,48 @@ def _positions(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     rows, columns = torch.meshgrid(torch.arange(6), torch.arange(6), indexing="ij")
     places = torch.stack([columns.flatten(), rows.flatten()], dim=-1)
     return {
-        "pixel_values": torch.rand(IMAGES, 36, 3 * patch * patch, generator=generator),
-        "image_position_ids": places.expand(IMAGES, -1, -1).contiguous(),
+        "pixel_values": torch.rand(COUNT, 36, 3 * patch * patch, generator=generator),
+        "image_position_ids": places.expand(COUNT, -1, -1).contiguous(),
     }
 
 
 def _shaped(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     patch = _patch(config)
     return {
-        "pixel_values": _noise(generator, IMAGES, 16, 3 * patch * patch),
-        "spatial_shapes": torch.tensor([[4, 4]] * IMAGES),
-        "pixel_attention_mask": torch.ones(IMAGES, 16, dtype=torch.long),
+        "pixel_values": _noise(generator, COUNT, 16, 3 * patch * patch),
+        "spatial_shapes": torch.tensor([[4, 4]] * COUNT),
+        "pixel_attention_mask": torch.ones(COUNT, 16, dtype=torch.long),
     }
 
 
 def _flattened(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     patch = _patch(config)
-    places = torch.arange(16).repeat(IMAGES, 1)
-    noise = _noise(generator, IMAGES, 16, 3 * patch * patch)
+    places = torch.arange(16).repeat(COUNT, 1)
+    noise = _noise(generator, COUNT, 16, 3 * patch * patch)
     return {"flattened_patches": torch.cat([torch.stack([places // 4 + 1, places % 4 + 1], -1).float(), noise], -1)}
 
 
 def _proteins(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    ids = torch.randint(5, 30, (IMAGES, 8), generator=generator)
+    ids = torch.randint(5, 30, (COUNT, 8), generator=generator)
     return {"protein_input_ids": ids, "protein_attention_mask": torch.ones_like(ids)}
 
 
 def _two_resolutions(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     plain = _plain(config, generator)
     side = _side(config.high_res_vision_config) if hasattr(config, "high_res_vision_config") else SIDE
-    return plain | {"high_res_pixel_values": _noise(generator, IMAGES, 3, side, side)}
+    return plain | {"high_res_pixel_values": _noise(generator, COUNT, 3, side, side)}
 
 
 RECIPES: list[Recipe] = [
     _aspect_ratios, _two_resolutions, _positions, _shaped, _merged_grid, _grid, _grid_of_images, _grid_of_one,
     _tiled(2), _tiled(3), _tiled(5), _sized, _nested_masked, _nested, _plain, _flattened, _proteins,
 ]  # fmt: skip
+
+IMAGE = Medium(
+    "image",
+    RECIPES,
+    "get_image_features",
+    ("image_token_id", "image_token_index", "video_token_index"),
+    ("vision_start_token_id", "vision_end_token_id"),
+    _marks,
+)

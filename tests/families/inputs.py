@@ -21,7 +21,7 @@ def prompts(kind: str, *, rows: int = len(LENGTHS), seed: int = 1) -> dict[str, 
     ids[:, -4:] = ids[:, -8:-4]  # something for a lookup to find
     missing = columns - torch.tensor(LENGTHS[:rows]).unsqueeze(1)
     places = torch.arange(columns)
-    mask = places >= missing if kind in ("causal", "vision") else places < columns - missing
+    mask = places >= missing if kind in ("causal", "vision", "speech") else places < columns - missing
     return {"input_ids": ids.masked_fill(~mask, PADDING), "attention_mask": mask.long()}
 
 

@@ -20,12 +20,16 @@ from .variants import variation
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "vision": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "encoder": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "texts": "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
     "images": "MODEL_FOR_IMAGE_MAPPING_NAMES",
     "sound": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
 }
+
+# Classes of several mappings are compared with what they take besides words.
+MORE_THAN = {"speech": ("causal", "seq2seq"), "vision": ("causal",)}
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ def families() -> dict[str, Family]:
         for model_type, names in _mapped(kind).items():
             for name in [names] if isinstance(names, str) else names:
                 known, this = found.get(name), Family(kind, model_type, name)
-                sees = kind == "vision" and known is not None and known.kind == "causal"
-                if known is None or sees or (known.kind == kind and not _own(known) and _own(this)):
+                more = known is not None and known.kind in MORE_THAN.get(kind, ())
+                if known is None or more or (known.kind == kind and not _own(known) and _own(this)):
                     found[name] = this
     both = [[f, replace(f, is_decoder=True)] if _is_both(f) else [f] for f in found.values()]
     return {family.label: family for families in both for family in families}
@@ -65,6 +69,9 @@ def families() -> dict[str, Family]:
 def _mapped(kind: str) -> dict[str, Any]:
     """Names of classes by model type; of encoders of texts also the models under a head that fills gaps."""
     named: dict[str, Any] = dict(getattr(modeling_auto, MAPPINGS[kind], {}))
+    if kind == "speech":  # models whose prompts hold a sound among words stand in other mappings
+        others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        named |= {model_type: name for model_type, name in others.items() if _hears(name)}
     if kind == "texts":
         base = modeling_auto.MODEL_MAPPING_NAMES
         heads = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -77,6 +84,11 @@ def _is_both(family: Family) -> bool:
     """Whether the class is an encoder unless its config says is_decoder=True."""
     kind = getattr(transformers, family.name).config_class
     return family.kind == "causal" and getattr(kind, "is_decoder", None) is False
+
+
+def _hears(name: str) -> bool:
+    """Whether a model takes a sound, as its class says."""
+    return "audio" in getattr(getattr(transformers, name), "input_modalities", ())
 
 
 def _own(family: Family) -> bool:

@@ -24,6 +24,8 @@ SLIDING_LATENT = {
 }
 TILES = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 WINDOWS = {"window_size": 32}  # pixels
+PARTS = ("encoder", "decoder")
+CONFORMER = {"input_dim": 16, "hidden_dim": 64, "context_size": 16, "max_pos_emb": 32}
 STACKED = {"deepstack_visual_indexes": [0, 1]}
 NO_EXPERTS = {"num_experts": None, "num_experts_per_tok": None, "top_k_experts": None}
 
@@ -110,6 +112,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "LlavaNextConfig": TILES,
     "LlavaNextVideoConfig": TILES,
     "LlavaOnevisionConfig": TILES,
+    "GlmAsrEncoderConfig": {"intermediate_size": 256},  # four frames at once
+    "GraniteSpeechConfig": {"window_size": 15},
+    "GraniteSpeechPlusConfig": {"window_size": 15},
+    "GraniteSpeechEncoderConfig": CONFORMER,
+    "GraniteSpeechPlusEncoderConfig": CONFORMER,
     "Kosmos2Config": {"latent_query_num": 4},
     "LEDConfig": {"attention_window": 8},
     "LongcatFlashConfig": {"head_dim": 8},
@@ -120,10 +127,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "MllamaVisionConfig": {"max_num_tiles": 4, "intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
     "MllamaTextConfig": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
+    "MoonshineConfig": {
+        f"{part}_num_{heads}": 4 for part in PARTS for heads in ("attention_heads", "key_value_heads")
+    },
     "MPNetConfig": {"relative_attention_num_buckets": 32},
     "MuseSparkAudioConfig": {"hidden_sizes": (16, 16, 32, 32), "depths": (1, 1, 1, 1)},
     "MusicgenDecoderConfig": {"num_codebooks": 1},
     "MusicgenMelodyDecoderConfig": {"num_codebooks": 1},
+    "Nemotron3_5TranscribeAsrAudioConfig": ALIKE,
+    "Nemotron3_5TranscribeWordTimestampConfig": ALIKE,
+    "Nemotron3DiarizationAudioConfig": ALIKE,
     "NemotronConfig": {"num_key_value_heads": 2},
     "PaddleOCRTextConfig": {"rope_parameters": SECTIONS},
     "ParakeetEncoderConfig": {"projection_hidden_size": 64},
@@ -183,6 +196,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "VibeVoiceAcousticTokenizerEncoderConfig": TOKENIZER,
     "VibeVoiceAcousticTokenizerConfig": TOKENIZER,
     "VipLlavaConfig": {"vision_feature_layers": [-1, -2], "vision_feature_layer": [-1, -2]},
+    "VoxtralConfig": {"audio_token_id": 120},
+    "VoxtralEncoderConfig": {"intermediate_size": 256},  # four frames at once
     "XmodConfig": {"default_language": "en_XX"},
     "xLSTMConfig": {"qk_dim_factor": 1.0},
     "ZambaConfig": {

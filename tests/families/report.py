@@ -22,6 +22,7 @@ PLACE = re.compile(r" \(/[^)]*\)$")  # a file of the machine that it ran on
 TITLES = {
     "causal": "Causal language models",
     "seq2seq": "Sequence to sequence",
+    "speech": "Speech and sound models",
     "vision": "Vision-language models",
     "encoder": "Encoders",
     "texts": "Encoders of texts: layers",
@@ -56,7 +57,7 @@ The columns, with `hf_accel.patch(model, weights=None)` where nothing else is sa
 | checkpointing | the gradient under reentrant gradient checkpointing |
 | changed in use | the text after weights, hooks, a forward, buffers or scalars of a model in use were changed |
 | prompt lookup, assistant | `prompt_lookup_num_tokens=`, `assistant_model=` |
-| image: ... | the same with images; two images behind the same words keep apart, also when a cache is passed along |
+| image: ..., sound: ... | the same with images or sounds; two behind the same words keep apart |
 | cache asked for | `patch(model, weights=None, cache="paged")`: a paged cache is insisted on |
 | int8 forward, int8 greedy | INT8 weights against the same numbers in the model's own float modules |
 | int8 save, load | `save_pretrained`, then `from_pretrained` of the INT8 model |

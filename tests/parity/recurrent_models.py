@@ -1,4 +1,4 @@
-"""Tiny models whose layers keep recurrent states: the gated delta rule, and the state spaces of Mamba."""
+"""Tiny models whose layers keep recurrent states: the gated delta rule, the state spaces of Mamba, and others."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from transformers import (
     Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     Qwen3_5ForCausalLM,
@@ -30,8 +32,12 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     Zamba2Config,
     Zamba2ForCausalLM,
+    ZambaConfig,
+    ZambaForCausalLM,
 )
 
 from .families import VOCABULARY
@@ -161,9 +167,32 @@ def _jamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
     return JambaForCausalLM(JambaConfig(**around, **own, num_experts=4, num_experts_per_tok=2))
 
 
+def _zamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    own = {"n_mamba_heads": sizes.heads, "mamba_d_state": 16, "mamba_d_conv": sizes.tokens, "mamba_dt_rank": 4}
+    own |= {"num_hidden_layers": len(layers), "head_dim": 8}
+    blocks = ["hybrid" if name == FULL else LINEAR for name in layers]
+    return ZambaForCausalLM(ZambaConfig(**around, **own, layers_block_type=blocks))
+
+
+def _minimax(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
+    """Lightning attention, whose code computes a prompt in blocks."""
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "block_size": 8}
+    own |= {"linear_attn_alpha_factor": 0.9, "linear_attn_beta_factor": 1.2}
+    return MiniMaxForCausalLM(MiniMaxConfig(**around, **own, num_hidden_layers=len(layers), layer_types=layers))
+
+
+def gated_unit_of(blocks: Sequence[str], *, tokens: int, heads: int = 4, window: int = 16, **other: Any) -> Any:
+    """A model with gated linear recurrent units. blocks: "recurrent" or "attention", one after the other in turns."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5} | other
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 1, "conv1d_width": tokens}
+    config = RecurrentGemmaConfig(**TOKENS, **sizes, block_types=list(blocks), attention_window_size=window)
+    return _with_random_numbers(RecurrentGemmaForCausalLM(config)).eval()
+
+
 MAKERS: dict[str, Callable[[Sizes, list[str], dict[str, Any]], Any]] = {
     "mamba2": _mamba2, "bamba": _bamba, "falcon_h1": _falcon_h1, "granite": _granite, "nemotron_h": _nemotron_h,
     "zamba2": _zamba2, "mamba": _mamba, "falcon_mamba": _falcon_mamba, "jamba": _jamba,
+    "zamba": _zamba, "minimax": _minimax,
 }  # fmt: skip
 STATE_SPACES = tuple(MAKERS)
 

@@ -73,6 +73,25 @@ def test_an_input_that_is_no_tensor_is_an_input() -> None:
     assert other_input(text | {"is_causal": False}) == "is_causal"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("heads", "rows"), [((4, 2, 4), 1), ((4, 2, 2), 3), ((4, 4, 4), 3)], ids=str)
+def test_attention_over_other_heads_and_rows(heads: tuple[int, int, int], rows: int) -> None:
+    """As towers of sound have it: values of more heads than keys, and learned queries for the keys of all rows."""
+    module = attentions(patched())[0]
+    module.num_key_value_groups = heads[0] // heads[1]
+    module.is_causal = False
+    generator = torch.Generator().manual_seed(1)
+    batches, lengths = (1, rows, rows), (3, 5, 5)
+    shapes = zip(batches, heads, lengths, strict=True)
+    query, key, value = (torch.randn(*shape, 16, generator=generator) for shape in shapes)
+    out, _ = attention_forward(module, query, key, value, None, is_causal=False)
+    groups = [heads[0] // each.shape[1] for each in (key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.expand(rows, -1, -1, -1), *(x.repeat_interleave(n, 1) for x, n in zip((key, value), groups, strict=True))
+    )
+    assert torch.allclose(out, expected.transpose(1, 2), atol=1e-5)
+
+
 # -- a model that was changed after patch() ----------------------------------------------------------------
 
 

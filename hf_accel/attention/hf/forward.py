@@ -93,8 +93,8 @@ def attention_forward(
     ours = as_known(attention_mask)
     if ours is not None and (query.shape[2] == 1 or _follows_the_step(module, paged)):
         causal = True  # a last token sees all others
-    columns = None if paged is not None else (query.shape[2], key.shape[2])
-    unknown = _unknown(module, attention_mask, columns, causal=causal, kwargs=kwargs)
+    dense = None if paged is not None else (query, key, value)
+    unknown = _unknown(module, attention_mask, dense, causal=causal, kwargs=kwargs)
     if unknown is not None:
         if paged is not None:
             key, value = _columns(module, paged, unknown)
@@ -135,6 +135,8 @@ def attention_forward(
     if ours is not None and ours.seen < key.shape[2]:  # no query sees the rest of a static cache
         key, value = key[:, :, : ours.seen], value[:, :, : ours.seen]
         mask = None if mask is None else mask[..., : ours.seen]
+    if len(query) != len(key):  # one of them is for all rows of the other: queries that were learned
+        query, key, value = _in_one_batch(query, key, value)
     if mask is not None:
         options = options._replace(causal=False, window=None)
     elif options.window is not None and options.window >= key.shape[2]:
@@ -149,18 +151,26 @@ def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype)
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
+def _in_one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Repeat tensors of one row, as torch's operators would, for as many rows as the others have."""
+    rows = max(map(len, tensors))
+    return tuple(x.expand(rows, -1, -1, -1).contiguous() for x in tensors)
+
+
 def _unknown(
     module: nn.Module,
     mask: Tensor | None,
-    columns: tuple[int, int] | None,
+    dense: tuple[Tensor, Tensor, Tensor] | None,
     *,
     causal: bool,
     kwargs: dict[str, Any],
 ) -> str | None:
     """Return what our attention does not understand of a call, as a clause; None if it understands all.
 
-    columns: Q and T of a call without pages.
+    dense: query, key and value of a call without pages.
     """
+    if dense is not None and dense[1].shape[1] != dense[2].shape[1]:
+        return f"it is given {dense[2].shape[1]} heads of values for {dense[1].shape[1]} of keys"
     if not kwargs.keys() <= KNOWN_KEYWORDS:
         name = next((n for n in kwargs if n not in KNOWN_KEYWORDS and kwargs[n] is not None), None)
         if name is not None:
@@ -170,8 +180,8 @@ def _unknown(
     ours = as_known(mask)
     if ours is None:
         return None if mask is None or mask.ndim == 4 else f"it is given a mask of shape {tuple(mask.shape)}"
-    if columns is not None and columns != ours.lengths:
-        return f"it is given a mask of {ours.lengths[1]} columns for {columns[1]}"
+    if dense is not None and (dense[0].shape[2], dense[1].shape[2]) != ours.lengths:
+        return f"it is given a mask of {ours.lengths[1]} columns for {dense[1].shape[2]}"
     # a module that is not causal, where stock's sdpa would follow is_causal
     return None if causal or not ours.meaning.left_out or name_before_patch(module) == EAGER else "it is not causal"
 

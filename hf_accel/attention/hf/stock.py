@@ -6,9 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +16,9 @@ from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
 from ...models import is_within, layers_config
+from ...recognition.asked import answer_once
 from ...recognition.cache_code import POSITION_BIAS
-from ...recognition.code import attention_code, code_of
+from ...recognition.code import AttentionCode, attention_code, code_of
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import original_class
 from ...undo.state import STOCK_ATTRIBUTE
@@ -163,24 +162,15 @@ def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
 
 
 Refusals = list[tuple[PreTrainedModel, str, str]]
-# The answers about models by the question and the id of the model, while nobody changes it; None: it may change.
-_answered: ContextVar[dict[tuple[Any, int], Any] | None] = ContextVar("answered", default=None)
-Asking = TypeVar("Asking", bound=Callable[..., Any])
-Answer = TypeVar("Answer")
 
 
-def reading_once(function: Asking) -> Asking:
-    """Decorate a function that only reads a model, and within which nobody else changes it: code is asked once."""
+def module_codes(model: PreTrainedModel) -> list[tuple[str, nn.Module, AttentionCode]]:
+    """List the model's modules by name, with the facts about the code of each."""
+    return answer_once(_module_codes, model)
 
-    @wraps(function)
-    def reading(*args: Any, **keywords: Any) -> Any:
-        token = _answered.set({})
-        try:
-            return function(*args, **keywords)
-        finally:
-            _answered.reset(token)
 
-    return cast(Asking, reading)
+def _module_codes(model: PreTrainedModel) -> list[tuple[str, nn.Module, AttentionCode]]:
+    return [(name, module, code_of(module)) for name, module in model.named_modules()]
 
 
 def attention_refusals(model: PreTrainedModel) -> Refusals:
@@ -190,25 +180,15 @@ def attention_refusals(model: PreTrainedModel) -> Refusals:
     return answer_once(_all_refusals, model)
 
 
-def answer_once(question: Callable[[PreTrainedModel], Answer], model: PreTrainedModel) -> Answer:
-    """Return question(model), which is asked once within a function that is `reading_once`."""
-    answered = _answered.get()
-    if answered is None:
-        return question(model)
-    if (question, id(model)) not in answered:
-        answered[question, id(model)] = question(model)
-    answer: Answer = answered[question, id(model)]
-    return answer
-
-
 def _all_refusals(model: PreTrainedModel) -> Refusals:
     return list(_refusals(model))
 
 
 def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
-    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
-    for name, module in model.named_modules():
-        refusal = code_of(module).refusal
+    codes = module_codes(model)
+    models = {name: module for name, module, _ in codes if isinstance(module, PreTrainedModel)}
+    for name, _, code in codes:
+        refusal = code.refusal
         if refusal is not None and not (POSITION_BIAS in refusal and _reads_biases(model)):
             around = max((outer for outer in models if is_within(name, outer)), key=len)
             yield models[around], around, refusal
@@ -225,6 +205,10 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
     Such a part has a config of its own, in which transformers looks up the attention and the masks of that part
     alone. It cannot be one that the decoder is in.
     """
+    return answer_once(_stock_parts, model)
+
+
+def _stock_parts(model: PreTrainedModel) -> dict[str, str]:
     decoder = {id(model.config), id(layers_config(model.config))}
     parts: dict[str, str] = {}
     for part, name, refusal in attention_refusals(model):
@@ -236,15 +220,36 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
 def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over the model's modules by name, except for those in parts that keep their own attention."""
     parts = stock_parts(model)
-    for name, module in model.named_modules():
+    for name, module, _ in module_codes(model):
         if not any(is_within(name, part) for part in parts):
             yield name, module
+
+
+def settable_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the outermost models whose attention transformers can set; none if that of the decoder is not in them.
+
+    Transformers looks for its interface in the file of a class. That of a model with a tower, which computes attention
+    by itself, may have none, and hold a decoder of another file.
+    """
+    if model._can_set_attn_implementation():
+        return [model]
+    decoder, found = layers_config(model.config), dict[str, PreTrainedModel]()
+    for name, part in model.named_modules():
+        settable = isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+        if settable and not any(is_within(name, outer) for outer in found):
+            found[name] = part
+    parts = list(found.values())
+    return parts if decoder is not model.config and any(part.config is decoder for part in parts) else []
 
 
 def set_our_attention(model: PreTrainedModel, set_implementation: Callable[[str], None]) -> None:
     """Set our attention through transformers' own method, except in the parts that keep theirs."""
     inside = [module for name in stock_parts(model) for module in model.get_submodule(name).modules()]
     kept = [(m.config, stock_implementation(model, m)) for m in inside if isinstance(m, PreTrainedModel)]
-    set_implementation(ATTENTION_NAME)
+    for part in settable_parts(model):
+        if part is model:
+            set_implementation(ATTENTION_NAME)
+        else:
+            part.set_attn_implementation(ATTENTION_NAME)
     for config, name in kept:
         config._attn_implementation_internal = name

@@ -213,11 +213,13 @@ class RecurrentPass:
     """The states that a recurrent layer reads and writes in a pass over N tokens of B sequences.
 
     A state is the keys of its slot, and the inputs of the layer's convolution are the values.
+    positions: of the tokens, [N] int64, for a layer that reads them.
     """
 
     step: Step
     group_step: GroupStep
     storage: KVStorage
+    positions: Tensor | None = None
 
     @property
     def states(self) -> StateStep:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import Any, NamedTuple
 
+from ...models import head_dim
+
 # The settings of layers with the gated delta rule: key heads, value heads, their dimensions, tokens of a convolution.
 DELTA_RULE = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
@@ -26,6 +28,10 @@ WITHOUT_LIMITS = (0.0, inf)
 # Those of Mamba: channels, the state's size, tokens of the convolution. Those of Jamba are a multiple of hidden_size.
 CHANNELS = (("intermediate_size", "state_size", "conv_kernel"), ("hidden_size", "mamba_d_state", "mamba_d_conv"))
 EXPANSION = "mamba_expand"
+# Those of recurrent units without a matrix: channels, tokens of the convolution.
+RECURRENT_UNITS = ("lru_width", "conv1d_width")
+# Those of lightning attention: heads, and the tokens of a block. The dimension of a head has a name of its own.
+LIGHTNING_ATTENTION = ("num_attention_heads", "block_size")
 
 
 class StateSizes(NamedTuple):
@@ -49,14 +55,22 @@ def state_sizes(config: Any) -> StateSizes | None:
     for names in STATE_SPACES:
         found = _settings(config, names)
         if found is not None:
-            heads, head_dim, size, groups, tokens = found
-            return StateSizes(heads * head_dim * size, (tokens - 1) * (heads * head_dim + 2 * groups * size))
+            heads, dim, size, groups, tokens = found
+            return StateSizes(heads * dim * size, (tokens - 1) * (heads * dim + 2 * groups * size))
     for of_mamba in CHANNELS:
         found = _settings(config, of_mamba)
         if found is not None:
             channels, size, tokens = found
             channels *= getattr(config, EXPANSION, 1)
             return StateSizes(channels * size, (tokens - 1) * channels)
+    found = _settings(config, RECURRENT_UNITS)
+    if found is not None:
+        channels, tokens = found
+        return StateSizes(channels, (tokens - 1) * channels)
+    found = _settings(config, LIGHTNING_ATTENTION)
+    if found is not None:
+        heads, _ = found
+        return StateSizes(heads * head_dim(config) ** 2, 0)
     return None
 
 

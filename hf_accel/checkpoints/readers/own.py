@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,13 +14,12 @@ from transformers import PreTrainedModel
 
 from ...errors import HfAccelError, UnsupportedError
 from ...linear import LinearSpec, QuantModule
-from ...linear.formats import KINDS, state, zeros
+from ...linear.formats import KINDS, Layout, state, zeros
 from ...linear.formats.blocks import UNIT_INPUTS, VERSION, VERSION_SETTING, Blocks, tensors_of
 from ...linear.hf import METHOD
 from ...linear.layer_settings import spec_of
-from ...linear.layer_state import empty_blocks
 from ..contents import AGAIN, check_finite, check_tensor, missing
-from .reader import Found, Parts, Reader, are_safe, headers_of
+from .reader import Described, Found, Parts, Reader, are_safe, headers_of
 
 
 class Own(Reader):
@@ -32,6 +32,7 @@ class Own(Reader):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.listed: Mapping[str, Mapping[str, Any]] = config["modules"]
+        self._specs: dict[tuple[Any, ...], LinearSpec] = {}  # by the settings and the weight, which most layers share
 
     def headers(self, model: PreTrainedModel, files: Sequence[str]) -> Iterable[tuple[str, Found]] | None:
         return headers_of([Path(file) for file in files], way_out=f", or {AGAIN}") if are_safe(files) else None
@@ -40,7 +41,10 @@ class Own(Reader):
         settings = self.listed[stored.name]
         try:
             self.holds_blocks(stored.name)
-            return spec_of(settings, weight), settings.get("ordered", False)
+            key = (repr(settings), weight.shape, weight.dtype, weight.device)
+            if key not in self._specs:
+                self._specs[key] = spec_of(settings, weight)
+            return self._specs[key], settings.get("ordered", False)
         except UnsupportedError as error:
             what = f"quantization_config in config.json, module {stored.name!r}: {error}"
             raise UnsupportedError(f"{what}; {AGAIN}") from error
@@ -58,12 +62,8 @@ class Own(Reader):
     def check(model: PreTrainedModel, layer: QuantModule, stored: Parts) -> None:
         """Raise HfAccelError unless `stored` are the tensors of the layer, which was made by its settings."""
         name, shape = stored.name, (layer.out_features, layer.in_features)
-        expected = (
-            tensors_of(empty_blocks(layer, layout=layer.layout))
-            if layer.layout_of_blocks is not None
-            else state(zeros(layer.layout, shape, dtype=torch.float32, device="meta"))
-        )
-        described = str(layer.layout)
+        experts = None if layer.layout_of_blocks is None else layer.experts
+        described, expected = _tensors_in(layer.layout, shape, layer.dtype, experts)
         for suffix, tensor in expected.items():
             if suffix not in stored:
                 raise missing(model, f"{name}.{suffix}", described)
@@ -78,6 +78,23 @@ class Own(Reader):
         order = _numbers(stored, "input_order")
         if order is not None and not torch.equal(order.sort().values, torch.arange(shape[1]).to(order)):
             raise HfAccelError(f"'{name}.input_order' does not name each of {shape[1]} inputs once; {AGAIN}")
+
+
+@lru_cache(maxsize=1024)
+def _tensors_in(
+    layout: Layout, shape: tuple[int, int], dtype: torch.dtype, experts: int | None
+) -> tuple[str, dict[str, Described]]:
+    """Return the text for errors and the tensors of a weight [out, in] in a layout; most layers have an equal one.
+
+    dtype: of the scales where the layout does not say it. experts: whose blocks follow each other, 1 for a Linear;
+    None for the stored form.
+    """
+    if experts is None:
+        tensors = state(zeros(layout, shape, dtype=torch.float32, device="meta"))
+    else:
+        each = (shape[0] // experts, shape[1])
+        tensors = tensors_of(Blocks.empty(layout, each, experts=experts, dtype=dtype, device="meta"))
+    return str(layout), {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _numbers(stored: Parts, suffix: str) -> Tensor | None:

@@ -33,6 +33,13 @@ class Found:
     read: Callable[[], Tensor]
 
 
+class Described(NamedTuple):
+    """A tensor that a layer has to get, by what a checkpoint says of one before it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 def dtype_of(found: Found) -> torch.dtype:
     """Return the dtype of a tensor that `Parts.expect` has returned."""
     assert isinstance(found.dtype, torch.dtype)

@@ -27,9 +27,8 @@ from ...cache.step import GroupStep, Step
 from ...kernels.cpu.library import native
 from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
 from ...recognition.operation import Operation, UntraceableError
-from ...recognition.stand_ins import PLAIN_TYPES
 from ...recognition.trace import Trace
-from ...recognition.unchanged import Read, Surroundings
+from ...recognition.unchanged import PLAIN_TYPES, Read, Surroundings
 from ...undo.journal import Mixin, original_class
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
 from ..layer_programme import CallFields, LayerProgramme

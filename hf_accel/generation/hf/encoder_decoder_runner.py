@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedEncoderDecoderCache
 from ...cache.step import PassInputs
 from ...models import layers_config
 from ..prompt_inputs import PassRows
+from .encoder_source import EncoderOutput
 from .model_runner import ModelRunner
 
 POSITIONS = "decoder_position_ids"
@@ -40,7 +40,7 @@ class EncoderDecoderRunner(ModelRunner):
         output = self.model(
             decoder_input_ids=ids,
             decoder_attention_mask=torch.ones_like(ids),
-            encoder_outputs=BaseModelOutput(last_hidden_state=self._stands_in if sources is None else sources),
+            encoder_outputs=EncoderOutput(last_hidden_state=self._stands_in if sources is None else sources),
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,

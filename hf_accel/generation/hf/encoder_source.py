@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from ...cache.hf import PagedCache
-from ...errors import UnsupportedError
+from ...errors import NotRaggedError, UnsupportedError
 from ...models import layers_config
 from ...tensors import model_device
 from ..prompt_inputs import RequestInputs
+from .decoder_call import UpToDecoder
 from .generation_state import LoopCall
+from .model_runner import prepare_step
+
+HIDING = "encoder_attention_mask"  # the argument of a decoder that says which rows of an encoder's output there are
+
+
+@dataclass
+class EncoderOutput(BaseModelOutput):
+    """The output of an encoder without padding. Code asks some encoders, of sound, for the mask of their output."""
+
+    attention_mask: Tensor | None = None
 
 
 def with_encoder(cache: Any) -> Any:
@@ -35,7 +48,7 @@ def give_stock_cache(call: LoopCall) -> None:
 
 def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     """Return why a call of an encoder-decoder cannot run ragged, as one clause; None if it can."""
-    states, mask = _states(call), call.inputs.get("attention_mask")
+    states = _states(call)
     rows, columns = call.input_ids.shape
     if not own_cache:
         return "a cache that is passed along says nothing of the encoder's output"
@@ -47,7 +60,11 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "padding stands before tokens of the decoder"
     if columns > 1 and bool((call.input_ids == call.pad_token).any()):
         return "a padding token stands in a prompt of the decoder"
-    if mask is None or not _hides(call):
+    try:
+        mask = _mask(call)
+    except NotRaggedError as error:
+        return str(error)
+    if mask is None:
         return None
     if mask.shape != states.shape[:2]:
         return "its attention_mask is not one of the rows of the encoder's output"
@@ -56,10 +73,24 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
 
 def sources(call: LoopCall) -> list[Tensor]:
     """Return the encoder's output [T, C] that each row of a call of an encoder-decoder attends to."""
-    states, mask = _states(call), call.inputs.get("attention_mask")
-    if mask is None or not _hides(call):
+    states, mask = _states(call), _mask(call)
+    if mask is None:
         return list(states)
     return [row[kept != 0] for row, kept in zip(states, mask, strict=True)]
+
+
+@torch.no_grad()
+def _mask(call: LoopCall) -> Tensor | None:
+    """Return which rows of the encoder's output [B, T] the model's own code shows to its decoder; None for all.
+
+    It may make them of an attention_mask of frames of a sound, or have them of the encoder. Raises NotRaggedError if
+    it is not known where the decoder begins.
+    """
+    if not call.state.form.hides_rows:
+        return None
+    given = {name: call.inputs.get(name) for name in ("encoder_outputs", "attention_mask")}
+    called = UpToDecoder(call.model, prepare_step)(decoder_input_ids=call.input_ids, use_cache=False, **given)
+    return called.get(HIDING)
 
 
 # -- requests ------------------------------------------------------------------------------------------------
@@ -87,10 +118,6 @@ def encoder_output(model: Any, given: Mapping[str, Any]) -> Tensor:
     output = model.get_encoder()(input_ids=inputs, attention_mask=torch.ones_like(inputs), return_dict=True)
     states: Tensor = output.last_hidden_state[0]
     return states
-
-
-def _hides(call: LoopCall) -> bool:
-    return bool(call.state.form.hides_rows)
 
 
 def _states(call: LoopCall) -> Any:

@@ -97,12 +97,21 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
             keeps_pages=keeps and not call.has_encoder,
             inputs=RequestInputs(prompt=inputs[row], source=attended[row], num_hidden=hidden) if brings else None,
         )
-        if row % call.repeats:
-            sequences[row - row % call.repeats].followers.append(sequence)
+        leader = row - row % call.repeats
+        if row != leader and (call.has_beams or _is_same(inputs[leader], inputs[row])):
+            sequences[leader].followers.append(sequence)
         sequences.append(sequence)
     if draws is not None:
         draws.sequences = sequences
     return sequences
+
+
+def _is_same(first: PromptInputs | None, second: PromptInputs | None) -> bool:
+    """Return whether two rows of one prompt are given the same: a tower may add noise to what it hears.
+
+    Of beams, all go on from the first row.
+    """
+    return first is second or (first is not None and second is not None and first.contents == second.contents)
 
 
 def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
@@ -112,8 +121,10 @@ def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
             sequences[0].num_prefilled = cached.num_tokens
         session.add(sequences[0], cached)
     else:
-        for leader in sequences[:: call.repeats]:
-            session.add(leader)
+        followers = {each for leader in sequences for each in leader.followers}
+        for leader in sequences:
+            if leader not in followers:
+                session.add(leader)
     while session.has_work:
         for progress in session.step():
             if progress.error is not None:

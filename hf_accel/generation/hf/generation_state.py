@@ -137,7 +137,7 @@ class DecoderForm:
     prepares: whether the model's own methods prepare the calls of its decoder. planes: P where these give P
         coordinates for the position of each token; None for one. reads_texts: whether they give more for a text than
         follows from its token ids.
-    hides_rows: whether an attention_mask hides rows of an encoder's output from the decoder; None without an encoder.
+    hides_rows: whether the decoder takes a mask of the rows of an encoder's output; None without an encoder.
     counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     """

@@ -34,12 +34,12 @@ from .refusals import (
     call_refusal,
     changed_refusal,
     drafts_refusal,
-    padding_refusal,
     prompts_refusal,
     ragged_refusal,
     refuse_clocks,
     report_no_drafts,
     report_stock_loop,
+    states_refusal,
 )
 
 NOT_GIVEN = Default("not given")
@@ -287,7 +287,8 @@ class AcceleratedGeneration(WritesModelCard):
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
-        wanted = wanted and padding_refusal(self, model_kwargs.get("attention_mask")) is None  # type: ignore[arg-type]
+        mask, has_beams = model_kwargs.get("attention_mask"), (generation_config.num_beams or 1) > 1
+        wanted = wanted and states_refusal(self, mask, has_beams=has_beams) is None  # type: ignore[arg-type]
         wanted = wanted and (generation_mode in RAGGED_MODES or not self.config.is_encoder_decoder)  # type: ignore[attr-defined]
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(

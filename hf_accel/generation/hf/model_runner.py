@@ -283,23 +283,27 @@ class ModelRunner:
         them by itself learns from its cache.
         """
         if self._counts:
-            given = {"input_ids": inputs.ids[None]}
             self.cache.before = TokensBefore(_placed(inputs.positions, rows))
-            return given | {"attention_mask": torch.ones_like(given["input_ids"])} if self._takes_mask else given
+            given = self._embedded(inputs, rows)
+            return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
         planes = state_of(self.model).generation.form.planes
-        positions = _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
+        positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
+        return self._embedded(inputs, rows) | {"position_ids": _placed(positions, rows)}
+
+    def _embedded(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
+        """Return the ids [1, N] of a pass, or embeddings [1, N, D] where some of its tokens have been given theirs."""
         embedded = [each for each in rows if each.embeddings is not None]
         if not embedded:
-            return {"input_ids": inputs.ids[None], "position_ids": positions}
+            return {"input_ids": inputs.ids[None]}
         ids = inputs.ids.clone()
         for each in embedded:
             ids[each.first : each.first + each.count] = 0  # a placeholder may be no token that has an embedding
         embeddings = self.model.get_input_embeddings()(ids)
         for each in embedded:
             embeddings[each.first : each.first + each.count] = each.embeddings
-        return {"inputs_embeds": embeddings[None], "position_ids": positions}
+        return {"inputs_embeds": embeddings[None]}
 
 
 def _placed(positions: Tensor, rows: Rows) -> Tensor:

@@ -28,7 +28,7 @@ from .decoder_call import UpToDecoder
 from .encoder_source import encoder_output
 from .generation_state import LoopCall
 from .marked_trial import refuse_mixed_tokens
-from .model_runner import prepare_step
+from .model_runner import counts_positions, prepare_step
 from .prompt_masks import tokens_seen
 
 # Methods that only prepare calls of the decoder, so that a trial shows what they do.
@@ -103,8 +103,7 @@ def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     inputs["attention_mask"] = torch.ones_like(ids)
     if "position_ids" not in given:
-        calls = UpToDecoder(model, prepare_step)
-        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
+        inputs |= _placed(UpToDecoder(model, prepare_step), ids, inputs)
     return prompt_inputs(model, ids, inputs["attention_mask"], inputs)[0]
 
 
@@ -149,14 +148,20 @@ def text_form(model: PreTrainedModel) -> TextForm:
         ids, mask = _texts(model, lengths)
         calls = UpToDecoder(model, prepare_step)
         inputs: dict[str, Any] = {"attention_mask": mask}
-        inputs["position_ids"] = calls.model._prepare_position_ids_for_generation(ids, dict(inputs))
-        read = _Read(calls, ids, mask, inputs)
+        read = _Read(calls, ids, mask, inputs | _placed(calls, ids, inputs))
         planes = read.first.planes
         for row, count in enumerate(lengths):
             padding = max(lengths) - count
             found = read.row(row)
             is_ids &= found is None or bool(padding and read.is_moved_text(row, padding))
     return TextForm(planes, is_ids)
+
+
+def _placed(calls: UpToDecoder, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the position_ids that generate() prepares, by name; none for a model that counts them by itself."""
+    if counts_positions(calls.model):
+        return {}
+    return {"position_ids": calls.model._prepare_position_ids_for_generation(ids, dict(inputs))}
 
 
 def text_refusal(model: PreTrainedModel) -> str | None:
@@ -195,12 +200,12 @@ def _texts(model: PreTrainedModel, lengths: tuple[int, ...]) -> tuple[Tensor, Te
 class _Call:
     """The arguments of a decoder: embeddings [B, T, D], positions [P, B, T] on the host, and a mask.
 
-    planes: P where it was given positions [P, B, T]; None if they were [B, T]. marked: the features that it was given
-    for some of the B * T tokens; None for none.
+    positions: None if it counts them by itself. planes: P where it was given positions [P, B, T]; None if they were
+    [B, T]. marked: the features that it was given for some of the B * T tokens; None for none.
     """
 
     embeddings: Tensor
-    positions: Tensor
+    positions: Tensor | None
     planes: int | None
     mask: Any
     marked: MarkedInputs | None
@@ -212,11 +217,13 @@ class _Read:
     @torch.no_grad()
     def __init__(self, calls: UpToDecoder, ids: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> None:
         self.calls, self.ids = calls, ids
+        state = find_state(calls.model)
+        self.counts = counts_positions(calls.model)
+        self.counts_padding = state is not None and state.generation.form.counts_padding
         self.first = self._call(calls.first(ids, inputs))
         rows, self.columns = self.first.embeddings.shape[:2]
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
         self.seen = tokens_seen(calls.config, self.first.mask, self.tokens, causal=calls.is_causal)
-        state = find_state(calls.model)
         if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
         if state is not None and state.generation.context is not None and (any(self.seen) or self.first.marked):
@@ -236,12 +243,13 @@ class _Read:
     def _check_pass(self) -> None:
         """Raise NotRaggedError unless the model hands on the embeddings and positions of a ragged pass unchanged."""
         embeddings, planes = self.first.embeddings[:1], self.first.planes
-        positions = torch.arange(self.columns, device=embeddings.device).flip(0)[None] + 3
-        if planes is not None:
-            positions = positions.expand(planes, 1, self.columns)
-        given = self.calls(inputs_embeds=embeddings, position_ids=positions, use_cache=True)
-        call = self._call(given)
-        if not torch.equal(call.embeddings, embeddings) or not torch.equal(given["position_ids"], positions):
+        placed = {}
+        if not self.counts:
+            positions = torch.arange(self.columns, device=embeddings.device).flip(0)[None] + 3
+            placed["position_ids"] = positions if planes is None else positions.expand(planes, 1, self.columns)
+        given = self.calls(inputs_embeds=embeddings, use_cache=True, **placed)
+        same = all(torch.equal(given[name], value) for name, value in placed.items())
+        if not torch.equal(self._call(given).embeddings, embeddings) or not same:
             raise NotRaggedError("its own code changes embeddings or positions that it is given")
 
     def _check_marked(self, marked: MarkedInputs) -> None:
@@ -289,10 +297,12 @@ class _Read:
             if name not in TEXT_INPUTS and name != "inputs_embeds" and value is not False and self.calls.is_read(name)
         }
         positions, embeddings = given.get("position_ids"), given.get("inputs_embeds")
-        if positions is None:
-            raise NotRaggedError("its decoder is given no positions, and counts tokens in a way of its own")
-        planes = len(positions) if positions.ndim == 3 else None
-        positions = (positions[None] if planes is None else positions).cpu()
+        if (positions is None) is not self.counts:
+            how = "no positions, and counts tokens in a way of its own" if positions is None else "positions at times"
+            raise NotRaggedError(f"its decoder is given {how}")
+        planes = len(positions) if positions is not None and positions.ndim == 3 else None
+        if positions is not None:
+            positions = (positions[None] if planes is None else positions).cpu()
         if embeddings is None:
             embeddings = self._embedded(given["input_ids"])
         rows, columns = embeddings.shape[:2]
@@ -315,13 +325,18 @@ class _Read:
 
     def _positions(self, row: int) -> Tensor:
         """Return the positions [P, n] of the tokens of a row."""
-        positions = self.first.positions
-        return positions[:, min(row, positions.shape[1] - 1), self.tokens[row]]
+        positions, tokens = self.first.positions, self.tokens[row]
+        if positions is None:
+            columns = tokens.nonzero().flatten()
+            return (columns if self.counts_padding else torch.arange(len(columns)))[None]
+        return positions[:, min(row, positions.shape[1] - 1), tokens]
 
     def _shifts(self, row: int) -> Tensor:
         """Return what is added to the index of a token behind a row's prompt, [P]."""
-        positions = self.second.positions
-        return positions[:, min(row, positions.shape[1] - 1), 0] - int(self.tokens[row].sum())
+        positions, count = self.second.positions, int(self.tokens[row].sum())
+        if positions is None:
+            return torch.tensor([self.columns - count if self.counts_padding else 0])
+        return positions[:, min(row, positions.shape[1] - 1), 0] - count
 
     def _embedded(self, ids: Tensor) -> Tensor:
         table: Any = self.calls.model.get_input_embeddings()

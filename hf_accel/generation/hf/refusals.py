@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from typing import Any
@@ -14,7 +15,8 @@ from ...cache.kinds import RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
 from ...models import vocabulary_size
-from ...undo.state import state_of
+from ...undo.journal import original_class
+from ...undo.state import FUSED, state_of
 from ..prompt_inputs import other_input
 from ..sampling.purity import stateful_refusal
 from .beams import beams_refusal
@@ -30,6 +32,7 @@ from .model_runner import (
 from .processing import is_users, processors_refusal
 
 NO_PAGES = "it has no paged cache"
+SWITCHES = "enable_adapters"  # a method that a class's own generate() may call
 
 # Methods that transformers' loop calls between two passes. The ragged loop does not call them.
 OWN_METHODS = (
@@ -47,6 +50,9 @@ def prompts_refusal(model: Any) -> str | None:
     """Return why requests of this model cannot be lists of token ids, as one clause; None if they can."""
     if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
         return f"{type(model).__name__} reads {model.main_input_name}, and no token ids"
+    own = getattr(inspect.unwrap(original_class(model).generate), "__code__", None)
+    if own is not None and SWITCHES in own.co_names and getattr(model, "_hf_peft_config_loaded", False):
+        return f"the generate() of {type(model).__name__} turns its adapters on and off by what a prompt holds"
     return None
 
 
@@ -84,7 +90,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     """
     input_ids, mask, positions = call.input_ids, call.mask, call.inputs.get("position_ids")
     if not isinstance(call.cache, PagedCache) or call.inputs.get("use_cache") is False:
-        return NO_PAGES
+        if call.state.cache is None or call.inputs.get("use_cache") is False:
+            return NO_PAGES
+        return states_refusal(call.model, mask, has_beams=call.has_beams) or NO_PAGES
     if call.has_encoder and (refusal := encoder_refusal(call, own_cache=own_cache)) is not None:
         return refusal
     if not own_cache and len(input_ids) > 1:
@@ -133,14 +141,23 @@ def drafts_refusal(call: LoopCall) -> str | None:
     return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
 
 
-def padding_refusal(model: PreTrainedModel, mask: object) -> str | None:
-    """Return why a model's pages cannot hold the columns of this attention_mask, as one clause; None if they can.
+def states_refusal(model: PreTrainedModel, mask: object, *, has_beams: bool) -> str | None:
+    """Return why pages cannot give the tokens that transformers gives with recurrent states, as one clause.
 
-    In transformers, padding behind a token changes the state of a recurrent layer.
+    None if they can. mask: the attention_mask of the call, or None. In transformers, padding behind a token changes
+    the state of a recurrent layer; the states that some layers keep also change with padding in front of tokens, or
+    stay with their row when its beam goes on in another one.
     """
-    if not isinstance(mask, Tensor) or _only_left_padded(mask) or not model_kinds(model.config).has(RecurrentStates):
+    if not model_kinds(model.config).has(RecurrentStates):
         return None
-    return "padding stands behind or between tokens"
+    if isinstance(mask, Tensor) and not _only_left_padded(mask):
+        return "padding stands behind or between tokens"
+    known = [vars(module).get(FUSED) for module in model.modules()]
+    if isinstance(mask, Tensor) and not mask.all() and any(getattr(k, "computes_padding", False) for k in known):
+        return "its recurrent layers compute padding as they compute tokens"
+    if has_beams and any(getattr(each, "stays_with_row", False) for each in known):
+        return "transformers leaves its recurrent states behind when beams change places"
+    return None
 
 
 def _only_left_padded(mask: Tensor) -> bool:

@@ -26,20 +26,22 @@ class ConvInputs(NamedTuple):
     """The inputs of N tokens, which stand end to end, and what they are multiplied by.
 
     x: [N, C]. weight: [C, L]. bias: [C] of the weight's dtype, or None. Each dtype is one of FLOATS.
+    activation: of the sums, a key of ACTIVATIONS.
     """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None = None
+    activation: str = "silu"
 
 
 def short_conv(inputs: ConvInputs, *, kept: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
-    """Compute silu of the sum of each channel's last L inputs times its weights, for the tokens of B sequences.
+    """Compute the activation of each channel's last L inputs times its weights, for the tokens of B sequences.
 
     kept: [slots, L - 1, C] float32, contiguous, the last inputs up to a token. starts, before, slots: see delta_rule.
     Returns [N, C] float32, the numbers of x's dtype. Raises UnsupportedError if a gradient is needed.
     """
-    x, weight, bias = inputs
+    x, weight, bias, activation = inputs
     refuse_gradients("short_conv", x, weight, bias)
     x, stride = as_rows(x)
     weight = weight.contiguous()
@@ -47,14 +49,14 @@ def short_conv(inputs: ConvInputs, *, kept: Tensor, starts: Tensor, before: Tens
     _short_conv(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), kept.data_ptr(),
         starts.data_ptr(), before.data_ptr(), slots.data_ptr(), stride, len(before), *weight.shape,
-        ACTIVATIONS["silu"], DTYPES[x.dtype], DTYPES[weight.dtype], threads(),
+        ACTIVATIONS[activation], DTYPES[x.dtype], DTYPES[weight.dtype], threads(),
     )  # fmt: skip
     return out
 
 
 def reference(inputs: ConvInputs, *, kept: Tensor, starts: Tensor, before: Tensor, slots: Tensor) -> Tensor:
     """Compute what `short_conv` computes, by torch's operators. The inputs are written in place."""
-    x, weight, bias = inputs
+    x, weight, bias, activation = inputs
     count, weight = weight.shape[1] - 1, weight.float()
     out = [x.new_empty(0, x.shape[1])]
     for sequence, slot in enumerate(before.tolist()):
@@ -68,7 +70,7 @@ def reference(inputs: ConvInputs, *, kept: Tensor, starts: Tensor, before: Tenso
         for place in range(1, count + 1):
             total = total + windows[..., place] * weight[:, place]
         total = total if bias is None else total + bias.float()
-        out.append(F.silu(total.to(x.dtype)))
+        out.append(getattr(F, activation)(total.to(x.dtype)))
         for t in range(first, stop):
             if slots[t] >= 0:
                 kept[slots[t]] = row[t - first + 1 : t - first + 1 + count].detach().float()

@@ -37,7 +37,8 @@ class LinearSpec:
 
     def __post_init__(self) -> None:
         scales = None if self.layout.scale_dtype is self.dtype else self.layout.scale_dtype
-        object.__setattr__(self, "layout", replace(self.layout, ordered=False, scale_dtype=scales))
+        if self.layout.ordered or scales is not self.layout.scale_dtype:
+            object.__setattr__(self, "layout", replace(self.layout, ordered=False, scale_dtype=scales))
 
     @classmethod
     def of(cls, weight: Tensor, config: WeightConfig, *, device_type: str | None = None) -> LinearSpec:

@@ -68,9 +68,9 @@ def state(weight: QuantizedWeight) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def converts(tensor: Tensor) -> bool:
+def converts(dtype: torch.dtype) -> bool:
     """Return whether a tensor of `state` follows the dtype of the model: scales and minima do, the numbers do not."""
-    return tensor.is_floating_point() and tensor.dtype is not FLOAT8
+    return dtype.is_floating_point and dtype is not FLOAT8
 
 
 def readable(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ...recognition.trial_modules import draw_weights, trial_convolution, trial_
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, mixed_class, original_class
 
-CONVOLUTION = SiteKind("convolution", "short convolutions", "inputs in pages", computes_all=True, convolves=True)
+CONVOLUTION = SiteKind("convolution", "short convolutions", "inputs in pages", computes_all=True, multiplies=True)
 PARTS = ("in_proj", "conv", "out_proj")
 # What a model gives all its layers, and a convolution does not read.
 OTHER_ARGUMENTS = frozenset({

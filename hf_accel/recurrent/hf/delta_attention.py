@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import trial_convolution, trial_linear
-from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm, gated_norm
 from .delta_rules import DeltaHeads, DeltaRule
-from .state_pass import PagedRecurrence, as_generated, in_passes
+from .state_pass import as_generated, in_passes
 
 DELTA_PARTS = {"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "o_norm", "o_proj"}
 ONE_DECAY, FORGET_GATE = "a_proj", "forget_gate"  # what makes decays of heads, and of each number of a key
@@ -92,7 +91,6 @@ def _agrees(module: Any, norm: GatedNorm) -> bool:
         vars(twin).update(zip(HEADS if has_one else SAME_HEADS, heads, strict=True), hidden_size=width, layer_idx=0)
         vars(twin).update(key_dim=heads.widths[0], value_dim=value_width, qkv_dim=value_width)
         twin.conv_dim = sum(heads.widths)
-    ours.__class__ = mixed_class(PagedRecurrence, original_class(module))
     vars(ours)[FUSED] = DeltaAttention(norm)
     x = numbers(2, 9, width)
     return agree(

@@ -12,11 +12,10 @@ from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import delta_rule, short_conv
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
-from ...undo.journal import mixed_class, original_class
+from ...undo.journal import original_class
 from ...undo.state import FUSED
 from ..gated_norms import gated_norm
 from .state_pass import (
-    PagedRecurrence,
     Recurrence,
     activation_refusal,
     in_passes,
@@ -136,7 +135,6 @@ def _agrees(module: Any, norm: Any) -> bool:
         twin.hidden_size, twin.num_k_heads, twin.num_v_heads, twin.layer_idx = width, keys, values, 0
         twin.head_k_dim, twin.head_v_dim, twin.key_dim, twin.value_dim = key_dim, value_dim, key_width, value_width
         twin.conv_dim = channels
-    ours.__class__ = mixed_class(PagedRecurrence, original_class(module))
     vars(ours)[FUSED] = DeltaRule(norm)
     x = numbers(2, 9, width)
     return agree(

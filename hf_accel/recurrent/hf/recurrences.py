@@ -9,22 +9,37 @@ from torch import nn
 from ...fused.site import FusedSite, SiteKind
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
+from .gated_units import known_gated_unit
+from .headed_scans import known_headed_scan
+from .lightning import known_lightning_attention
+from .own_caches import own_cache_sites
 from .selective_scans import known_selective_scan
-from .state_pass import PagedRecurrence, Recurrence
+from .state_pass import Recurrence
 from .state_spaces import known_state_space
 
-RECURRENCE = SiteKind("recurrence", "recurrent layers", "states in pages", computes_all=True, convolves=True)
+RECURRENCE = SiteKind("recurrence", "recurrent layers", "states in pages", computes_all=True, multiplies=True)
 
 
 def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the recurrent layers of a model, which get a forward over pages."""
     for name, module in model.named_modules():
-        known = known_recurrence(module)
+        known = known_recurrence(module) or known_gated_unit(module, name)
         if known is not None:
-            yield FusedSite(name, module, RECURRENCE, PagedRecurrence, known)
+            yield FusedSite(name, module, RECURRENCE, known.mixin, known)
+    yield from own_cache_sites(model)
+
+
+def unknown_recurrences_refusal(model: nn.Module, count: int) -> str | None:
+    """Return a clause unless as many layers of a model are known as keep a state by its config, `count`.
+
+    Some keep it in themselves, so that nothing else in their code says that they have one.
+    """
+    found = sum(site.kind == RECURRENCE for site in recurrence_sites(model))
+    return None if found >= count else f"{count - found} of its recurrent layers compute in a way that is not known"
 
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
-    known = known_delta_rule(module) or known_delta_attention(module)
-    return known or known_state_space(module) or known_selective_scan(module)
+    known: Recurrence | None = known_delta_rule(module) or known_delta_attention(module)
+    known = known or known_state_space(module) or known_selective_scan(module)
+    return known or known_headed_scan(module) or known_lightning_attention(module)

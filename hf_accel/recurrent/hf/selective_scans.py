@@ -14,10 +14,9 @@ from ...kernels.cpu.float_linear import FloatLinear
 from ...kernels.cpu.library import FLOATS
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
-from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm
-from .state_pass import PagedRecurrence, Recurrence, as_generated, in_passes, is_native, scan_refusal
+from .state_pass import Recurrence, as_generated, in_passes, is_native, scan_refusal
 from .state_spaces import ACTIVATION_PART, NATIVE_SCAN, REFERENCE_SCAN
 
 SCAN_PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
@@ -107,7 +106,6 @@ def _agrees(module: Any) -> bool:
     theirs, ours = (unwatched_twin(module, _modules=parts, _parameters=parameters) for _ in range(2))
     for twin in (theirs, ours):
         vars(twin).update(zip(SCAN_SIZES, (channels, size, rank), strict=True), hidden_size=width, layer_idx=0)
-    ours.__class__ = mixed_class(PagedRecurrence, original_class(module))
     vars(ours)[FUSED] = SelectiveScan()
     x = numbers(2, 9, width)
     return agree(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from ...cache.kinds.state_sizes import StateSizes
 from ...cache.kinds.states import StateGroup
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
+from ...errors import UnsupportedError
 from ...kernels import cpu
 from ...kernels.cpu.library import FLOATS
 from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved
@@ -43,26 +45,49 @@ class PagedRecurrence(Mixin):
                 hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
             )
             return stock
-        own: Any = self
-        known: Recurrence = vars(own)[FUSED]
-        require_pages(own, known.refusal(own), kwargs)
-        layer, sizes = cache_params.state_layer(own.layer_idx), known.sizes(own)
-        found: RecurrentPass = layer.states(hidden_states, state=sizes.state, inputs=sizes.inputs)
-        # Padding has no state: in transformers it changes none before a sequence's first token.
-        row = found.step.tokens(hidden_states[:, None]).transpose(0, 1)
-        core = known.compute(own, row, found)
-        layer.pass_done(found.step)
-        out: Tensor = own._modules[known.last](core.to(hidden_states.dtype)[None])
-        return found.step.columns(out.transpose(0, 1), len(hidden_states)).squeeze(2)
+        return over_pages(self, hidden_states, cache_params, kwargs)
+
+
+def over_pages(module: Any, hidden_states: Tensor, cache: CacheOverPages, given: dict[str, Any]) -> Tensor:
+    """Compute a layer whose state is in the pages of a cache: [B, Q, H] -> [B, Q, H].
+
+    given: the other keywords of the call. Raises what `PagedRecurrence.forward` raises.
+    """
+    known: Recurrence = vars(module)[FUSED]
+    require_pages(module, known.refusal(module), given)
+    layer, sizes = cache.state_layer(known.layer_of(module)), known.sizes(module)
+    found: RecurrentPass = layer.states(hidden_states, state=sizes.state, inputs=sizes.inputs)
+    positions = given.get("position_ids") if known.reads_positions else None
+    if positions is not None:
+        columns = positions.expand(hidden_states.shape[:2])[:, None, :, None]
+        found = replace(found, positions=found.step.tokens(columns).view(-1))
+    if known.computes_padding and found.step.token_columns is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} {known.layer_of(module)} computes padding as it computes tokens; give rows of "
+            "one length, or take generate_batch()"
+        )
+    # Padding has no state: in transformers it changes none before a sequence's first token.
+    row = found.step.tokens(hidden_states[:, None]).transpose(0, 1)
+    core = known.compute(module, row, found)
+    layer.pass_done(found.step)
+    out: Tensor = module._modules[known.last](core.to(hidden_states.dtype)[None])
+    return found.step.columns(out.transpose(0, 1), len(hidden_states)).squeeze(2)
 
 
 class Recurrence(ABC):
     """A kind of recurrent layer: it computes modules over pages, and says why it cannot compute one.
 
-    norm: how the norm of the module computes. norm_name, last: the names of the norm, and of the linear layer behind
-    it. A copy or a pickle has asked nothing yet, since it holds other modules.
+    mixin: the forward that the module gets. reads_positions: whether `compute` needs the positions of tokens.
+    computes_padding: whether transformers takes padding for tokens, so that it changes states. stays_with_row: whether
+    transformers leaves a state in its row of a batch when the row's beam goes on in another one. norm: how the norm of
+    the module computes. norm_name, last: the names of the norm, and of the linear layer behind it.
+    A copy or a pickle has asked nothing yet, since it holds other modules.
     """
 
+    mixin: ClassVar[type[Mixin]] = PagedRecurrence
+    reads_positions: ClassVar[bool] = False
+    computes_padding: ClassVar[bool] = False
+    stays_with_row: ClassVar[bool] = False
     norm_name: ClassVar[str] = "norm"
     last: ClassVar[str] = "out_proj"
 
@@ -89,6 +114,11 @@ class Recurrence(ABC):
             reads = Reads(read for each in modules for read in _settings(each))
             self._asked = reads, modules, list(map(type, modules)), Hooks(modules[1:])
         return refusal
+
+    def layer_of(self, module: Any) -> int:
+        """Return the index of the decoder layer that the module is in."""
+        index: int = module.layer_idx
+        return index
 
     def has_limits(self, module: Any) -> bool:
         """Return whether the module computes tokens of a prompt otherwise than generated ones."""
@@ -123,6 +153,10 @@ class Recurrence(ABC):
             return self.norm(x, gate, norm._parameters["weight"])
         if not self.norm.groups:
             return x * nn.functional.silu(gate.float())
+        return self._by_torch(norm, x, gate)
+
+    def _by_torch(self, norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute norm(x, gate) with the module's own code."""
         result: Tensor = norm(x[None], gate[None])[0]
         return result
 
@@ -140,9 +174,9 @@ def is_native(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in FLOATS and not is_recorded() and not x.requires_grad and cpu.refusal() is None
 
 
-def short_convolution_refusal(module: Any) -> str | None:
+def short_convolution_refusal(module: Any, name: str = "conv1d") -> str | None:
     """Return why the short convolution in front of a recurrence cannot be ours, as one clause; None if it can."""
-    conv = module._modules.get("conv1d")
+    conv = module._modules.get(name)
     refusal = causal_refusal(conv)
     if refusal is None and (conv.weight.dtype not in FLOATS or conv.kernel_size[0] < 2):
         refusal = f"its convolution is over {conv.kernel_size[0]} tokens in {conv.weight.dtype}"
@@ -180,7 +214,9 @@ def in_passes(module: Any, x: Tensor, counts: tuple[int, ...], *, num_prompt: in
         for sequence in sequences:
             pages.append(sequence, count)
         cache.step = pages.step([TokenRange(each, start, count, num_prompt=num_prompt) for each in sequences])
-        part = module(x[:, start : start + count].reshape(1, -1, x.shape[-1]), cache_params=cache)
+        positions = torch.arange(start, start + count).repeat(len(x))[None]
+        row = x[:, start : start + count].reshape(1, -1, x.shape[-1])
+        part = over_pages(module, row, cache, {"position_ids": positions})
         results.append(part.view(len(x), count, -1))
         start += count
     return torch.cat(results, dim=1)

@@ -12,10 +12,9 @@ from ...cache.kinds.state_sizes import WITHOUT_LIMITS, StateSizes
 from ...kernels.cpu import short_conv, state_scan
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
-from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GatedNorm, gated_norm
-from .state_pass import PagedRecurrence, Recurrence, as_generated, in_passes, is_native, scan_refusal
+from .state_pass import Recurrence, as_generated, in_passes, is_native, scan_refusal
 
 SPACE_PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
 ACTIVATION_PART = "act"  # is a part too, or a function
@@ -113,7 +112,6 @@ def _agrees(module: Any, norm: GatedNorm) -> bool:
     sizes = dict(zip(SPACE_SIZES, (heads, head_dim, groups, size, inner, channels), strict=True))
     for twin in (theirs, ours):
         vars(twin).update(sizes, hidden_size=width, layer_idx=0, chunk_size=4)
-    ours.__class__ = mixed_class(PagedRecurrence, original_class(module))
     vars(ours)[FUSED] = StateSpace(GatedNorm(norm.eps, min(norm.groups, groups), norm.gate_first))
     # Small steps too, since those of a prompt may have a least one.
     parameters["dt_bias"].copy_(4 * parameters["dt_bias"] - 2)

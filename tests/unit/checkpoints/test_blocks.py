@@ -16,7 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 import hf_accel
 from hf_accel.checkpoints.readers import reader
@@ -358,3 +360,19 @@ def test_what_settings_do_not_describe_stays_in_stored_form(monkeypatch: pytest.
     model.save_pretrained(tmp_path)
     assert f"{Q}.weight_packed" in load_file(tmp_path / "model.safetensors")
     assert contents(AutoModelForCausalLM.from_pretrained(tmp_path)) == contents(model)
+
+
+@pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}], ids=str)
+def test_names_that_transformers_would_change_are_not_written(
+    weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of Kimi K2.5's vision tower become layers when it is read, and so would those of a weight."""
+    get_checkpoint_conversion_mapping("llama")  # makes those of all models
+    known: Any = conversion_mapping._checkpoint_conversion_mapping_cache
+    monkeypatch.setitem(known, "llama", [WeightRenaming("blocks", "layers")])
+    model = hf_accel.patch(LlamaForCausalLM(LlamaConfig(**DECODER)).eval(), weights=weights)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() >= {"model.blocks.0.self_attn.q_proj.weight_scale", "lm_head.weight_scale"}
+    assert not any(name.endswith("weight_blocks") for name in stored)
+    assert contents(hf_accel.load(tmp_path)) == contents(model)

@@ -24,7 +24,7 @@ from transformers import (
 
 import hf_accel
 from hf_accel import HfAccelError
-from hf_accel.checkpoints.contents import check_report
+from hf_accel.checkpoints.contents import check_finite, check_report
 
 from .readers import encode
 
@@ -268,3 +268,25 @@ def test_what_transformers_reports_of_other_quantizers(
         return
     with pytest.raises(HfAccelError, match=text):
         check_report(make(), missing, unexpected)
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("wrong", [{}, {7: INF}, {7: -INF}, {9: float("nan")}, {7: INF, 9: -INF}])
+def test_numbers_that_are_not_finite_are_found(dtype: torch.dtype, wrong: dict[int, float]) -> None:
+    values = torch.full((3, 4), torch.finfo(dtype).max, dtype=dtype)  # whose sum is infinite
+    for index, value in wrong.items():
+        values.view(-1)[index] = value
+    if not wrong:
+        return check_finite("scale", values)
+    with pytest.raises(
+        HfAccelError, match=rf"'scale' holds NaN or infinity at \[{min(wrong) // 4}, {min(wrong) % 4}\]"
+    ):
+        check_finite("scale", values)
+
+
+@pytest.mark.parametrize("values", [torch.empty(0), torch.empty(3, 0), torch.full((2,), INF, device="meta")])
+def test_without_numbers_nothing_is_wrong(values: Tensor) -> None:
+    check_finite("scale", values)

@@ -29,7 +29,7 @@ from .shapes import TINY
     [
         (CLIPConfig(), "CLIPConfig describes a model of several parts"),
         (ResNetConfig(), "ResNetConfig has no num_attention_heads"),
-        (T5Config(), "T5Config describes an encoder-decoder"),
+        (T5Config(architectures=["T5Model"]), "T5Config describes an encoder-decoder without a head"),
         (MambaConfig(), "MambaConfig has no num_attention_heads"),
         (DeepseekV32Config(), "DeepseekV32Config has attention over chosen keys"),
         (MiMoV2FlashConfig(), "MiMoV2FlashConfig has values of another size than keys"),

@@ -226,7 +226,13 @@ def test_a_linear_whose_scales_would_not_be_found_again(monkeypatch: pytest.Monk
     model = build("llama")
     assert not any(lost_on_saving(model)(name) for name in ("model.layers.0.mlp.up_proj", "lm_head"))
     renaming = WeightRenaming(source_patterns="up_proj", target_patterns="gate_proj")
-    monkeypatch.setattr("hf_accel.linear.hf.get_model_conversion_mapping", lambda model, add_legacy: [renaming])
+    monkeypatch.setattr("hf_accel.linear.hf.get_model_conversion_mapping", lambda *_, **__: [renaming])
     kept = {site.name: site.skip for site in linear_sites(model, ()) if site.skip is not None}
     assert kept.keys() == {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"}
     assert all("it would not be found again" in str(reason) for reason in kept.values())
+
+
+def test_nothing_is_quantized_whose_tensors_would_get_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    renaming = WeightRenaming(source_patterns="weight_packed", target_patterns="weight_p")
+    monkeypatch.setattr("hf_accel.linear.hf.get_model_conversion_mapping", lambda *_, **__: [renaming])
+    assert all(site.skip is not None for site in linear_sites(build("llama"), ()))

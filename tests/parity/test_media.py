@@ -1,4 +1,4 @@
-"""Prompts with images and with embeddings run as text does: in ragged passes, with the tokens of stock's loop."""
+"""Prompts with images, sounds and embeddings run as text does: in ragged passes, with the tokens of stock's loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
 
-from ..families.images import alone_with_image, image_prompts
+from ..families.features import MEDIA
+from ..families.media import alone_with_medium, media_prompts
 from ..families.models import build, families
 from .speculating import OracleDrafter
 
@@ -30,7 +31,14 @@ OTHERS = [
     f"{name}ForConditionalGeneration"
     for name in ("LlavaNext", "Idefics3", "InternVL", "Mistral3", "Glm4v", "Granite4Vision")
 ]
-CLASSES = [LLAVA, QWEN, GEMMA, PALI, STACK, *OTHERS]
+# The decoder of the last two counts positions by itself, and one of them adds noise to what it hears.
+VOXTRAL, HEARING, NOISY = (
+    f"{name}ForConditionalGeneration" for name in ("Voxtral", "MossTranscribeDiarize", "VibeVoiceAsr")
+)
+SOUNDS = [VOXTRAL, HEARING, *(f"{name}ForConditionalGeneration" for name in ("Qwen2Audio", "GraniteSpeech"))]
+CLASSES = [LLAVA, QWEN, GEMMA, PALI, STACK, *OTHERS, *SOUNDS]
+# Their encoders, or the code around their decoders, make the mask of what the decoder attends to.
+ENCODING = [f"{name}ForConditionalGeneration" for name in ("Speech2Text", "Canary", "Whisper")]
 NEW_TOKENS = 8
 WAIT = 60
 
@@ -47,7 +55,7 @@ def fresh(name: str) -> Any:
 def stock(name: str) -> tuple[Any, dict[str, Tensor]]:
     """A model, and a batch: rows 0 and 1 say the same about different images, row 2 is shorter."""
     model = fresh(name)
-    return model, image_prompts(model)
+    return model, media_prompts(model, MEDIA[families()[name].kind])
 
 
 def patched(name: str, **settings: Any) -> Any:
@@ -56,7 +64,7 @@ def patched(name: str, **settings: Any) -> Any:
 
 def prompt(name: str, row: int, words: tuple[int, ...] = ()) -> dict[str, Tensor]:
     """What a processor makes for one row: without padding, and with more words behind it."""
-    given = dict(alone_with_image(stock(name)[1], row))
+    given = dict(alone_with_medium(stock(name)[1], row))
     tokens = given.pop("attention_mask")[0].bool()
     for key, value in given.items():
         if value.shape == (1, len(tokens)):
@@ -76,7 +84,7 @@ def loop(model: Any) -> str:
     return str(hf_accel.stats(model)["loop"])
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [*CLASSES, NOISY, *ENCODING])
 @pytest.mark.parametrize("settings", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 5}], ids=str)
 def test_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
     model, given = patched(name), stock(name)[1]
@@ -90,7 +98,7 @@ def test_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_requests_together_with_and_without_images(name: str) -> None:
+def test_requests_together_with_and_without_media(name: str) -> None:
     """The last two are texts, as a list and as a dict."""
     prompts = [prompt(name, row) for row in (0, 1, 2, 0)] + [{"input_ids": torch.tensor([[5, 9, 7, 11, 6]])}]
     wanted = [expected(name, each) for each in prompts]
@@ -100,7 +108,7 @@ def test_requests_together_with_and_without_images(name: str) -> None:
     assert wanted[0] != wanted[1]
 
 
-@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA, PALI, STACK])
+@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA, PALI, STACK, VOXTRAL, HEARING])
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
 def test_random_programmes_of_requests(name: str, seed: int) -> None:
     """Chunks of prompts, preemption, shared prefixes, samples and drafts change no request's tokens."""
@@ -125,16 +133,19 @@ def test_random_programmes_of_requests(name: str, seed: int) -> None:
     assert engine.stats["blocks_used"] == 0
 
 
-@pytest.mark.parametrize("name", [LLAVA, "Glm4vForConditionalGeneration", STACK])
-def test_prompts_share_pages_as_far_as_words_and_images_are_equal(name: str) -> None:
-    """The same words behind another image share nothing but what stands before it."""
+@pytest.mark.parametrize("name", [LLAVA, "Glm4vForConditionalGeneration", STACK, VOXTRAL, HEARING])
+def test_prompts_share_pages_as_far_as_words_and_media_are_equal(name: str) -> None:
+    """The same words behind another image or sound share nothing but what stands before it."""
     model = patched(name, cache=CacheConfig(block_size=1))
     first, second = prompt(name, 0), prompt(name, 1)
     assert torch.equal(first["input_ids"], second["input_ids"])
     ids = first["input_ids"][0].tolist()
-    before, length = ids.index(model.config.image_token_id), len(ids)
+    medium = MEDIA[families()[name].kind]
+    token = next(t for key in medium.tokens if (t := getattr(model.config, key, None)) is not None)
+    before, length = ids.index(token), len(ids)
+    numbers = next(key for key in first if key in ("pixel_values", "input_features"))
     with Engine(model) as engine:
-        engine.submit({**first, "pixel_values": -first["pixel_values"]}, max_new_tokens=2).result(WAIT)  # it is traced
+        engine.submit({**first, numbers: -first[numbers]}, max_new_tokens=2).result(WAIT)  # it is traced
         engine.session.pages.clear_prefixes()
         hits = [engine.stats["prefix_hits"]]
         for given in (first, second, first, second):
@@ -159,15 +170,65 @@ def test_images_among_rows() -> None:
     assert loop(ours) == "ragged"
 
 
-def test_the_tower_runs_once_for_each_call() -> None:
-    model, given = patched(LLAVA), stock(LLAVA)[1]
+@pytest.mark.parametrize(("name", "tower"), [(LLAVA, "vision_tower"), (VOXTRAL, "audio_tower")])
+def test_the_tower_runs_once_for_each_call(name: str, tower: str) -> None:
+    model, given = patched(name), stock(name)[1]
     calls = []
-    model.model.vision_tower.register_forward_pre_hook(lambda module, args: calls.append(1))
+    getattr(model.model, tower).register_forward_pre_hook(lambda module, args: calls.append(1))
     model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert loop(model) == "ragged" and len(calls) == 1
     with Engine(model) as engine:
-        engine.submit(prompt(LLAVA, 0), max_new_tokens=4, n=3).results(WAIT)
+        engine.submit(prompt(name, 0), max_new_tokens=4, n=3).results(WAIT)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", [QWEN, VOXTRAL, HEARING])
+def test_int8_answers_a_request_alone_as_among_others(name: str) -> None:
+    model = hf_accel.patch(fresh(name))
+    prompts = [prompt(name, row, (7, 9, 11)[:row]) for row in (0, 1, 2)]
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    alone = [next(iter(model.generate_batch([each], **settings).values())).generated_tokens for each in prompts]
+    together = [output.generated_tokens for output in model.generate_batch(prompts, **settings).values()]
+    assert together == alone
+    assert len({tuple(tokens) for tokens in alone}) == 3
+
+
+def test_a_sound_that_fills_a_part_of_its_spectrogram() -> None:
+    """Sounds of several lengths stand for as many tokens as they fill, and for one window more than one each."""
+    name = "Qwen2AudioForConditionalGeneration"
+    model, ours = stock(name)[0], patched(name)
+    generator, lengths = torch.Generator().manual_seed(4), (128, 60, 21)
+    counts = [((length - 1) // 2 + 1 - 2) // 2 + 1 for length in lengths]
+    rows = [[5, *[120] * counts[0], 7, *[120] * counts[1], 9], [6, *[120] * counts[2], 8]]
+    columns = len(rows[0])
+    padded = torch.tensor([[0] * (columns - len(row)) + row for row in rows])
+    inputs = {
+        "input_ids": padded,
+        "attention_mask": (padded != 0).long(),
+        "input_features": torch.randn(3, 16, 128, generator=generator),
+        "feature_attention_mask": (torch.arange(128) < torch.tensor(lengths)[:, None]).long(),
+    }
+    results = [each.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False) for each in (model, ours)]
+    assert torch.equal(*results)
+    assert loop(ours) == "ragged"
+
+
+def test_adapters_that_a_sound_turns_on() -> None:
+    """generate() turns them on and off as stock's does; an Engine serves both kinds of prompts, and cannot."""
+    peft = pytest.importorskip("peft")
+    name, models = "GraniteSpeechForConditionalGeneration", []
+    for _ in range(2):
+        models.append(fresh(name))
+        torch.manual_seed(3)
+        models[-1].add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    given, ours = stock(name)[1], hf_accel.patch(models[1].eval(), weights=None)
+    text = {"input_ids": torch.tensor([[5, 9, 7, 11, 6]])}
+    for each in (given, text, given):
+        results = [model.generate(**each, max_new_tokens=4, do_sample=False) for model in (models[0].eval(), ours)]
+        assert torch.equal(*results)
+        assert loop(ours) == "ragged"
+    with pytest.raises(UnsupportedError, match="turns its adapters on and off"):
+        Engine(ours)
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")  # it is what is tested

@@ -1,0 +1,48 @@
+"""Decoders that take a cache of their own class alone, as MiniMax's does, though their layers could read pages."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ...cache.hf import CacheOverPages
+from ...fused.site import FusedSite, SiteKind
+from ...recognition.source import tree_of
+from ...undo.journal import Mixin, original_class
+
+OWN_CACHE = SiteKind("own cache", "decoders", "pages in place of their own cache", "its code asks for the class alone")
+CACHE, USES = "past_key_values", "use_cache"
+
+
+class TakesPages(Mixin):
+    """A mixin for a decoder that refuses caches of other classes where `use_cache` is true, and only there.
+
+    Its layers read and write the cache that they are given, whatever `use_cache` says.
+    """
+
+    def forward(self, *args: Any, past_key_values: Any = None, use_cache: bool | None = None, **kwargs: Any) -> Any:
+        use_cache = False if isinstance(past_key_values, CacheOverPages) else use_cache
+        return super().forward(*args, past_key_values=past_key_values, use_cache=use_cache, **kwargs)  # type: ignore[misc]
+
+
+def own_cache_sites(model: nn.Module) -> Iterator[FusedSite]:
+    """Find the decoders of a model that take caches of one class alone."""
+    for name, module in model.named_modules():
+        if hasattr(module, "layers") and takes_one_class(original_class(module)):
+            yield FusedSite(name, module, OWN_CACHE, TakesPages, None)
+
+
+def takes_one_class(kind: Any) -> bool:
+    """Return whether the forward of a class raises for a cache of another class than its own, if it is to use it."""
+    tree = tree_of(kind.forward)
+    if tree is None:
+        return False
+    return any(
+        isinstance(node, ast.If)
+        and ast.unparse(node.test).startswith(f"{USES} and (not isinstance({CACHE}, ")
+        and [type(each) for each in node.body] == [ast.Raise]
+        for node in ast.walk(tree)
+    )
