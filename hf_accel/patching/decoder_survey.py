@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -222,6 +223,10 @@ def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
+def _hiding(mask: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    return given | {HIDING: mask}
+
+
 def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tensor, ...]:
     """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides."""
     tried = _tried(model, None)
@@ -230,7 +235,7 @@ def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tens
         called = tried
         if hides:
             mask = torch.ones(1, len(source), dtype=torch.int64)
-            called = giving_decoder(tried, None, **{HIDING: torch.nn.functional.pad(mask, (0, 2))})
+            called = giving_decoder(tried, None, partial(_hiding, torch.nn.functional.pad(mask, (0, 2))))
             source = torch.cat([source, 10 * torch.ones(2, source.shape[1])])
         cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
         for ids in _tokens(model, number, passes):

@@ -288,9 +288,9 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     model = todo.model
     generation = _generation(todo, todo, model)
     journal.attribute(model, STATE, PatchState(todo.config, todo.to_dict(), journal, originals, generation))
-    for part in model.modules():
-        if part is not model and isinstance(part, PreTrainedModel):
-            journal.attribute(part, PART_OF, type(model).__name__)
+    for module in model.modules():
+        if module is not model and isinstance(module, PreTrainedModel):
+            journal.attribute(module, PART_OF, type(model).__name__)
     if isinstance(model, GenerationMixin) and model.can_generate():  # others have a generate() of their own
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
     elif isinstance(getattr(model, "hf_quantizer", None), AccelQuantizer):
