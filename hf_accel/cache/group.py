@@ -76,7 +76,7 @@ class PageGroup:
 
     @property
     def rolls(self) -> bool:
-        """Whether a sequence of any length fits, because a block is always free before a new one is needed."""
+        """True if a sequence of any length fits, because a block is always free before a new one is needed."""
         return self.window is not None and self.pool.num_blocks > -(-(self.window - 1) // self.pool.block_size)
 
     def num_blocks_of(self, num_tokens: int, source: Tensor | None) -> int:

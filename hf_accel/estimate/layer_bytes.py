@@ -58,7 +58,7 @@ class StatefulLayer:
         return self.numbers.pair_operations * pairs
 
 
-class SourceLayer(StatefulLayer):
+class AttendsToSource(StatefulLayer):
     """One layer of a decoder that attends to an encoder's output, of which it keeps keys and values once.
 
     tokens: those of the source.
@@ -108,6 +108,6 @@ def encoder_decoder_layers(config: Any, *, context: int, source: int | None) -> 
     kept = attention_layers(decoder, context=context)
     own = [kept[min(index, len(kept) - 1)] for index in range(count)]
     once = KeysAndValues(None)
-    crossing = [SourceLayer(once.numbers(decoder), tokens, once, is_fixed=fixed) for _ in range(count)]
+    crossing = [AttendsToSource(once.numbers(decoder), tokens, once, is_fixed=fixed) for _ in range(count)]
     read = [replace(layer, is_fixed=fixed) for layer in encoder_layers(encoder, context=tokens)]
     return [*read, *own, *crossing]

@@ -23,7 +23,7 @@ from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
 from ..patching.survey import linear_sites, sites_for, sites_named
 from ..patching.weight_sites import LinearSite
-from .layer_bytes import SourceLayer, StatefulLayer
+from .layer_bytes import AttendsToSource, StatefulLayer
 from .roofline import Work
 from .shapes import decoder_config, source_modules
 
@@ -57,7 +57,7 @@ class Workload:
     @property
     def source_tokens(self) -> int | None:
         """The tokens that an encoder reads for a decoder; None without both."""
-        return next((layer.tokens for layer in self.layers if isinstance(layer, SourceLayer)), None)
+        return next((layer.tokens for layer in self.layers if isinstance(layer, AttendsToSource)), None)
 
     @property
     def prompt_tokens(self) -> int:
@@ -158,7 +158,7 @@ class Workload:
 
 def _is_own(layer: StatefulLayer) -> bool:
     """Return whether it is a decoder's layer that attends to the decoder's own tokens."""
-    return layer.kind is not None and not isinstance(layer, SourceLayer)
+    return layer.kind is not None and not isinstance(layer, AttendsToSource)
 
 
 def _rounds_to_fp8(tensor: WeightTensor, rows: float) -> bool:

@@ -17,7 +17,14 @@ from torch.overrides import TorchFunctionMode
 from ..kernels.cpu.library import FLOATS, native
 from ..kernels.cpu.row_kernels import activate
 from ..recognition.asked import answer_once
-from ..recognition.trial import PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, activation_name, agree, alike
+from ..recognition.trial import (
+    PLAIN_ACTIVATIONS,
+    RandomNumbers,
+    Tolerance,
+    activation_name,
+    agree,
+    settings_of_activation,
+)
 from ..recognition.unchanged import is_known_class
 from ..undo.journal import Mixin
 from ..undo.state import FUSED
@@ -50,7 +57,7 @@ def composed_activation(module: nn.Module, dtype: torch.dtype) -> ActivationForm
     operator is as fast as ours. In bfloat16 and float16 torch rounds after each operator, and ours once, so that most
     are left alone.
     """
-    kind = alike(module)
+    kind = settings_of_activation(module)
     return (
         None if kind is None or dtype not in FLOATS else answer_once(_composed_activation, module, dtype, equal=kind)
     )

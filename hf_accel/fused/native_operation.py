@@ -1,4 +1,4 @@
-"""What an operation of a layer is as a native call: the base of its kinds, and what they are given."""
+"""The native call of an operation of a layer: the base of its kinds, and what they are given."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..fused.composed_activation import rounds_by_place
 from ..kernels.cpu.library import FLOATS
 from ..recognition.asked import answer_once
-from ..recognition.trial import KNOWN_MODULES, alike
+from ..recognition.trial import KNOWN_MODULES, settings_of_activation
 from ..tensors import model_device
 from ..undo.journal import original_class
 
@@ -72,6 +72,6 @@ def _is_placed_activation(module: nn.Module, dtype: torch.dtype) -> bool:
     if original_class(module).__module__ not in KNOWN_MODULES or next(module.parameters(), None) is not None:
         return False
     try:
-        return answer_once(rounds_by_place, module, dtype, equal=alike(module))
+        return answer_once(rounds_by_place, module, dtype, equal=settings_of_activation(module))
     except (TypeError, RuntimeError):  # it takes more than one tensor: an attention of torch's
         return False

@@ -31,7 +31,7 @@ def answer_once(question: Callable[..., Answer], subject: Any, *others: Any, equ
     """Return question(subject, *others), which is asked once within a function that is `reading_once`.
 
     equal: the same for all subjects of which the answer is the same; None: an answer is of one object alone. The
-    others are told apart as objects.
+    others are kept apart as objects.
     """
     answered = _answered.get()
     if answered is None:

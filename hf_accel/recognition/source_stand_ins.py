@@ -21,7 +21,7 @@ FIRST_OF_SOURCE = -3  # and those of the numbers that are computed of it, which 
 
 @dataclass(frozen=True)
 class SourceKeys:
-    """How a layer computes the keys and values of an encoder's output, which each have one linear layer.
+    """The way in which a layer computes the keys and values of an encoder's output, which each have one linear layer.
 
     key, value: these layers. heads, dim, value_dim: of their results. layer_idx: the layer of the cache.
     """
@@ -106,7 +106,7 @@ class Updates(Opaque):
     __getitem__ = get
 
     def __setitem__(self, layer_idx: Any, value: Any) -> None:
-        # Whisper's code says so before it has updated the cache, in the attention of which the result was asked.
+        # Whisper's code says this before it has updated the cache, in the attention of which the result was asked.
         if type(layer_idx) is not int or value is not True:
             raise UntraceableError("it tells the cache something else than that it has the keys of a layer")
 

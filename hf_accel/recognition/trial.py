@@ -155,10 +155,10 @@ def activation_name(activation: Any, known: Mapping[str, Callable[[Tensor], Tens
     """Return the name in `known` of the function that a callable computes, found by calling it; None if in no such."""
     if not callable(activation) or (isinstance(activation, nn.Module) and not _is_stateless(activation)):
         return None
-    return answer_once(_tried_name, activation, known, equal=alike(activation))
+    return answer_once(_tried_name, activation, known, equal=settings_of_activation(activation))
 
 
-def alike(activation: Any) -> Hashable:
+def settings_of_activation(activation: Any) -> Hashable:
     """Return the class and the settings of a module without parameters, by which it computes; None for any other."""
     if not isinstance(activation, nn.Module) or not _is_stateless(activation):
         return None

@@ -57,7 +57,7 @@ class PageHeads:
 
 
 class PageReading(NamedTuple):
-    """How heads of queries read pages.
+    """The way in which heads of queries read pages.
 
     order: the heads of queries as the heads of pages need them. slots: where in such a head the keys and the values of
     each stand. size: how many heads it holds.

@@ -9,12 +9,12 @@ from ..sequence import Sequence
 from .generation_state import LoopCall
 from .processing import needs_all_rows
 
-KEPT = ("output_scores", "output_logits")  # settings by which a call returns something of each pass
+OF_EACH_PASS = ("output_scores", "output_logits")  # settings by which a call returns something of each pass
 
 
 def why_together(call: LoopCall) -> str | None:
     """Return why the rows of a call without beams advance together, as one clause; None if each goes on alone."""
-    kept = [name for name in KEPT if call.returns(name)]
+    kept = [name for name in OF_EACH_PASS if call.returns(name)]
     if kept:
         return f"{kept[0]}=True collects a tensor of each step"
     return needs_all_rows(call.processors, call.criteria, batch_size=len(call.input_ids))

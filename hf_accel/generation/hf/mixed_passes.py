@@ -1,4 +1,4 @@
-"""Passes that hold tokens whose inputs do not follow from their ids, beside tokens of which they do."""
+"""Passes that hold tokens whose inputs do not follow from their ids, next to tokens of which they do."""
 
 from __future__ import annotations
 

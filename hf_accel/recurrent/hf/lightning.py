@@ -1,6 +1,6 @@
 """Lightning attention over pages: linear attention with a decay of each head (Qin et al. 2024, arXiv 2401.04658).
 
-MiniMax has it. Its state is that of Mamba 2 with steps of one: S = decay S + k v; out = q S.
+MiniMax uses it. Its state is that of Mamba 2 with steps of one: S = decay S + k v; out = q S.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LightningAttention(Recurrence):
 
 
 def known_lightning_attention(module: nn.Module) -> LightningAttention | None:
-    """Return the LightningAttention of a module that has its parts and gives what ours does on random input."""
+    """Return the LightningAttention of a module that uses its parts and gives what ours does on random input."""
     own: Any = module
     if module._modules.keys() != LIGHTNING_PARTS or module._buffers.keys() != {SLOPES, *DECAYS}:
         return None
@@ -99,7 +99,7 @@ def known_lightning_attention(module: nn.Module) -> LightningAttention | None:
 
 
 class _Kept:
-    """What the module's own code keeps in a trial."""
+    """The cache of the module's own code in a trial."""
 
     def __init__(self) -> None:
         self.state: Tensor | None = None
