@@ -69,7 +69,7 @@ from benchmarks.topics import (
 from benchmarks.topics.waste import lengths
 from hf_accel.checkpoints.load import load_tokenizer
 from hf_accel.cli.measurement import Generation, WrongResultError, take_turns, time_generate
-from hf_accel.hardware.device import PAGEMAP
+from hf_accel.hardware.file_pages import PAGEMAP
 from hf_accel.kernels import cpu as kernels
 from hf_accel.patching.twin import twin
 

@@ -13,17 +13,9 @@ from ..config import PatchConfig, WeightConfig
 from ..config.fit import Fit
 from ..errors import UnsupportedError
 from ..estimate.estimate import count
+from ..estimate.lengths import decoder_positions, source_length
 from ..estimate.result import in_units
-from ..estimate.shapes import (
-    DECODER_TOKENS,
-    decoder_config,
-    decoder_positions,
-    has_both,
-    held_specs,
-    is_encoder,
-    source_length,
-    unpatched_shapes,
-)
+from ..estimate.shapes import DECODER_TOKENS, decoder_config, has_both, held_specs, is_encoder, unpatched_shapes
 from ..estimate.workload import Workload
 from ..linear.embedding import QuantEmbedding
 from ..patching.check import check_linear_names

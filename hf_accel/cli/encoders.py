@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_accel.estimate.shapes import longest_text
+from hf_accel.estimate.lengths import longest_text
 from hf_accel.verify.encoded import compare_encoders, encoder_inputs
 
 from .measurement import BASELINE, WrongResultError, finish, ratios, take_turns

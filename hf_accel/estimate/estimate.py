@@ -17,21 +17,18 @@ from ..keywords import Default, checked_keywords, one_of, positive_int, positive
 from ..linear import LinearSpec
 from ..models import model_of
 from .layer_bytes import attention_layers, encoder_decoder_layers, encoder_layers
+from .lengths import TEXT, decoder_positions, longest_input, source_length
 from .result import Bound, Counted, Estimate
 from .roofline import Machine
 from .shapes import (
     DECODER_TOKENS,
-    TEXT,
     decoder_config,
-    decoder_positions,
     has_both,
     held_specs,
     is_encoder,
     load_config,
-    longest_input,
     patched_settings,
     shapes_of,
-    source_length,
     stored_specs,
 )
 from .this_machine import measure_machine

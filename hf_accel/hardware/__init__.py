@@ -3,6 +3,7 @@
 Nothing is measured at import.
 """
 
-from .device import ISA_LEVELS, Hardware, detect, float_peak, read_bandwidth, release, trim
+from .device import ISA_LEVELS, Hardware, detect, float_peak, read_bandwidth, trim
+from .file_pages import release
 
 __all__ = ["ISA_LEVELS", "Hardware", "detect", "float_peak", "read_bandwidth", "release", "trim"]

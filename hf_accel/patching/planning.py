@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
 
@@ -26,14 +25,12 @@ from ..generation.hf.drafting import refuse_drafts
 from ..hardware import detect, read_bandwidth
 from ..kernels import triton
 from ..kernels.cpu.library import FLOATS
-from ..linear import ExpertWeights, QuantLinear, QuantModule, Workers
-from ..linear.backends.cpu import Cpu
+from ..linear import ExpertWeights, QuantModule, Workers
 from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
 from ..recognition.asked import reading_once
-from ..recognition.unchanged import has_own_forward
 from ..tensors import model_device
 from .attention_survey import (
     attends_in_decoder_alone,
@@ -53,6 +50,7 @@ from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .over_pages import decoder_form, inner_generator, with_dtype_readers, with_pages
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
+from .servers import Server, servers_of
 from .survey import check_other_quantizer, input_embedding, sites_for, split_of
 from .twin import twin
 from .weight_sites import LinearSite
@@ -340,36 +338,6 @@ def _plan_fused(
         encoders, stock_encoders = encoder_sites(model, model.dtype, ours=ours, linears=kernels)
         layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]
     return FusedPlan((*sites, *layers), tuple(floats), (*dropped, *by_module), float_rows)
-
-
-class Server(Enum):
-    """Who multiplies by the weight of a linear layer when the model is patched."""
-
-    KERNELS = auto()  # the native library, alone or as a step of a whole layer
-    BACKEND = auto()  # another backend of ours
-    RANKS = auto()  # several processes, for which no call can wait in its middle
-    FOREIGN = auto()  # bitsandbytes, or a forward that was put on the module
-    TORCH = auto()
-
-
-def servers_of(
-    model: nn.Module, planned: Mapping[nn.Module, LinearPlan], floats: Container[nn.Module],
-    split: TensorParallel | None,
-) -> dict[nn.Module, Server]:  # fmt: skip
-    """Return the Server of each linear layer. planned: the replaced ones. floats: those with a native forward."""
-
-    def server(name: str, module: nn.Module) -> Server:
-        plan = planned.get(module)
-        if has_own_forward(module) if plan is None else plan.config.is_nf4:
-            return Server.FOREIGN
-        if split is not None and split.joins(name):
-            return Server.RANKS
-        choice = plan.choice if plan is not None else module.choice if isinstance(module, QuantLinear) else None
-        if choice is None:
-            return Server.KERNELS if module in floats else Server.TORCH
-        return Server.KERNELS if isinstance(choice.backend, Cpu) else Server.BACKEND
-
-    return {m: server(n, m) for n, m in model.named_modules() if m in planned or isinstance(m, nn.Linear)}
 
 
 # -- what only a run of the model can tell -----------------------------------------------------------------

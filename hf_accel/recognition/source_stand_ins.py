@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from .call_form import CACHE
+from .model_stand_ins import CacheStandIn
 from .operation import Operation, Span, UntraceableError
-from .stand_ins import SOURCE, CacheStandIn, Opaque, Recorder, StandIn
+from .stand_ins import SOURCE, Opaque, Recorder, StandIn
 
 KEYS, VALUES = -1, -2  # the buffers of keys and values that the cache keeps of an encoder's output
 FIRST_OF_SOURCE = -3  # and those of the numbers that are computed of it, which go down from here

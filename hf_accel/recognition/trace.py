@@ -21,22 +21,14 @@ from ..undo.journal import original_class
 from ..undo.state import FUSED
 from .call_form import BIAS, CACHES, MASK, SOURCE_MASK, SOURCE_STATES, TABLES, CallForm
 from .code import ROTATION, with_functions
+from .folding import folded
+from .model_stand_ins import CacheStandIn, ConfigStandIn
 from .operation import INPUT, OUTPUT, Span, UntraceableError
 from .position_attention import POSITION_ATTENTION, position_attention
-from .record import Record, folded
+from .record import Record
 from .scores import Scores
 from .source_stand_ins import PairStandIn, source_states
-from .stand_ins import (
-    BATCH,
-    TOKENS,
-    CacheStandIn,
-    Computed,
-    ConfigStandIn,
-    ModuleStandIn,
-    Opaque,
-    StandIn,
-    Vector,
-)
+from .stand_ins import BATCH, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name, gated_names, name_of_function, seems_rms_norm
 from .unchanged import PLAIN_TYPES
 

@@ -8,7 +8,7 @@ from ..cache.kinds.states import StateStep
 from ..fused.layer_programme import MOST_TOKENS, NativeOperations
 from ..fused.traced_layer import Attention
 from ..kernels.cpu.attention import NO_BIAS
-from ..kernels.cpu.layer_call import run_layer
+from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.layouts import KV
 from ..recognition.operation import OUTPUT, Span
@@ -38,6 +38,6 @@ class RecurrentProgramme(NativeOperations):
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), 0, 0, batch * row, batch, 0, 0,
             pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, *(tensor.data_ptr() for tensor in places),
-            0, len(states.before), 1, *NO_BIAS, 0, 0, 0, dtype, 0, DTYPES[pages.k.dtype], dtype, threads(),
+            0, len(states.before), 1, *NO_BIAS, 0, 0, 0, *NO_SOURCE, dtype, 0, DTYPES[pages.k.dtype], dtype, threads(),
         )  # fmt: skip
         return out

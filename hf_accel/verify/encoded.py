@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
-from ..estimate.shapes import longest_text
+from ..estimate.lengths import longest_text
 from ..models import evaluating, vocabulary_size
 from .certificate import Agreement
 

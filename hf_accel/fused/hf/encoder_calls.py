@@ -33,7 +33,7 @@ from ...undo.state import FUSED
 from ..encoder_programme import Causal, EncoderProgramme
 from ..encoder_rows import Bias, CallTensors, RowLayout
 from .encoder_checks import is_empty, layout_for, refuse_functions_of_users, scale_of
-from .layer_calls import attend_of
+from .layer_attention import attend_of
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
 

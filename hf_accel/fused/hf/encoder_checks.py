@@ -17,7 +17,7 @@ from ...recognition.trace import Trace
 from ...undo.state import BACKEND_ATTRIBUTE
 from ..encoder_programme import EncoderProgramme, attended_window
 from ..encoder_rows import RowLayout, causal_layout
-from .layer_calls import attend_of
+from .layer_attention import attend_of
 
 
 def refuse_functions_of_users(trace: Trace, layer: nn.Module) -> None:

@@ -28,7 +28,7 @@ from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import has_no_head
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls
 from .encoder_checks import scale_of
-from .layer_calls import attend_of
+from .layer_attention import attend_of
 from .sites import refuse_partial_rotation
 
 LAYER = SiteKind(

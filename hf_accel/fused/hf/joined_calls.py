@@ -16,7 +16,8 @@ from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ..joined_layer import JoinedLayer
 from ..modules import by_library, computes
-from .layer_calls import LayerCalls, LayerPlace, attention_of
+from .layer_attention import attention_of
+from .layer_calls import LayerCalls, LayerPlace
 
 
 class JoinedCalls(LayerCalls[JoinedLayer]):

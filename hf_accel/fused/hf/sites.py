@@ -40,7 +40,8 @@ from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readab
 from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
-from .layer_calls import TracedForward, attention_of, source_attention
+from .layer_attention import attention_of, source_attention
+from .layer_calls import TracedForward
 
 NORM = SiteKind("norm", "RMSNorms", "one native call")
 ROTARY = SiteKind("rotary", "rotary embeddings", "one native call")

@@ -35,7 +35,8 @@ from transformers import (
 import hf_accel
 from hf_accel.errors import HfAccelWarning
 from hf_accel.estimate import estimate
-from hf_accel.estimate.shapes import longest_input, longest_text, shapes_of
+from hf_accel.estimate.lengths import longest_input, longest_text
+from hf_accel.estimate.shapes import shapes_of
 from hf_accel.linear import QuantModule
 
 from .shapes import TINY

@@ -15,7 +15,8 @@ from hf_accel.attention import AttentionBackend, AttentionSpec, choose_backend
 from hf_accel.attention.hf import forward
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
-from hf_accel.patching.planning import OWN_FORWARD, Server, servers_of
+from hf_accel.patching.planning import OWN_FORWARD
+from hf_accel.patching.servers import Server, servers_of
 from hf_accel.undo.state import BACKEND_ATTRIBUTE
 
 from ...parity.families import FAMILIES, build, inputs

@@ -12,7 +12,7 @@ from hf_accel.cli import encoders
 from hf_accel.cli.measurement import WrongResultError
 from hf_accel.cli.topics import Sizes
 from hf_accel.errors import UnsupportedError
-from hf_accel.estimate.shapes import longest_text
+from hf_accel.estimate.lengths import longest_text
 from hf_accel.verify.encoded import compare_encoders, encoder_inputs
 from tests.parity.test_encoders import build
 

@@ -1,0 +1,84 @@
+"""The attention of traced layers, as it is called: to the tokens of a sequence, and to the output of an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import NoneType
+
+from torch import nn
+
+from ...attention import AttentionSpec, PlannedAttention
+from ...attention.cpu import CpuBackend
+from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
+from ...recognition.operation import Operation, UntraceableError
+from ...recognition.trace import Trace
+from ...undo.state import BACKEND_ATTRIBUTE
+from ..traced_layer import Attention
+
+
+def planned_source(module: nn.Module) -> AttentionSpec | None:
+    """Return the spec of the attention to an encoder's output; None if no kernel of ours computes it."""
+    planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
+    return planned.spec if planned is not None and isinstance(planned.backend, CpuBackend) else None
+
+
+def source_attention(trace: Trace, spec_of: Callable[[nn.Module], AttentionSpec | None]) -> Attention | None:
+    """Return the attention of a trace to an encoder's output, which must be the planned one; None if it has none.
+
+    spec_of: gives what was planned for an attention module.
+    """
+    found = [operation for operation in trace.operations if operation.kind == "attend_source"]
+    if not found and trace.source is None:
+        return None
+    if len(found) != 1 or trace.source is None:
+        raise UntraceableError("it does not attend once to an encoder's output")
+    (operation,) = found
+    (module,) = operation.modules
+    trace.note(vars(module), BACKEND_ATTRIBUTE, vars(module).get(BACKEND_ATTRIBUTE))
+    values, spec = operation.values, spec_of(module)
+    softcap = values["options"].get("softcap")
+    heads = (values["heads"], values["kv_heads"], values["dim"], values["value_dim"], softcap, False)
+    if spec is None or _planned_heads(spec) != heads:
+        raise UntraceableError("its attention to an encoder's output is not the one that was planned")
+    return Attention(_scale_of(operation) * values["factor"], softcap)
+
+
+def _planned_heads(spec: AttentionSpec) -> tuple[object, ...]:
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks
+
+
+def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
+    """Return the trace's attention by the rules of our attention function; it must be the planned one."""
+    if trace.layer_idx is None:
+        raise UntraceableError("it does not attend over the cache")
+    operation, scale, causal = attend_of(trace)
+    values = operation.values
+    softcap, dim = values["options"].get("softcap"), values["dim"]
+    same = _planned_heads(spec) == (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False)
+    if not same or not causal or values["biased"]:
+        raise UntraceableError("its attention is not the one that was planned")
+    return Attention(scale * values["factor"], softcap, spec.window)
+
+
+def attend_of(trace: Trace) -> tuple[Operation, float, bool]:
+    """Return the attention among a trace's operations, the scale of its scores, and whether it is causal."""
+    operation: Operation = next(o for o in trace.operations if o.kind == "attend")
+    scale, causal = _scale_of(operation), operation.values["options"].get("is_causal")
+    if causal is None:
+        (module,) = operation.modules
+        causal = getattr(module, "is_causal", True)
+        trace.note(vars(module), "is_causal", vars(module).get("is_causal"))
+    return operation, scale, bool(causal)
+
+
+def _scale_of(operation: Operation) -> float:
+    """Return the scale of the scores of an attention, which must be given nothing that is not known."""
+    options = operation.values["options"]
+    unknown = [n for n, value in options.items() if n not in KNOWN_KEYWORDS and value is not None]
+    used = [n for n in NOT_OURS if options.get(n)]
+    if unknown or used:
+        raise UntraceableError(f"its attention is given {(unknown + used)[0]}=")
+    scale = options.get("scaling")
+    if not isinstance(scale, (int, float, NoneType)):
+        raise UntraceableError("it scales by more than a number")
+    return operation.values["dim"] ** -0.5 if scale is None else float(scale)
