@@ -44,12 +44,15 @@ WRITERS = {
     "patching.calibration": {"hook", "submodule"},
     "estimate.shapes": {"dict", "submodule"},
     "recurrent.hf.convolutions": {"class"},
-    "recurrent.hf.delta_rules": {"class", "dict"},
-    "recurrent.hf.delta_attention": {"class", "dict"},
+    "recurrent.hf.delta_rules": {"dict"},
+    "recurrent.hf.delta_attention": {"dict"},
     "fused.hf.indexers": {"class", "dict"},
     "fused.hf.operator_models": {"class", "dict"},
-    "recurrent.hf.selective_scans": {"class", "dict"},
-    "recurrent.hf.state_spaces": {"class", "dict"},
+    "recurrent.hf.selective_scans": {"dict"},
+    "recurrent.hf.state_spaces": {"dict"},
+    "recurrent.hf.gated_units": {"dict"},
+    "recurrent.hf.headed_scans": {"dict"},
+    "recurrent.hf.lightning": {"dict"},
     "fused.hf.sites": {"class", "dict"},
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},
@@ -57,6 +60,7 @@ WRITERS = {
     # notes on a tensor of one forward pass, and on a process that is being started
     "cache.hf.layers": {"setattr"},
     "linear.layer": {"dict"},
+    "linear.layer_state": {"dict"},
     # ours, which is the original class again when it is resized
     "linear.embedding": {"class", "dict", "setattr"},
     # tensors that a quantized layer lends
@@ -128,7 +132,7 @@ def test_only_these_files_write_to_a_model() -> None:
 
 
 def test_attributes_on_a_model_are_named_in_one_file() -> None:
-    notes = {"cache.hf.layers", "linear.layer"}
+    notes = {"cache.hf.layers", "linear.layer_state"}
     for path in FILES:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]

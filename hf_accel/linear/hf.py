@@ -42,7 +42,7 @@ from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
 from .formats import KINDS
 from .formats.blocks import VERSION, VERSION_SETTING, Blocks
 from .layer import QuantModule
-from .layer_settings import SCALE_DTYPES
+from .layer_settings import SCALE_DTYPES, parse_modules, parse_tables, without_idle_groups
 from .layer_state import blanks, file_state
 from .model_card import METHOD as METHOD  # which others take from here
 
@@ -78,10 +78,10 @@ class AccelConfig(QuantizationConfigMixin):
         self.stored_as = None if stored_as is None else dict(stored_as)
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any registered name
         check_patch_keywords("AccelConfig", (name for name in keywords if name != "config"))
-        self.modules = _parse_modules(modules)
-        keywords["weights"] = _without_idle_groups(keywords.get("weights", LEFT_OUT), self.modules)
+        self.modules = parse_modules(modules)
+        keywords["weights"] = without_idle_groups(keywords.get("weights", LEFT_OUT), self.modules)
         self.patch = PatchConfig.build(**keywords)
-        self.tables = _parse_tables(tables, self.modules)
+        self.tables = parse_tables(tables, self.modules)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; AccelConfig(**config.to_dict()) is equal."""
@@ -96,37 +96,6 @@ class AccelConfig(QuantizationConfigMixin):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()})"
-
-
-def _without_idle_groups(weights: Weights, modules: Mapping[str, Mapping[str, Any]]) -> Weights:
-    """Return the weights of a saved config without a group_size that had no meaning.
-
-    Earlier versions wrote "group_size": 128 for 8 bits too, whose scales belonged to outputs nevertheless.
-    """
-    if not isinstance(weights, Mapping) or weights.get("bits") != 8 or weights.get("group_size") != 128:
-        return weights
-    grouped = any(each.get("bits") == 8 and each.get("group_size") is not None for each in modules.values())
-    idle = weights.get("format") == "fp8" or (modules and not grouped)
-    return {name: value for name, value in weights.items() if name != "group_size"} if idle else weights
-
-
-def _parse_modules(modules: object) -> dict[str, dict[str, Any]]:
-    if modules is None:
-        return {}
-    if not isinstance(modules, Mapping):
-        raise UnsupportedError(f"modules={modules!r} must give the settings of each quantized module by its name")
-    for name, settings in modules.items():
-        if not (isinstance(name, str) and isinstance(settings, Mapping)):
-            raise UnsupportedError(f"modules: {name!r} has the settings {settings!r}, which must be a dict")
-    return {name: dict(settings) for name, settings in modules.items()}
-
-
-def _parse_tables(tables: object, modules: Collection[str]) -> dict[str, str]:
-    found: dict[str, Any] = dict(tables) if isinstance(tables, Mapping) else {} if tables is None else {"": tables}
-    for name, head in found.items():
-        if not isinstance(name, str) or head not in modules:
-            raise UnsupportedError(f"tables={tables!r} must give the quantized head of each embedding by its name")
-    return found
 
 
 class AccelQuantizer(HfQuantizer):

@@ -6,7 +6,6 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
 import torch
@@ -38,7 +37,6 @@ class QuantModule(nn.Module):
     plural = "linears"  # by which the plan counts such layers
     multiplies = True  # whether inputs are multiplied by the weight; from a table rows are looked up alone
     experts = 1  # whose weights are stored one after the other
-
     in_features: int
     out_features: int
     kind: type[Any]  # of the stored weight
@@ -58,8 +56,7 @@ class QuantModule(nn.Module):
 
     def _describe(self, spec: LinearSpec, backend: str) -> None:
         nn.Module.__init__(self)
-        # All at once: nn.Module asks of each attribute that is set alone whether it is a parameter or a module.
-        vars(self).update(
+        vars(self).update(  # all at once, since nn.Module looks at each attribute that is set alone
             in_features=spec.in_features, out_features=spec.out_features, kind=kind_of(spec.layout), dtype=spec.dtype,
             activations=spec.activations, requested_backend=backend, row_invariant=False, finds_rows=False,
             choice=None, _packed=None, _input_order=None, part=None, writes=0, changes=[], _lent=None,
@@ -247,7 +244,7 @@ class QuantModule(nn.Module):
         others = {name: tensor for name, tensor in self._buffers.items() if name not in layer_state.weight_names(self)}
         stored = others | state(self.quantized)
         buffers = {name: None if tensor is None else readable(tensor) for name, tensor in stored.items()}
-        _keep_for_child(buffers)
+        layer_state.keep_for_child(buffers)
         packed = self.choice is not None
         bytewise = [name for name, tensor in stored.items() if tensor is not None and tensor.dtype is FLOAT8]
         gone = {"choice": None, "_input_order": None, "_lent": None, "layout_of_blocks": None}
@@ -361,10 +358,3 @@ class QuantLinear(QuantModule, Replacement, nn.Linear):
     def extra_repr(self) -> str:
         backend = self.choice.backend.name if self.choice else "not packed"
         return f"{super().extra_repr()}, {self.layout}, backend={backend}"
-
-
-def _keep_for_child(tensors: Any) -> None:
-    """A process that is being started (spawn) gets tensors by file descriptors: they must not be closed until then."""
-    starting = get_spawning_popen()
-    if starting is not None:
-        vars(starting).setdefault("_hf_accel_tensors", []).append(tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import WeightConfig
+from ..config.patch_config import Weights
 from ..errors import UnsupportedError
 from ..keywords import one_of
 from .backends.backend import LinearSpec
@@ -68,3 +69,34 @@ def _spec_of_only(layout: Layout, settings: Mapping[str, Any], weight: Tensor, s
         in_features=shape[1], out_features=shape[0], layout=layout, dtype=weight.dtype,
         device_type=weight.device.type, activations=settings.get("activations", "auto"),
     )  # fmt: skip
+
+
+def without_idle_groups(weights: Weights, modules: Mapping[str, Mapping[str, Any]]) -> Weights:
+    """Return the weights of a saved config without a group_size that had no meaning.
+
+    Earlier versions wrote "group_size": 128 for 8 bits too, whose scales belonged to outputs nevertheless.
+    """
+    if not isinstance(weights, Mapping) or weights.get("bits") != 8 or weights.get("group_size") != 128:
+        return weights
+    grouped = any(each.get("bits") == 8 and each.get("group_size") is not None for each in modules.values())
+    idle = weights.get("format") == "fp8" or (modules and not grouped)
+    return {name: value for name, value in weights.items() if name != "group_size"} if idle else weights
+
+
+def parse_modules(modules: object) -> dict[str, dict[str, Any]]:
+    if modules is None:
+        return {}
+    if not isinstance(modules, Mapping):
+        raise UnsupportedError(f"modules={modules!r} must give the settings of each quantized module by its name")
+    for name, settings in modules.items():
+        if not (isinstance(name, str) and isinstance(settings, Mapping)):
+            raise UnsupportedError(f"modules: {name!r} has the settings {settings!r}, which must be a dict")
+    return {name: dict(settings) for name, settings in modules.items()}
+
+
+def parse_tables(tables: object, modules: Collection[str]) -> dict[str, str]:
+    found: dict[str, Any] = dict(tables) if isinstance(tables, Mapping) else {} if tables is None else {"": tables}
+    for name, head in found.items():
+        if not isinstance(name, str) or head not in modules:
+            raise UnsupportedError(f"tables={tables!r} must give the quantized head of each embedding by its name")
+    return found

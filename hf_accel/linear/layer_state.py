@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import fields, replace
+from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -192,3 +193,10 @@ def _wrong_dtypes(weight: QuantizedWeight, state_dict: Mapping[str, Any], prefix
         for name, own, other in loaded
         if (converts(own.dtype), own.is_floating_point()) != (converts(other.dtype), other.is_floating_point())
     ]
+
+
+def keep_for_child(tensors: Any) -> None:
+    """A process that is being started (spawn) gets tensors by file descriptors: they must not be closed until then."""
+    starting = get_spawning_popen()
+    if starting is not None:
+        vars(starting).setdefault("_hf_accel_tensors", []).append(tensors)

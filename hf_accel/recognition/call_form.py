@@ -107,3 +107,12 @@ def parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the parameters that can be given by place, without self."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+
+
+def as_usual(rotation: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a rotation would do the same without these arguments, because they have their usual values."""
+    if not kwargs:
+        return True
+    usual = inspect.signature(rotation).parameters
+    known = all(isinstance(value, PLAIN_TYPES) and name in usual for name, value in kwargs.items())
+    return known and all(usual[name].default == value for name, value in kwargs.items())

@@ -5,8 +5,7 @@ An operation is recorded here, by what the code calls for it, and computed by it
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_MASK
+from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_MASK, as_usual
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
 from .position_attention import READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
 from .source_stand_ins import KEYS, VALUES, SourceKeys, as_source
-from .stand_ins import BATCH, SOURCE, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
+from .stand_ins import BATCH, SOURCE, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector, require
 from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
-from .unchanged import HOOKS, PLAIN_TYPES, Read, has_own_forward
+from .unchanged import HOOKS, Read, has_own_forward
 
 
 class Record:
@@ -88,7 +87,7 @@ class Record:
     # -- by modules ------------------------------------------------------------------------------------
 
     def linear(self, module: nn.Module, x: Any) -> StandIn:
-        self._require(x, heads=False)
+        require(x, heads=False)
         names = ("in_features", "out_features") if isinstance(module, nn.Linear) else ("nx", "nf")
         inputs, outputs = (vars(module)[name] for name in names)
         if x.width != inputs:
@@ -98,11 +97,11 @@ class Record:
 
     def activate(self, name: str, x: Any) -> StandIn:
         heads = getattr(x, "apart", 1)
-        self._require(replace(x, apart=1) if heads > 1 else x, heads=False)
+        require(replace(x, apart=1) if heads > 1 else x, heads=False)
         return self.put("activation", [x], x.width, activation=name, heads=heads)
 
     def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:
-        self._require(x, heads=False)
+        require(x, heads=False)
         if module.normalized_shape != (x.width,):
             raise UntraceableError("a norm takes another number of inputs")
         self.visit(module)
@@ -122,7 +121,7 @@ class Record:
 
     def gated(self, module: nn.Module, names: GatedNames, x: Any) -> StandIn:
         """Record down(act(gate(x)) * up(x)), where the product is one operation."""
-        self._require(x, heads=False, flat=False)
+        require(x, heads=False, flat=False)
         parts = vars(module)["_modules"]
         gate, up, down = (parts[name] for name in (names.gate, names.up, names.down))
         for each in (module, gate, up):
@@ -174,7 +173,7 @@ class Record:
             return self.gate(x, other)
         if not isinstance(other, Vector):
             raise UntraceableError("it multiplies by more than a number")
-        self._require(x, heads=False, flat=False)
+        require(x, heads=False, flat=False)
         if other.parameter.shape != (x.width,) or other.parameter.dtype is not self.dtype:
             raise UntraceableError("it multiplies by a parameter of another size or dtype")
         return self.put("scale", [x], x.width, vector=other)
@@ -197,7 +196,7 @@ class Record:
              if operation.kind == "activation" and operation.outputs == [a.span]), (None, None),
         )  # fmt: skip
         for each in (x, y):
-            self._require(each, heads=False, flat=False)
+            require(each, heads=False, flat=False)
         if place is None or other is None or x.width != y.width or x.span == y.span:
             raise UntraceableError("it multiplies two tensors of which none is an activation")
         activation = self.operations.pop(place)
@@ -208,20 +207,20 @@ class Record:
     def join(self, x: Any, y: Any) -> StandIn:
         """Record that the numbers of each head of y follow those of x."""
         for each in (x, y):
-            self._require(each, heads=True)
+            require(each, heads=True)
         if x.heads != y.heads or x.cached or y.cached or not (x.width and y.width):
             raise UntraceableError("it joins something else than parts of heads")
         values = {"heads": x.heads, "dim": x.shape[3], "value_dim": y.shape[3]}
         return self.put("join", [x, y], x.width + y.width, **values)
 
     def rotate(self, original: Any, *args: Any, **kwargs: Any) -> tuple[StandIn, StandIn]:
-        if len(args) != 4 or not _as_usual(original, kwargs) or (args[2], args[3]) != self.tables:
+        if len(args) != 4 or not as_usual(original, kwargs) or (args[2], args[3]) != self.tables:
             raise UntraceableError("it rotates in a way of its own")
         q, k = args[:2]
         factor = getattr(q, "factor", 1.0)  # of queries that are scaled ahead of the rotation
         q = replace(q, factor=1.0) if factor != 1 else q
         for x in (q, k):
-            self._require(x, heads=True)
+            require(x, heads=True)
         if q.shape[3] != k.shape[3]:
             raise UntraceableError("queries and keys have heads of different sizes")
         if q.cached or k.cached:
@@ -243,8 +242,8 @@ class Record:
     # -- attention -------------------------------------------------------------------------------------
 
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
-        self._require(key, heads=True)
-        self._require(value, heads=True)
+        require(key, heads=True)
+        require(value, heads=True)
         if self.layer_idx is not None or type(layer_idx) is not int or key.heads != value.heads:
             raise UntraceableError("it writes to the cache in a way of its own")
         self.layer_idx = layer_idx
@@ -274,7 +273,7 @@ class Record:
         """Record attention to all keys that a cache keeps of an encoder's output; what a mask hides has no keys."""
         query, key, value = qkv
         factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
-        self._require(replace(query, factor=1.0) if factor != 1 else query, heads=True)
+        require(replace(query, factor=1.0) if factor != 1 else query, heads=True)
         kept = isinstance(key, StandIn) and isinstance(value, StandIn)
         kept = kept and (key.span.buffer, value.span.buffer) == (KEYS, VALUES) and key.transposed and value.transposed
         known = isinstance(module, ModuleStandIn) and (mask is None or mask is self.source_mask)
@@ -341,7 +340,7 @@ class Record:
         query, key, value = qkv
         factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
         for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
-            self._require(x, heads=True)
+            require(x, heads=True)
         same = query.shape[3] == key.shape[3] and key.heads == value.heads and query.heads % key.heads == 0
         if not same or not key.cached is value.cached is (self.layer_idx is not None):
             raise UntraceableError("it attends in a way of its own")
@@ -352,21 +351,3 @@ class Record:
         }  # fmt: skip
         attended = self.put("attend", qkv, query.heads * value.shape[3], modules=modules, **values)
         return replace(attended, transposed=False, factor=1.0)
-
-    @staticmethod
-    def _require(x: Any, *, heads: bool, flat: bool = True) -> None:
-        """Check the form of x. heads: whether it must be [B, heads, T, dim], else [B, T, width]. flat: whether [B * T,
-        width] will do as well.
-        """
-        known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat) and x.apart == 1
-        if not known or x.transposed is not heads or (x.heads is not None) is not heads:
-            raise UntraceableError("its tensors have another layout")
-
-
-def _as_usual(rotation: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a rotation would do the same without these arguments, because they have their usual values."""
-    if not kwargs:
-        return True
-    usual = inspect.signature(rotation).parameters
-    known = all(isinstance(value, PLAIN_TYPES) and name in usual for name, value in kwargs.items())
-    return known and all(usual[name].default == value for name, value in kwargs.items())

@@ -328,3 +328,12 @@ class ModuleStandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._trace.run(self, self._module, args, kwargs)
+
+
+def require(x: Any, *, heads: bool, flat: bool = True) -> None:
+    """Check the form of x. heads: whether it must be [B, heads, T, dim], else [B, T, width]. flat: whether [B * T,
+    width] will do as well.
+    """
+    known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat) and x.apart == 1
+    if not known or x.transposed is not heads or (x.heads is not None) is not heads:
+        raise UntraceableError("its tensors have another layout")

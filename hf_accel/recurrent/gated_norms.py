@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.cpu.gated_norm import GateForm
-from ..kernels.cpu.gated_norm import gated_norm as gated_rows
+from ..kernels.cpu.gated_norm import GateForm, gated_norm
 from ..kernels.cpu.library import FLOATS
 from ..recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ..undo.journal import original_class
@@ -41,10 +40,10 @@ class GatedNorm:
         Returns [M, D] float32.
         """
         form = GateForm(self.eps, max(1, self.groups), self.gate_first, self.activation)
-        return gated_rows(x, gate, weight, form)
+        return gated_norm(x, gate, weight, form)
 
 
-def gated_norm(norm: nn.Module) -> GatedNorm | None:
+def known_gated_norm(norm: nn.Module) -> GatedNorm | None:
     """Return how a module norm(x, gate) computes; None if it is no gated RMSNorm.
 
     An Identity stands for no norm. Modules are recognised by what they hold and by what they return for random input.

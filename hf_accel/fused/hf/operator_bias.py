@@ -110,7 +110,7 @@ def bias_given(
     return PositionBias(table.contiguous(), by_distance=False)
 
 
-def aligned(shorter: PositionBias | None, longer: PositionBias | None) -> PositionBias | None:
+def aligned_bias(shorter: PositionBias | None, longer: PositionBias | None) -> PositionBias | None:
     """Return the longer bias, with what two lengths show: whether it is one of distances."""
     if shorter is None or longer is None:
         return None

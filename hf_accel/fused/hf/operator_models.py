@@ -40,7 +40,7 @@ from ...tensors import model_device
 from ...undo.journal import Mixin, mixed_class, original_class
 from ...undo.state import FUSED
 from ..site import FusedSite, SiteKind
-from .operator_bias import OperatorCall, aligned, bias_given
+from .operator_bias import OperatorCall, aligned_bias, bias_given
 
 OPERATORS = SiteKind("operators", "attention modules by operators", "over pages")
 BIASES = ("alibi", "position_bias")  # the names of parameters that take a bias of positions
@@ -220,7 +220,7 @@ def _tried(model: PreTrainedModel, name: str, call: OperatorCall) -> OperatorMod
     try:
         bias, shorter = (bias_given(model, (name, known), call, length) for length in (2 * SHORT, SHORT))
         bias_given(model, (name, known), call, LONG)  # where a window in a mask shows
-        trial.bias = aligned(shorter, bias)
+        trial.bias = aligned_bias(shorter, bias)
         stock, ours = one_layer_model(model, name), one_layer_model(model, name)
         if call.by_interface:
             register()

@@ -16,7 +16,7 @@ from ...recognition.stand_ins import StandIn
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import trial_convolution, trial_linear
 from ...undo.state import FUSED
-from ..gated_norms import GatedNorm, gated_norm
+from ..gated_norms import GatedNorm, known_gated_norm
 from .delta_rules import DeltaHeads, DeltaRule
 from .state_pass import as_generated, in_passes
 
@@ -64,7 +64,7 @@ def known_delta_attention(module: nn.Module) -> DeltaAttention | None:
     numbers.append(getattr(module, "layer_idx", None))
     if module._parameters.keys() != of_module or not all(isinstance(number, int) for number in numbers):
         return None
-    norm = gated_norm(module.o_norm)  # type: ignore[arg-type]
+    norm = known_gated_norm(module.o_norm)  # type: ignore[arg-type]
     if norm is None or norm.groups != 1:
         return None
     known = DeltaAttention(norm)

@@ -16,7 +16,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.journal import original_class
 from ...undo.state import FUSED
-from ..gated_norms import gated_norm
+from ..gated_norms import known_gated_norm
 from .state_pass import (
     Recurrence,
     activation_refusal,
@@ -127,7 +127,7 @@ def known_delta_rule(module: nn.Module) -> DeltaRule | None:
         return None
     if module._parameters.keys() != RULE_PARAMETERS or not isinstance(getattr(module, "layer_idx", None), int):
         return None
-    norm = gated_norm(module.norm)  # type: ignore[arg-type]
+    norm = known_gated_norm(module.norm)  # type: ignore[arg-type]
     if norm is None or norm.groups != 1:
         return None
     known = DeltaRule(norm)

@@ -32,7 +32,7 @@ GATE_PARAMETERS = {f"{gate}_{kind}" for gate in GATES for kind in ("weight", "bi
 RATE = "recurrent_param"
 SHARPNESS = 8.0  # by which the logarithm of a decay is multiplied
 FORGOTTEN = 1000.0  # a decay of exp(-1000) is 0
-LEAST = 1e-12  # of the logarithm of a decay; below it, the input has the factor 0
+LEAST_LOGARITHM = 1e-12  # of the logarithm of a decay; below it, the input has the factor 0
 LAYER = re.compile(r"layers\.(\d+)\.")  # the decoder layer in the name of a module
 
 
@@ -109,7 +109,7 @@ def _scan_inputs(unit: Any, x: Tensor, dtype: torch.dtype, positions: Any) -> st
     decay = -SHARPNESS * kept * F.softplus(unit.recurrent_param.float())  # its logarithm
     factor = torch.sqrt(1 - torch.exp(2 * decay))
     first = (positions == 0)[:, None]
-    factor, step = factor.masked_fill(first, 1.0), (-decay).clamp(min=LEAST).masked_fill(first, FORGOTTEN)
+    factor, step = factor.masked_fill(first, 1.0), (-decay).clamp(min=LEAST_LOGARITHM).masked_fill(first, FORGOTTEN)
     given, zeros = x * entered * factor / step, x.new_zeros(channels)
     ones = x.new_ones(len(x), 1, 1)
     before_softplus = step + torch.log(-torch.expm1(-step))

@@ -15,7 +15,7 @@ from ...recognition.stand_ins import StandIn
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.state import FUSED
-from ..gated_norms import GatedNorm, gated_norm
+from ..gated_norms import GatedNorm, known_gated_norm
 from .state_pass import (
     Recurrence,
     as_generated,
@@ -111,7 +111,7 @@ def known_state_space(module: nn.Module) -> StateSpace | None:
     heads, head_dim, groups, size, inner, channels, _ = numbers
     if inner != heads * head_dim or channels != inner + 2 * groups * size or heads % groups:  # type: ignore[operator]
         return None
-    norm = gated_norm(own.norm)
+    norm = known_gated_norm(own.norm)
     if norm is None:
         return None
     known = StateSpace(norm)
