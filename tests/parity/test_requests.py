@@ -100,7 +100,7 @@ def test_none_is_left_out_or_transformers_own_none(model: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_beams": 2}, "submit.. got an unknown keyword 'num_beams'"),
+        ({"num_beams": 2}, "num_beams=2; set it to 1, or use gen"),
         ({"num_return_sequences": 2}, "use n="),
         ({"max_length": 20}, "use max_new_tokens="),
         ({"logits_processor": []}, "use processors="),
