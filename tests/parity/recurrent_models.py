@@ -171,6 +171,8 @@ def _zamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
     own = {"n_mamba_heads": sizes.heads, "mamba_d_state": 16, "mamba_d_conv": sizes.tokens, "mamba_dt_rank": 4}
     own |= {"num_hidden_layers": len(layers), "head_dim": 8}
     blocks = ["hybrid" if name == FULL else LINEAR for name in layers]
+    if blocks.count("hybrid") == 1:  # whose shared layer transformers looks for in other layers, and finds none
+        blocks[0] = "hybrid"
     return ZambaForCausalLM(ZambaConfig(**around, **own, layers_block_type=blocks))
 
 
