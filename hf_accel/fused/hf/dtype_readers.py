@@ -7,7 +7,7 @@ the module's own code runs with a stand-in for the layer, whose weight has a dty
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from functools import wraps
 from typing import Any
 
@@ -38,20 +38,27 @@ class ReadsDtypes(Mixin):
         return own.__func__(_Shown(self, self.__dict__[FUSED]), *args, **kwargs)
 
 
-class ModelReadsDtypes(ReadsDtypes):
-    """The mixin for a whole model, of whose forward transformers asks the signature."""
+class _ForwardOfModel:
+    """The forward of a model that reads dtypes. Its signature is that of the model's own, also on the class."""
 
-    @property
-    def forward(self) -> Callable[..., Any]:
-        own = super(ReadsDtypes, self).forward  # type: ignore[misc]
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        own = super(ReadsDtypes, owner if instance is None else instance).forward
+        if instance is None:
+            return own
 
         @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return own(*args, **kwargs)
-            return own.__func__(_Shown(self, self.__dict__[FUSED]), *args, **kwargs)
+            return own.__func__(_Shown(instance, vars(instance)[FUSED]), *args, **kwargs)
 
         return forward
+
+
+class ModelReadsDtypes(ReadsDtypes):
+    """The mixin for a whole model, of whose forward transformers asks the signature."""
+
+    forward: Any = _ForwardOfModel()
 
 
 class _Shown:
