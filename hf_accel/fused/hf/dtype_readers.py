@@ -42,7 +42,7 @@ class _ForwardOfModel:
     """The forward of a model that reads dtypes. Its signature is that of the model's own, also on the class."""
 
     def __get__(self, instance: Any, owner: Any) -> Any:
-        own = super(ReadsDtypes, owner if instance is None else instance).forward
+        own: Any = super(ReadsDtypes, owner if instance is None else instance).forward  # type: ignore[misc]
         if instance is None:
             return own
 
