@@ -701,6 +701,7 @@ class Clock:
 
     now = 100.0
     device = torch.device("cpu")
+    config = SimpleNamespace(is_encoder_decoder=False)
 
     def generate(self, prompt: torch.Tensor, *, streamer: Any, max_new_tokens: int, **_: Any) -> torch.Tensor:
         streamer.put(prompt)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, RecurrentGemmaConfig
+from transformers import LlamaConfig
 
 from hf_accel.cache.kinds import KeysAndValues
 from hf_accel.cache.kinds.kind import TokenNumbers
@@ -59,8 +59,8 @@ def test_chunked_attention_keeps_a_chunk():
 
 
 def test_recurrent_layers_are_refused():
-    with pytest.raises(UnsupportedError, match=r"RecurrentGemmaConfig has \w+ layers, unknown to estimate"):
-        attention_layers(RecurrentGemmaConfig(), context=10)
+    with pytest.raises(UnsupportedError, match=r"LlamaConfig has LinearAttentionLayer layers, unknown to estimate"):
+        attention_layers(LlamaConfig(layer_types=["linear_attention"], num_hidden_layers=1), context=10)
 
 
 @pytest.mark.parametrize(("context", "tiled"), [(10, 6 * 4 * (10 + 100)), (1000, 6 * 4 * (1000 + 128 * 128))])

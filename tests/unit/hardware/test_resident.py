@@ -11,12 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_accel.hardware import device, release, trim
+from hf_accel.hardware import file_pages, release, trim
 
 from .smaps import resident_bytes
 
 PAGE = mmap.PAGESIZE
-pytestmark = pytest.mark.skipif(not Path(device.PAGEMAP).exists(), reason="this system has no /proc/self/pagemap")
+pytestmark = pytest.mark.skipif(not Path(file_pages.PAGEMAP).exists(), reason="this system has no /proc/self/pagemap")
 
 
 def mapped(folder: Path, *sizes: int) -> tuple[Path, list[Tensor]]:
@@ -100,7 +100,7 @@ def test_nothing_is_given_back_where_the_system_does_not_tell(
     file, (tensor,) = mapped(tmp_path, 300 * PAGE)
     before = resident_bytes(file)
     (tmp_path / "short").write_bytes(b"123")
-    monkeypatch.setattr(device, "PAGEMAP", str(tmp_path / pagemap))
+    monkeypatch.setattr(file_pages, "PAGEMAP", str(tmp_path / pagemap))
     assert release(tensor) == 0
     assert resident_bytes(file) == before
 

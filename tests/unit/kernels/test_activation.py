@@ -25,8 +25,16 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),  # QuickGELUActivation of transformers
     "relu": F.relu,
+    "sigmoid": torch.sigmoid,
 }
-FROM_TORCH = {"silu": 0.0, "gelu": 1.5e-6, "gelu_tanh": 5e-7, "gelu_quick": 0.0, "relu": 0.0}  # at most, in float32
+FROM_TORCH = {
+    "silu": 0.0,
+    "gelu": 1.5e-6,
+    "gelu_tanh": 5e-7,
+    "gelu_quick": 0.0,
+    "relu": 0.0,
+    "sigmoid": 0.0,
+}  # at most, in float32
 
 
 def activated(activation: str, gate: Tensor) -> Tensor:
@@ -115,6 +123,10 @@ def test_is_rounded_once(activation: str, dtype: torch.dtype) -> None:
 def test_what_is_not_finite_and_zeros(activation: str) -> None:
     x = torch.tensor([NAN, INFINITY, -INFINITY, 0.0, -0.0, 3e38, -3e38])
     out = activate(x, activation)
+    if activation == "sigmoid":
+        expected = [1.0, 0.0, 0.5, 0.5, 1.0, 0.0]
+        assert out[0].isnan() and out[1:].tolist() == expected
+        return
     assert out[0].isnan() and out[1] == INFINITY and out[5] == x[5]
     assert out[2] == 0 if activation in ("relu", "gelu") else out[2].isnan()
     assert out[[3, 4, 6]].eq(0).all() and out[3:5].signbit().tolist() == [False, True]

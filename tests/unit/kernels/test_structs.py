@@ -17,7 +17,10 @@ SOURCES = "".join((SOURCE / name).read_text(encoding="utf-8") for name in ("kern
 HEADER = re.sub(r"//.*", "", SOURCES)
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
-INNER = [attention.Rows, attention.PageWrite, layer_call.Columns, library.ScoreBias, row_kernels.Rotated]
+INNER = [
+    attention.Rows, attention.PageWrite, layer_call.Columns, layer_call.SourcePages, library.ScoreBias,
+    row_kernels.Rotated,
+]  # fmt: skip
 STRUCTS = {s.__name__: s for s in (*library._structs.values(), *INNER)}
 SCALARS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}
 

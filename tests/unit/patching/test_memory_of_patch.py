@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_accel
-from hf_accel.hardware import device
+from hf_accel.hardware import file_pages
 from hf_accel.linear import QuantLinear
 from hf_accel.patching import originals, pack, planning
 
 from ...parity.families import build
 from ..hardware.smaps import resident_bytes
 
-MAPS = pytest.mark.skipif(not Path(device.PAGEMAP).exists(), reason="this system has no /proc/self/pagemap")
+MAPS = pytest.mark.skipif(not Path(file_pages.PAGEMAP).exists(), reason="this system has no /proc/self/pagemap")
 MOST = 0.3  # of the file: a page that is read brings others with it, those of a neighbour that was given back too
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.activations import ACT2FN, GELUActivation
 
 from hf_accel.recognition.asked import answer_once, reading_once
-from hf_accel.recognition.trial import alike
+from hf_accel.recognition.trial import settings_of_activation
 
 
 class Question:
@@ -61,12 +61,14 @@ def test_objects_that_are_said_to_be_equal_are_asked_once() -> None:
     (ACT2FN["silu"], ACT2FN["silu"], True),
 ])  # fmt: skip
 def test_activations_are_alike_by_class_and_settings(first: nn.Module, second: nn.Module, is_alike: bool) -> None:
-    assert alike(first) is not None
-    assert (alike(first) == alike(second)) is is_alike
+    assert settings_of_activation(first) is not None
+    assert (settings_of_activation(first) == settings_of_activation(second)) is is_alike
 
 
 def test_what_holds_numbers_or_is_watched_is_like_nothing_else() -> None:
     watched, replaced = nn.SiLU(), nn.SiLU()
     watched.register_forward_hook(lambda *_: None)
     replaced.forward = torch.relu  # type: ignore[method-assign]
-    assert [alike(each) for each in (nn.PReLU(), nn.Linear(2, 2), watched, replaced, torch.relu)] == [None] * 5
+    assert [settings_of_activation(each) for each in (nn.PReLU(), nn.Linear(2, 2), watched, replaced, torch.relu)] == [
+        None
+    ] * 5
