@@ -9,7 +9,18 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import pytest
 
-from hf_accel.kernels.cpu import attention, integer_linear, layer_call, library, row_kernels
+from hf_accel.kernels.cpu import (  # noqa: F401  # each of these says its structs
+    attention,
+    delta_rule,
+    gated_norm,
+    head_products,
+    integer_linear,
+    layer_call,
+    library,
+    row_kernels,
+    short_conv,
+    state_scan,
+)
 from hf_accel.kernels.cpu.build import SOURCE
 from hf_accel.kernels.cpu.library import ACTIVATIONS, EPILOGUES, packed_format
 
