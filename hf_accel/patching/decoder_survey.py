@@ -164,8 +164,10 @@ def causality_refusal(model: PreTrainedModel) -> str | None:
 @torch.no_grad()
 def _sees_later(model: PreTrainedModel) -> bool:
     ids, logits = torch.arange(7, 7 + sum(LENGTHS))[None], []
-    table: Any = model.get_input_embeddings()
-    for token in (_pad_token(model), len(table.weight) - 1):  # code may embed tokens of its own
+    table = getattr(model.get_input_embeddings(), "weight", None)
+    if table is None:  # one for each of several channels
+        return False
+    for token in (_pad_token(model), len(table) - 1):  # code may embed tokens of its own
         try:
             tried = _tried(model, None, token=token)
             logits = [tried(input_ids=each, return_dict=True).logits for each in (ids[:, : LENGTHS[0]], ids)]

@@ -154,7 +154,9 @@ def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str
 def decoder_name(model: PreTrainedModel) -> str:
     """Return the name of the innermost model that holds the layers which decode. Raises NotRaggedError for none."""
     if model.config.is_encoder_decoder:
-        decoder = model.get_decoder()
+        decoder: Any = model.get_decoder()
+        while (inner := decoder.get_decoder()) is not decoder:  # Florence-2 answers with a whole BART
+            decoder = inner
         return next(name for name, module in model.named_modules() if module is decoder)
     config, found = layers_config(model.config), ""
     for name, module in model.named_modules():
