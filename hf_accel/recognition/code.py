@@ -347,6 +347,10 @@ def _call_refusals(function: ast.FunctionDef, call: ast.Call, known: frozenset[s
     mask = call.args[4] if len(call.args) > 4 else keyword(call, "attention_mask")
     if mask is not None and not _passes_on(function, mask):
         yield "changes the mask on the way to its attention function"
+    causal = named.get("is_causal")
+    meant = [value for value, target in assignments(function) if getattr(target, "id", 0) == getattr(causal, "id", 1)]
+    if causal is not None and any("attention_mask" in names_in(value) for value in (causal, *meant)):
+        yield "is causal only where it is given no mask"  # ours always gives one
 
 
 def _is_none(function: ast.FunctionDef, value: ast.expr) -> bool:
