@@ -362,8 +362,11 @@ def _attentions(case: Case) -> Outcome:
     mask, stock = inputs.get("attention_mask"), case.stock
     actual = forward(case.patched, inputs, output_attentions=True)
     if sum(map(len, _weights(actual).values())) > sum(map(len, _weights(expected).values())):
-        stock = case.fresh()
-        stock.set_attn_implementation("eager")
+        eager = case.fresh()
+        eager.set_attn_implementation("eager")
+        apart = forward(eager, inputs).logits - expected.logits
+        if float(apart.abs().max()) < 1e-3 * float(expected.logits.abs().max()):  # SeamlessM4T's is another
+            stock = eager
     expected, actual = _same_forward(stock, case.patched, inputs, output_attentions=True)
     given = _weights(actual)
     for name, value in _weights(expected).items():
