@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 TEXT = 512  # tokens of an encoder without a table of positions
 FRAMES = 1500  # 30 seconds of sound in steps of 20 ms, as Whisper, Wav2Vec2 and their like count

@@ -42,7 +42,7 @@ from ..patching.twin import twin
 from ..patching.weight_sites import empty_original, quantized_layers
 from ..undo.state import find_state
 
-# TokenNumbers of what transformers makes one after the other: a wrong one would keep it busy for days.
+# Numbers of what transformers makes one after the other: a wrong one would keep it busy for days.
 COUNTS = re.compile(r"(^|_)(layers?|blocks?|depths?|stages|experts)$")
 MOST = 20_000  # Doge has 16,384 experts
 
@@ -228,9 +228,6 @@ def source_modules(model: PreTrainedModel) -> set[nn.Module]:
 def _embeddings(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the tables of words, which an encoder shares with its decoder."""
     return (module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None)
-
-
-# -- the longest input that a model is made for: tokens of a text, patches of an image, frames of sound ---
 
 
 # -- checkpoints that are quantized already, by their config.json; no file of weights is read -------------

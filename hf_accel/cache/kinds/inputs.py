@@ -10,7 +10,7 @@ from .kind import GroupSettings, Kind, TokenNumbers
 
 
 class _InHalves(Kind):
-    """TokenNumbers of a token of which pages hold one half as a key and one as a value, so that kernels write them."""
+    """Numbers of a token of which pages hold one half as a key and one as a value, so that kernels write them."""
 
     def group(self, **settings: Unpack[GroupSettings]) -> PageGroup:
         return PageGroup(window=self.window, **(settings | {"quantized": None}))

@@ -45,7 +45,7 @@ class UpToDecoder:
     def __init__(self, model: PreTrainedModel, own_hook: object = None) -> None:
         self.name = decoder_name(model)
         self.decoder = model.get_submodule(self.name)
-        self._signature = inspect.signature(type(self.decoder).forward)
+        self._signature = _signature(type(self.decoder))  # type: ignore[arg-type]
         self.model: Any = _around(model, self.name, self._reached, own_hook)
         self.config = layers_config(model.config)
 
@@ -118,7 +118,7 @@ def giving_decoder(
     """
     name = decoder_name(model)
     decoder = model.get_submodule(name)
-    signature = inspect.signature(type(decoder).forward)
+    signature = _signature(type(decoder))  # type: ignore[arg-type]
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return decoder(**changed(_named(signature, args, kwargs)))
@@ -139,6 +139,12 @@ def _around(model: PreTrainedModel, name: str, called: Callable[..., Any], own_h
     for module, part in zip(reversed(path), reversed(name.split(".")), strict=True):
         end = unwatched_twin(module, _modules={part: end})
     return end
+
+
+@lru_cache(maxsize=256)
+def _signature(kind: type) -> inspect.Signature:
+    """Return the signature of a class's forward(), which each pass of a copy reads again."""
+    return inspect.signature(kind.forward)  # type: ignore[attr-defined]
 
 
 def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +168,7 @@ def decoder_name(model: PreTrainedModel) -> str:
     for name, module in model.named_modules():
         if not isinstance(module, PreTrainedModel) or type(module.config) is not type(config):
             continue
-        takes = "inputs_embeds" in inspect.signature(type(module).forward).parameters
+        takes = "inputs_embeds" in _signature(type(module)).parameters  # type: ignore[arg-type]
         if name and takes and is_within(name, found):
             found = name
     if not found:

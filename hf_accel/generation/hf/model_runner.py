@@ -203,6 +203,8 @@ class ModelRunner:
         self._positions = "position_ids" in parameters
         self._counts = counts_positions(model)
         self._takes_mask = "attention_mask" in parameters
+        state = find_state(model)  # None for a model that is tried before it is patched
+        self._own_masks = state is not None and state.generation.form.makes_masks
 
     @property
     def device(self) -> torch.device:
@@ -274,11 +276,9 @@ class ModelRunner:
 
     def _called(self, rows: Rows, count: int) -> Any:
         """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some."""
-        state = find_state(self.model)  # None for a model that is tried before it is patched
-        own_masks = state is not None and state.generation.form.makes_masks
-        if not rows and not own_masks:
+        if not rows and not self._own_masks:
             return self.model
-        return giving_more(self.model, prepare_step, rows, count=count, own_masks=own_masks)
+        return giving_more(self.model, prepare_step, rows, count=count, own_masks=self._own_masks)
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         """Return the ids [1, N] and the positions of a pass, which a model that counts them by itself learns from its

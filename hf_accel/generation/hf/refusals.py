@@ -152,12 +152,16 @@ def states_refusal(model: PreTrainedModel, mask: object, *, has_beams: bool) -> 
         return None
     if isinstance(mask, Tensor) and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
-    known = [vars(module).get(FUSED) for module in model.modules()]
-    if isinstance(mask, Tensor) and not mask.all() and any(getattr(k, "computes_padding", False) for k in known):
+    if isinstance(mask, Tensor) and not mask.all() and _layers_say(model, "computes_padding"):
         return "its recurrent layers compute padding as they compute tokens"
-    if has_beams and any(getattr(each, "stays_with_row", False) for each in known):
+    if has_beams and _layers_say(model, "stays_with_row"):
         return "transformers leaves its recurrent states behind when beams change places"
     return None
+
+
+def _layers_say(model: PreTrainedModel, name: str) -> bool:
+    """Return whether what is known of one of a model's layers is true of it by this name."""
+    return any(getattr(vars(module).get(FUSED), name, False) for module in model.modules())
 
 
 def _only_left_padded(mask: Tensor) -> bool:
