@@ -44,7 +44,7 @@ WRITERS = {
     "patching.calibration": {"hook", "submodule"},
     "estimate.shapes": {"dict", "submodule"},
     "recurrent.hf.convolutions": {"class"},
-    "recurrent.hf.delta_rules": {"dict"},
+    "recurrent.hf.state_pass": {"dict"},
     "recurrent.hf.delta_attention": {"dict"},
     "fused.hf.indexers": {"class", "dict"},
     "fused.hf.operator_models": {"class", "dict"},

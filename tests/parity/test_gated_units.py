@@ -14,7 +14,7 @@ import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
 from hf_accel.kernels.cpu import refusal
 from hf_accel.recognition.trial import Tolerance, agree
-from hf_accel.recurrent.hf import gated_units
+from hf_accel.recurrent.hf import state_pass
 from hf_accel.recurrent.hf.gated_units import PagedUnit, known_gated_unit
 
 from .families import VOCABULARY
@@ -173,7 +173,7 @@ def test_trials_leave_room_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None
     def agree_closely(theirs: Any, ours: Any, tolerance: Tolerance) -> bool:
         return agree(theirs, ours, Tolerance(*(allowed / 4 for allowed in tolerance)))
 
-    monkeypatch.setattr(gated_units, "agree", agree_closely)
+    monkeypatch.setattr(state_pass, "agree", agree_closely)
     for tokens in (2, 3, 4):
         assert known_gated_unit(unit_of(model_of(tokens=tokens)), "model.layers.0.temporal_block") is not None
 

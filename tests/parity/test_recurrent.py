@@ -18,7 +18,7 @@ from hf_accel.cache.kinds.states import MOST_STATES
 from hf_accel.fused.hf.part_activations import PartActivation
 from hf_accel.kernels.cpu import refusal
 from hf_accel.recognition.trial import Tolerance, agree
-from hf_accel.recurrent.hf import delta_rules, headed_scans, lightning, selective_scans, state_pass, state_spaces
+from hf_accel.recurrent.hf import state_pass
 from hf_accel.recurrent.hf.lightning import PagedLightning
 from hf_accel.recurrent.hf.recurrences import known_recurrence
 from hf_accel.recurrent.hf.state_pass import PagedRecurrence
@@ -405,8 +405,7 @@ def test_trials_leave_room_for_rounding(kind: str, tokens: int, monkeypatch: pyt
     def agree_closely(theirs: Any, ours: Any, tolerance: Tolerance) -> bool:
         return agree(theirs, ours, Tolerance(*(allowed / 4 for allowed in tolerance)))
 
-    for module in (delta_rules, headed_scans, lightning, selective_scans, state_spaces):
-        monkeypatch.setattr(module, "agree", agree_closely)
+    monkeypatch.setattr(state_pass, "agree", agree_closely)
     assert known_recurrence(mixers(model_of(kind, tokens=tokens))[0]) is not None
 
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from ...recognition.operation import UntraceableError
 from ...recognition.stand_ins import StandIn
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import trial_convolution, trial_linear
-from ...undo.state import FUSED
 from ..gated_norms import GatedNorm, known_gated_norm
 from .delta_rules import DeltaHeads, DeltaRule
-from .state_pass import as_generated, in_passes
+from .state_pass import passes_agree
 
 DELTA_PARTS = {"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "o_norm", "o_proj"}
 ONE_DECAY, FORGET_GATE = "a_proj", "forget_gate"  # what makes decays of heads, and of each number of a key
@@ -96,13 +95,7 @@ def _agrees(module: Any, norm: GatedNorm) -> bool:
         vars(twin).update(zip(HEADS if has_one else SAME_HEADS, heads, strict=True), hidden_size=width, layer_idx=0)
         vars(twin).update(key_dim=heads.widths[0], value_dim=value_width, qkv_dim=value_width)
         twin.conv_dim = sum(heads.widths)
-    vars(ours)[FUSED] = DeltaAttention(norm)
-    x = numbers(2, 9, width)
-    return agree(
-        lambda: as_generated(theirs, x, 5),
-        lambda: in_passes(ours, x, (5, 1, 3), num_prompt=5),
-        Tolerance(roundings=64, absolute=1e-4),
-    )
+    return passes_agree(DeltaAttention(norm), theirs, ours, numbers(2, 9, width))
 
 
 def _trial_gate(gate: nn.Module, heads: DeltaHeads, width: int, numbers: RandomNumbers) -> nn.Module:

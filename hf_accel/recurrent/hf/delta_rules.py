@@ -12,16 +12,16 @@ from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import delta_rule, short_conv
 from ...recognition.operation import UntraceableError
 from ...recognition.stand_ins import StandIn
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.journal import original_class
-from ...undo.state import FUSED
 from ..gated_norms import known_gated_norm
 from .state_pass import (
     Recurrence,
     activation_refusal,
-    in_passes,
+    convolved,
     is_native,
+    passes_agree,
     record_convolution,
     record_linear,
     short_convolution_refusal,
@@ -31,9 +31,6 @@ from .state_pass import (
 INTERLEAVED, SEPARATE = {"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
 OTHER_PARTS = {"conv1d", "norm", "out_proj"}
 RULE_PARAMETERS = {"A_log", "dt_bias"}
-# The convolution and the rule.
-NATIVE_RULE = (short_conv.short_conv, delta_rule.delta_rule)
-REFERENCE_RULE = (short_conv.reference, delta_rule.reference)
 
 
 class DeltaHeads(NamedTuple):
@@ -73,21 +70,16 @@ class DeltaRule(Recurrence):
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
         heads = self.heads(module)
         mixed, gate, rule_inputs = self.projected(module, x)
-        states, inputs = found.storage.pages[:2]
-        places = found.states.places
-        convolve, rule = NATIVE_RULE if is_native(mixed) else REFERENCE_RULE
-        convolved = convolve(
-            short_conv.ConvInputs(mixed, module.conv1d.weight.squeeze(1)),
-            kept=inputs.view(-1, module.conv1d.kernel_size[0] - 1, module.conv1d.in_channels), **places,
-        )  # fmt: skip
-        query, key, value = convolved.split(heads.widths, dim=-1)
+        row = convolved(short_conv.ConvInputs(mixed, module.conv1d.weight.squeeze(1)), found)
+        query, key, value = row.split(heads.widths, dim=-1)
         given = delta_rule.DeltaInputs(
             query.unflatten(-1, (-1, heads.key_dim)), key.unflatten(-1, (-1, heads.key_dim)),
             value.unflatten(-1, (-1, heads.value_dim)), **rule_inputs,
         )  # fmt: skip
+        rule, states = delta_rule.delta_rule if is_native(mixed) else delta_rule.reference, found.storage.pages[0]
         core = rule(
-            given, states=states.view(-1, heads.values, heads.key_dim, heads.value_dim), **places,
-        ).to(mixed.dtype)  # fmt: skip
+            given, states=states.view(-1, heads.values, heads.key_dim, heads.value_dim), **found.states.places
+        ).to(mixed.dtype)
         norm = module._modules[self.norm_name]
         normed = self.normed(norm, core.view(-1, heads.value_dim), gate.reshape(-1, heads.value_dim))
         return normed.view(len(core), -1)
@@ -98,9 +90,9 @@ class DeltaRule(Recurrence):
         trace: Any = x.trace
         own, heads = module._modules, self.heads(module)
         mixed, gate, b, a = (record_linear(own[f"in_proj_{name}"], x) for name in ("qkv", "z", "b", "a"))
-        convolved = record_convolution(module.conv1d, mixed)
+        row = record_convolution(module.conv1d, mixed)
         core = trace.put(
-            "delta_rule", [convolved, a, b], gate.width * convolved.width // mixed.width, heads=heads.values,
+            "delta_rule", [row, a, b], gate.width * row.width // mixed.width, heads=heads.values,
             kv_heads=heads.keys, dim=heads.key_dim, value_dim=heads.value_dim, scale=1.0,
             weight=module._parameters["A_log"], bias=module._parameters["dt_bias"],
         )  # fmt: skip
@@ -155,10 +147,10 @@ def _agrees(module: Any, norm: Any) -> bool:
         twin.hidden_size, twin.num_k_heads, twin.num_v_heads, twin.layer_idx = width, keys, values, 0
         twin.head_k_dim, twin.head_v_dim, twin.key_dim, twin.value_dim = key_dim, value_dim, key_width, value_width
         twin.conv_dim = channels
-    vars(ours)[FUSED] = DeltaRule(norm)
-    x = numbers(2, 9, width)
-    return agree(
-        lambda: original_class(module).forward(theirs, x),
-        lambda: in_passes(ours, x, (5, 1, 3)),
-        Tolerance(roundings=64, absolute=1e-4),
-    )
+    return passes_agree(DeltaRule(norm), theirs, ours, numbers(2, 9, width), generated=_whole)
+
+
+def _whole(module: Any, x: Tensor, num_prompt: int) -> Tensor:
+    """Compute x [B, Q, H] by the module's own code, all of it as a prompt."""
+    result: Tensor = original_class(module).forward(module, x)
+    return result

@@ -17,14 +17,12 @@ from ...cache.hf import CacheOverPages, RecurrentPass
 from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import head_products, short_conv, state_scan
 from ...kernels.cpu.library import FLOATS
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, original_class
-from ...undo.state import FUSED
 from .selective_scans import GATE_ALONE
-from .state_pass import Recurrence, in_passes, is_native, over_pages, short_convolution_refusal
-from .state_spaces import NATIVE_SCAN, REFERENCE_SCAN
+from .state_pass import Recurrence, convolved, is_native, over_pages, passes_agree, scanned, short_convolution_refusal
 
 UNIT_PARTS = {"linear_x", "linear_y", "linear_out", "conv_1d", "rg_lru", "act_fn"}
 GATES = ("input_gate", "recurrent_gate")
@@ -84,18 +82,13 @@ class GatedUnit(Recurrence):
 
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
         mixed, gate, conv = module.linear_x(x)[0], module.act_fn(module.linear_y(x))[0], module.conv_1d
-        states, inputs = found.storage.pages[:2]
-        places = found.states.places
-        convolve, scan = NATIVE_SCAN if is_native(mixed) else REFERENCE_SCAN
-        weight, kept = conv.weight.squeeze(1), inputs.view(-1, conv.kernel_size[0] - 1, module.lru_width)
+        weight = conv.weight.squeeze(1)
         # The convolution has no activation, and its kernel always has one: s = relu(s) - relu(-s), without rounding.
         above, below = (
-            convolve(short_conv.ConvInputs(mixed, sign * weight, sign * conv.bias, "relu"), kept=kept, **places)
-            for sign in (1, -1)
+            convolved(short_conv.ConvInputs(mixed, sign * weight, sign * conv.bias, "relu"), found) for sign in (1, -1)
         )
         given = _scan_inputs(module.rg_lru, above - below, x.dtype, found.positions)
-        core = scan(given, states=states.view(-1, 1, 1, module.lru_width), **places)
-        return core[:, 0] * gate.float()
+        return scanned(given, found)[:, 0] * gate.float()
 
 
 def _scan_inputs(unit: Any, x: Tensor, dtype: torch.dtype, positions: Any) -> state_scan.ScanInputs:
@@ -171,13 +164,7 @@ def _agrees(module: Any) -> bool:
         vars(twin).update(lru_width=width, hidden_size=width, conv1d_state=None)
         twins.append(twin)
     theirs, ours = twins
-    vars(ours)[FUSED] = GatedUnit(0)
-    x = numbers(2, 9, width)
-    return agree(
-        lambda: _as_generated(theirs, x, 5),
-        lambda: in_passes(ours, x, (5, 1, 3)),
-        Tolerance(roundings=64, absolute=1e-4),
-    )
+    return passes_agree(GatedUnit(0), theirs, ours, numbers(2, 9, width), generated=_as_generated)
 
 
 def _as_generated(module: nn.Module, x: Tensor, num_prompt: int) -> Tensor:

@@ -13,12 +13,11 @@ from ...cache.hf import RecurrentPass
 from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import head_products, short_conv, state_scan
 from ...kernels.cpu.library import FLOATS
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
-from ...undo.state import FUSED
 from .selective_scans import GATE_ALONE
-from .state_pass import Recurrence, as_generated, in_passes, is_native, scan_refusal
-from .state_spaces import ACTIVATION_PART, NATIVE_SCAN, REFERENCE_SCAN
+from .state_pass import Recurrence, convolved, is_native, passes_agree, scan_refusal, scanned
+from .state_spaces import ACTIVATION_PART
 
 HEADED_PARTS = {"in_proj", "conv1d", "out_proj"}
 HEADED_PARAMETERS = {"x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"}
@@ -40,14 +39,9 @@ class HeadedScan(Recurrence):
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
         mixed, gate = module.in_proj(x)[0].unflatten(-1, (-1, 2)).unbind(-1)
         native = is_native(mixed)
-        convolve, scan = NATIVE_SCAN if native else REFERENCE_SCAN
-        states, inputs = found.storage.pages[:2]
         conv, heads, size = module.conv1d, module.n_mamba_heads, module.ssm_state_size
-        convolved = convolve(
-            short_conv.ConvInputs(mixed.contiguous(), conv.weight.squeeze(1), conv.bias),
-            kept=inputs.view(-1, conv.kernel_size[0] - 1, module.intermediate_size), **found.states.places,
-        )  # fmt: skip
-        values = convolved.unflatten(-1, (heads, -1))  # [N, H, P]
+        inputs = short_conv.ConvInputs(mixed.contiguous(), conv.weight.squeeze(1), conv.bias)
+        values = convolved(inputs, found).unflatten(-1, (heads, -1))  # [N, H, P]
         parts = _of_heads(values.to(x.dtype), module.x_proj_weight, native=native)
         dt, b, c = parts.split([module.time_step_rank, size, size], dim=-1)
         dt = _of_heads(dt, module.dt_proj_weight, native=native)
@@ -59,7 +53,7 @@ class HeadedScan(Recurrence):
                 skip=module.D[head].float(),
             )  # fmt: skip
             places = {name: _of_head(slots, name, head, heads) for name, slots in found.states.places.items()}
-            results.append(scan(given, states=states.view(-1, 1, size, module.mamba_head_dim), **places))
+            results.append(scanned(given, found, places))
         return self.normed(None, torch.cat(results, dim=1).flatten(1), gate)
 
 
@@ -110,10 +104,4 @@ def _agrees(module: Any) -> bool:
     for twin in (theirs, ours):
         vars(twin).update(zip(HEADED_SIZES, (heads, dim, size, rank, channels), strict=True))
         vars(twin).update(hidden_size=width, layer_idx=0)
-    vars(ours)[FUSED] = HeadedScan(GATE_ALONE)
-    x = numbers(2, 9, width)
-    return agree(
-        lambda: as_generated(theirs, x, 5),
-        lambda: in_passes(ours, x, (5, 1, 3), num_prompt=5),
-        Tolerance(roundings=64, absolute=1e-4),
-    )
+    return passes_agree(HeadedScan(GATE_ALONE), theirs, ours, numbers(2, 9, width))

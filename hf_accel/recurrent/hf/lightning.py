@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from ...cache.hf import CacheOverPages, RecurrentPass
 from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import state_scan
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_linear
 from ...undo.journal import Mixin, original_class
-from ...undo.state import FUSED
 from ..gated_norms import GatedNorm
-from .state_pass import Recurrence, in_passes, is_native, over_pages
-from .state_spaces import NATIVE_SCAN, REFERENCE_SCAN
+from .state_pass import Recurrence, over_pages, passes_agree, scanned
 
 LIGHTNING_PARTS = {"act_fn", "norm", "qkv_proj", "out_proj", "output_gate"}
 LIGHTNING_SIZES = ("num_attention_heads", "head_dim", "block_size", "layer_idx")
@@ -76,9 +74,7 @@ class LightningAttention(Recurrence):
             value, row.new_zeros(len(row), heads), key, query, log_rate=module.slope_rate.float().view(-1).log(),
             bias=row.new_zeros(heads), skip=row.new_zeros(heads), limits=ONE_STEP,
         )  # fmt: skip
-        scan = (NATIVE_SCAN if is_native(row) else REFERENCE_SCAN)[1]
-        core = scan(given, states=found.storage.pages.k.view(-1, heads, size, size), **found.states.places)
-        return self.normed(module.norm, core.flatten(1), module.output_gate(x)[0])
+        return self.normed(module.norm, scanned(given, found).flatten(1), module.output_gate(x)[0])
 
     def _by_torch(self, norm: Any, x: Tensor, gate: Tensor) -> Tensor:
         result: Tensor = norm(x[None])[0] * gate.sigmoid()
@@ -126,13 +122,7 @@ def _agrees(module: Any, norm: GatedNorm) -> bool:
         vars(twin).update(zip(LIGHTNING_SIZES, (heads, size, block, 0), strict=True))
         made = dict(zip(DECAYS, twin.decay_factors(slopes), strict=True))
         vars(twin)["_buffers"] = {SLOPES: slopes, **made}
-    vars(ours)[FUSED] = LightningAttention(norm)
-    x = numbers(2, 9, width)
-    return agree(
-        lambda: _as_generated(theirs, x, 5),
-        lambda: in_passes(ours, x, (5, 1, 3), num_prompt=5),
-        Tolerance(roundings=64, absolute=1e-4),
-    )
+    return passes_agree(LightningAttention(norm), theirs, ours, numbers(2, 9, width), generated=_as_generated)
 
 
 def _as_generated(module: nn.Module, x: Tensor, num_prompt: int) -> Tensor:

@@ -12,12 +12,11 @@ from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import short_conv, state_scan
 from ...kernels.cpu.float_linear import FloatLinear
 from ...kernels.cpu.library import FLOATS
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
-from ...undo.state import FUSED
 from ..gated_norms import GatedNorm
-from .state_pass import Recurrence, as_generated, in_passes, is_native, scan_refusal
-from .state_spaces import ACTIVATION_PART, NATIVE_SCAN, REFERENCE_SCAN
+from .state_pass import Recurrence, convolved, is_native, passes_agree, scan_refusal, scanned
+from .state_spaces import ACTIVATION_PART
 
 SCAN_PARTS = {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"}
 SCAN_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")  # FalconMamba and Jamba have them
@@ -45,26 +44,19 @@ class SelectiveScan(Recurrence):
 
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
         mixed, gate = module.in_proj(x)[0].chunk(2, dim=-1)
-        states, inputs = found.storage.pages[:2]
-        places = found.states.places
-        convolve, scan = NATIVE_SCAN if is_native(mixed) else REFERENCE_SCAN
-        conv, channels, size = module.conv1d, module.intermediate_size, module.ssm_state_size
-        convolved = convolve(
-            short_conv.ConvInputs(mixed, conv.weight.squeeze(1), conv.bias),
-            kept=inputs.view(-1, conv.kernel_size[0] - 1, channels), **places,
-        )  # fmt: skip
-        row = module.x_proj(convolved.to(x.dtype)[None])
+        conv, size = module.conv1d, module.ssm_state_size
+        values = convolved(short_conv.ConvInputs(mixed, conv.weight.squeeze(1), conv.bias), found)
+        row = module.x_proj(values.to(x.dtype)[None])
         parts = row.split([module.time_step_rank, size, size], dim=-1)
         norms = (module._modules.get(name) for name in SCAN_NORMS)
         step, b, c = ((p if norm is None else norm(p))[0] for norm, p in zip(norms, parts, strict=True))
         bias = module.dt_proj.bias
         given = state_scan.ScanInputs(
-            convolved[:, None], self._time_steps(module.dt_proj.weight, step), b.float()[:, None], c.float()[:, None],
+            values[:, None], self._time_steps(module.dt_proj.weight, step), b.float()[:, None], c.float()[:, None],
             log_rate=module.A_log.float().contiguous(), skip=module.D.float(),
-            bias=module.D.new_zeros(channels).float() if bias is None else bias.float(),
+            bias=torch.zeros_like(module.D).float() if bias is None else bias.float(),
         )  # fmt: skip
-        core = scan(given, states=states.view(-1, 1, size, channels), **places)
-        return self.normed(None, core[:, 0], gate)
+        return self.normed(None, scanned(given, found)[:, 0], gate)
 
     def _time_steps(self, weight: Tensor, x: Tensor) -> Tensor:
         """Compute x [N, R] times the weight [C, R], each row as it does a single one."""
@@ -106,10 +98,4 @@ def _agrees(module: Any) -> bool:
     theirs, ours = (unwatched_twin(module, _modules=parts, _parameters=parameters) for _ in range(2))
     for twin in (theirs, ours):
         vars(twin).update(zip(SCAN_SIZES, (channels, size, rank), strict=True), hidden_size=width, layer_idx=0)
-    vars(ours)[FUSED] = SelectiveScan()
-    x = numbers(2, 9, width)
-    return agree(
-        lambda: as_generated(theirs, x, 5),
-        lambda: in_passes(ours, x, (5, 1, 3), num_prompt=5),
-        Tolerance(roundings=64, absolute=1e-4),
-    )
+    return passes_agree(SelectiveScan(), theirs, ours, numbers(2, 9, width))

@@ -7,9 +7,8 @@ preemption need nothing of their own. A token's numbers are the same whatever el
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,10 +23,12 @@ from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...errors import UnsupportedError
 from ...kernels import cpu
+from ...kernels.cpu import short_conv, state_scan
 from ...kernels.cpu.library import FLOATS, native
 from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.stand_ins import StandIn
 from ...recognition.trace import Trace
+from ...recognition.trial import Tolerance, agree
 from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, original_class
@@ -35,6 +36,8 @@ from ...undo.state import FUSED
 from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
 from ..recurrent_programme import RecurrentProgramme
 from .convolutions import causal_refusal, require_pages
+
+NUM_PROMPT = 5  # tokens of the prompt of a trial
 
 
 class PagedRecurrence(Mixin):
@@ -280,6 +283,45 @@ def scan_refusal(module: Any) -> str | None:
     return refusal or activation_refusal(module)
 
 
+def convolved(inputs: short_conv.ConvInputs, found: RecurrentPass) -> Tensor:
+    """Compute the short convolution in front of a recurrence for the tokens of a pass: [N, C] float32."""
+    convolve = short_conv.short_conv if is_native(inputs.x) else short_conv.reference
+    channels, length = inputs.weight.shape
+    return convolve(inputs, kept=found.storage.pages[1].view(-1, length - 1, channels), **found.states.places)
+
+
+def scanned(inputs: state_scan.ScanInputs, found: RecurrentPass, places: dict[str, Tensor] | None = None) -> Tensor:
+    """Compute the scan of a state space for the tokens of a pass: [N, H, P] float32.
+
+    places: where the states are, see delta_rule; None for those of the pass.
+    """
+    scan = state_scan.state_scan if is_native(inputs.x) else state_scan.reference
+    _, heads, dim = inputs.x.shape
+    states = found.storage.pages[0].view(-1, heads, inputs.b.shape[2], dim)
+    return scan(inputs, states=states, **(found.states.places if places is None else places))
+
+
+def passes_agree(
+    known: Recurrence,
+    theirs: Any,
+    ours: Any,
+    x: Tensor,
+    *,
+    generated: Callable[[Any, Tensor, int], Tensor] | None = None,
+) -> bool:
+    """Return whether passes over pages give for x [B, 9, H] what a layer's own code gives.
+
+    theirs, ours: two twins of the layer, of which the second is computed by `known`. generated: computes by the
+    layer's own code a prompt of so many tokens, and the others behind it; None for `as_generated`.
+    """
+    vars(ours)[FUSED] = known
+    return agree(
+        lambda: (generated or as_generated)(theirs, x, NUM_PROMPT),
+        lambda: in_passes(ours, x, (NUM_PROMPT, 1, 3), num_prompt=NUM_PROMPT),
+        Tolerance(roundings=64, absolute=1e-4),
+    )
+
+
 def as_generated(module: nn.Module, x: Tensor, num_prompt: int) -> Tensor:
     """Compute x [B, Q, H] by the module's own code over transformers' cache: a prompt, and the others one by one."""
     cache = Cache(layers=[LinearAttentionLayer()])
@@ -287,7 +329,7 @@ def as_generated(module: nn.Module, x: Tensor, num_prompt: int) -> Tensor:
     return torch.cat([original_class(module).forward(module, part, cache_params=cache) for part in parts], dim=1)
 
 
-def in_passes(module: Any, x: Tensor, counts: tuple[int, ...], *, num_prompt: int = sys.maxsize) -> Tensor:
+def in_passes(module: Any, x: Tensor, counts: tuple[int, ...], *, num_prompt: int) -> Tensor:
     """Compute x [B, Q, H] in passes over so many tokens of each sequence, of which the first are a prompt."""
     pages = Pages([StateGroup(num_blocks=2, growable=True)])
     cache, sequences = RaggedCache(pages.groups, [(0,)]), [pages.begin() for _ in x]

@@ -12,19 +12,10 @@ from ...cache.kinds.state_sizes import WITHOUT_LIMITS, StateSizes
 from ...kernels.cpu import short_conv, state_scan
 from ...recognition.operation import UntraceableError
 from ...recognition.stand_ins import StandIn
-from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
-from ...undo.state import FUSED
 from ..gated_norms import GatedNorm, known_gated_norm
-from .state_pass import (
-    Recurrence,
-    as_generated,
-    in_passes,
-    is_native,
-    record_convolution,
-    record_linear,
-    scan_refusal,
-)
+from .state_pass import Recurrence, convolved, passes_agree, record_convolution, record_linear, scan_refusal, scanned
 
 SPACE_PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
 ACTIVATION_PART = "act"  # is a part too, or a function
@@ -32,9 +23,6 @@ SPACE_PARAMETERS = {"A_log", "D", "dt_bias"}
 SPACE_SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim")
 # Numbers by which Falcon-H1 multiplies the input of in_proj, and its result.
 INPUT_FACTOR, RESULT_FACTORS = "ssm_in_multiplier", "mup_vector"
-# The convolution and the scan.
-NATIVE_SCAN = (short_conv.short_conv, state_scan.state_scan)
-REFERENCE_SCAN = (short_conv.reference, state_scan.reference)
 
 
 class StateSpace(Recurrence):
@@ -52,23 +40,16 @@ class StateSpace(Recurrence):
 
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
         gate, mixed, dt = _projected(module, x)
-        states, inputs = found.storage.pages[:2]
-        places = found.states.places
-        convolve, scan = NATIVE_SCAN if is_native(mixed) else REFERENCE_SCAN
         conv, groups, size = module.conv1d, module.n_groups, module.ssm_state_size
-        convolved = convolve(
-            short_conv.ConvInputs(mixed, conv.weight.squeeze(1), conv.bias),
-            kept=inputs.view(-1, conv.kernel_size[0] - 1, module.conv_dim), **places,
-        )  # fmt: skip
-        values, b, c = convolved.split([module.intermediate_size, groups * size, groups * size], dim=-1)
+        row = convolved(short_conv.ConvInputs(mixed, conv.weight.squeeze(1), conv.bias), found)
+        values, b, c = row.split([module.intermediate_size, groups * size, groups * size], dim=-1)
         given = state_scan.ScanInputs(
             values.unflatten(-1, (-1, module.head_dim)), dt,
             b.unflatten(-1, (groups, size)), c.unflatten(-1, (groups, size)),
             log_rate=module.A_log, bias=module.dt_bias, skip=module.D,
             limits=module.time_step_limit, limited=found.states.given,
         )  # fmt: skip
-        core = scan(given, states=states.view(-1, module.num_heads, size, module.head_dim), **places)
-        return self.normed(module.norm, core.flatten(1), gate)
+        return self.normed(module.norm, scanned(given, found).flatten(1), gate)
 
     def record(self, module: Any, x: StandIn) -> StandIn:
         if RESULT_FACTORS in module._buffers:
@@ -78,9 +59,9 @@ class StateSpace(Recurrence):
         row = record_linear(own["in_proj"], x)
         gate, mixed = row[..., :inner], row[..., inner : inner + module.conv_dim]
         lowest, highest = module.time_step_limit
-        convolved = record_convolution(module.conv1d, mixed)
+        short = record_convolution(module.conv1d, mixed)
         core = trace.put(
-            "state_scan", [convolved, row[..., inner + module.conv_dim :]], inner * convolved.width // mixed.width,
+            "state_scan", [short, row[..., inner + module.conv_dim :]], inner * short.width // mixed.width,
             heads=module.num_heads, kv_heads=module.n_groups, dim=module.head_dim, value_dim=module.ssm_state_size,
             eps=float(lowest), offset=float(highest), weight=module._parameters["A_log"],
             bias=module._parameters["dt_bias"], skip=module._parameters["D"],
@@ -140,12 +121,7 @@ def _agrees(module: Any, norm: GatedNorm) -> bool:
     sizes = dict(zip(SPACE_SIZES, (heads, head_dim, groups, size, inner, channels), strict=True))
     for twin in (theirs, ours):
         vars(twin).update(sizes, hidden_size=width, layer_idx=0, chunk_size=4)
-    vars(ours)[FUSED] = StateSpace(GatedNorm(norm.eps, min(norm.groups, groups), norm.gate_first))
     # Small steps too, since those of a prompt may have a least one.
     parameters["dt_bias"].copy_(4 * parameters["dt_bias"] - 2)
-    x = numbers(2, 9, width)
-    return agree(
-        lambda: as_generated(theirs, x, 5),
-        lambda: in_passes(ours, x, (5, 1, 3), num_prompt=5),
-        Tolerance(roundings=64, absolute=1e-4),
-    )
+    known = StateSpace(GatedNorm(norm.eps, min(norm.groups, groups), norm.gate_first))
+    return passes_agree(known, theirs, ours, numbers(2, 9, width))
