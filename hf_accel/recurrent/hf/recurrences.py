@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ...fused.site import FusedSite, SiteKind
+from ...recognition.asked import answer_once
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
 from .gated_units import known_gated_unit
@@ -40,6 +41,10 @@ def unknown_recurrences_refusal(model: nn.Module, count: int) -> str | None:
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
+    return answer_once(_tried, module)
+
+
+def _tried(module: nn.Module) -> Recurrence | None:
     known: Recurrence | None = known_delta_rule(module) or known_delta_attention(module)
     known = known or known_state_space(module) or known_selective_scan(module)
     return known or known_headed_scan(module) or known_lightning_attention(module)
