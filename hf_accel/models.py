@@ -112,6 +112,19 @@ def layers_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def encoder_width(model: Any) -> int:
+    """Return the width of the output of an encoder-decoder's encoder, which may have a config of its own."""
+    encoder = getattr(model.get_encoder(), "config", None)
+    width = getattr(encoder, "hidden_size", None)
+    return width if isinstance(width, int) else int(layers_config(model.config).hidden_size)
+
+
+def padding_token(model: Any) -> int:
+    """Return the id of the token that pads prompts of a model; 0 if its config names none."""
+    found = getattr(layers_config(model.config), "pad_token_id", None)
+    return 0 if found is None else int(found)
+
+
 def positions_depend_on_length(config: Any) -> bool:
     """Return whether the rotary scaling depends on the prompt's length.
 

@@ -178,7 +178,7 @@ def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     if kinds.distinct == (KeysAndValues(None),):
-        return None
+        return decoder_refusal(model) if model.config.is_encoder_decoder else None
     return refusal or f"{type(model).__name__} keeps other things than keys and values of all tokens"
 
 

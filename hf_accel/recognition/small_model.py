@@ -44,12 +44,12 @@ class SparseLinear(nn.Module):
         return self.factor
 
 
-def one_layer_model(model: nn.Module, name: str, attention: Any = None) -> Any:
+def one_layer_model(model: nn.Module, name: str, attention: Any = None, token: int = 0) -> Any:
     """Return the model with the layer around its attention module `name` alone, on the CPU, in float32.
 
-    attention: takes the place of that module; None for a copy of it.
+    attention: takes the place of that module; None for a copy of it. token: see first_layers_model.
     """
-    return _around(model, name.split("."), attention, _Copying())
+    return _around(model, name.split("."), attention, _Copying(token=token))
 
 
 def first_layers_model(model: nn.Module, lengths: Mapping[str, int], token: int = 0) -> Any:

@@ -61,6 +61,15 @@ class _LongCache(DynamicCache):
         return int(layer.get_seq_length())
 
 
+def is_called(model: PreTrainedModel, name: str) -> bool:
+    """Return whether the model calls an attention module for tokens alone, or cannot be asked."""
+    try:
+        one_layer_model(model, name, _Catch())(input_ids=torch.ones(1, 1, dtype=torch.int64), use_cache=False)
+    except Exception:  # of the module, or of code that is not known
+        return True
+    return False
+
+
 def _given(model: PreTrainedModel, name: str, call: OperatorCall, length: int) -> dict[str, Any]:
     """Return what the model gives to an attention module for the last of `length` tokens of one sequence."""
     layer = DynamicLayer()

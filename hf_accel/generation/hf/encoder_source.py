@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ...cache.hf import PagedCache
 from ...errors import NotRaggedError, UnsupportedError
 from ...models import layers_config
+from ...recognition.call_form import SOURCE_STATES
 from ...tensors import model_device
 from ..prompt_inputs import RequestInputs
 from .decoder_call import UpToDecoder
@@ -43,10 +44,15 @@ def with_encoder(cache: Any) -> Any:
 
 
 def give_stock_cache(call: LoopCall) -> None:
-    """Give a call transformers' own cache instead of one that was made for ragged passes of an encoder-decoder."""
-    if call.has_encoder and isinstance(call.cache, PagedCache):
-        config = layers_config(call.model.config)
+    """Give a call transformers' own cache instead of one that was made for ragged passes of an encoder-decoder, or of
+    a decoder alone that is given an encoder's output, of which pages without a part of their own keep no keys."""
+    if not isinstance(call.cache, PagedCache):
+        return
+    config = layers_config(call.model.config)
+    if call.has_encoder:
         call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    elif call.inputs.get(SOURCE_STATES) is not None:
+        call.inputs["past_key_values"] = DynamicCache(config=config)
 
 
 def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
