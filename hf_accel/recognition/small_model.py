@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..models import is_within
 from ..undo.journal import original_class
@@ -110,6 +111,8 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
         return nn.ModuleList(_copied(child, replace(copying, lengths={}, layer=index)) for index, child in layers)
     if isinstance(module, nn.Dropout):
         return nn.Identity()
+    if is_parametrized(module):
+        module = _with_weights(module)
     children = {
         key: None if child is None else _copied(child, copying.inside(key)) for key, child in module._modules.items()
     }
@@ -117,6 +120,20 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
     for index in LAYER_INDICES:
         if isinstance(vars(made).get(index), int):
             vars(made)[index] = copying.layer
+    return made
+
+
+@torch.no_grad()
+def _with_weights(module: Any) -> nn.Module:
+    """Return a copy that has weights in place of those that the module computes of others, as weight norm does.
+
+    torch makes a class for each such module, and does not let it be copied.
+    """
+    own, kind = vars(module), type(module).__mro__[1]
+    made: nn.Module = kind.__new__(kind)
+    weights = {name: nn.Parameter(getattr(module, name), requires_grad=False) for name in module.parametrizations}
+    parts = {key: child for key, child in module._modules.items() if child is not module.parametrizations}
+    vars(made).update(own, _modules=parts, _parameters={**module._parameters, **weights})
     return made
 
 

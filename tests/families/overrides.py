@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import EncoderDecoderConfig, PreTrainedConfig, VisionEncoderDecoderConfig
+from transformers import (
+    EncoderDecoderConfig,
+    PreTrainedConfig,
+    SpeechEncoderDecoderConfig,
+    VisionEncoderDecoderConfig,
+)
 
 ALIKE = {"num_key_value_heads": 4}  # as many as query heads
 WORDS = {"<image>": 120, "<|extra_0|>": 121} | {f"IMGIMG{letter}Z": 122 + i for i, letter in enumerate("ABCD")}
@@ -230,6 +235,9 @@ OF_MODELS: dict[str, dict[str, Any]] = {
 
 CONSTRUCTED: dict[str, Callable[[Callable[[str], PreTrainedConfig]], PreTrainedConfig]] = {
     "encoder-decoder": lambda tiny: EncoderDecoderConfig.from_encoder_decoder_configs(tiny("bert"), tiny("bert")),
+    "speech-encoder-decoder": lambda tiny: SpeechEncoderDecoderConfig.from_encoder_decoder_configs(
+        tiny("wav2vec2"), tiny("gpt2")
+    ),
     "vision-encoder-decoder": lambda tiny: VisionEncoderDecoderConfig.from_encoder_decoder_configs(
         tiny("vit"), tiny("gpt2")
     ),

@@ -185,6 +185,28 @@ def test_images_for_a_decoder_that_attends_by_operators(settings: dict[str, Any]
     assert [(type(module), *vars(module)) for module in hf_accel.unpatch(model).modules()] == before
 
 
+def test_sounds_for_a_decoder_of_its_own() -> None:
+    """The encoder has a convolution with weight norm, which torch does not let copy, and makes its mask of frames."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 8), "num_conv_pos_embeddings": 8}
+    encoder = transformers.Wav2Vec2Config(
+        **sizes, **convolutions, num_feat_extract_layers=2, num_conv_pos_embedding_groups=2,
+        feat_extract_norm="layer", do_stable_layer_norm=True,
+    )  # fmt: skip
+    decoder = transformers.GPT2Config(**PAIRED["GPT2"], vocab_size=VOCABULARY)
+    config = transformers.SpeechEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 0, 2
+    model, sounds = transformers.SpeechEncoderDecoderModel(config=config).eval(), torch.randn(3, 400)
+    mask = torch.arange(400) < torch.tensor([[400], [250], [330]])
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    given = {"attention_mask": mask.long(), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = model.generate(sounds, **given)
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(model.generate(sounds, **given), expected)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+
+
 @pytest.mark.parametrize("part", ["self_attn", "encoder_attn"])
 @pytest.mark.parametrize("layer", [0, 2])  # the last one is not in the trial of the first layers
 def test_operators_that_compute_something_else_stay_stock(part: str, layer: int) -> None:
