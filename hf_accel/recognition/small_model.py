@@ -130,7 +130,7 @@ def _with_weights(module: Any) -> nn.Module:
     torch makes a class for each such module, and does not let it be copied.
     """
     own, kind = vars(module), type(module).__mro__[1]
-    made: nn.Module = kind.__new__(kind)
+    made: nn.Module = object.__new__(kind)
     weights = {name: nn.Parameter(getattr(module, name), requires_grad=False) for name in module.parametrizations}
     parts = {key: child for key, child in module._modules.items() if child is not module.parametrizations}
     vars(made).update(own, _modules=parts, _parameters={**module._parameters, **weights})

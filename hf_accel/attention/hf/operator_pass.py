@@ -10,12 +10,11 @@ from __future__ import annotations
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.cache_utils import EncoderDecoderCache
 
 from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedEncoderDecoderCache
 from ...errors import NotRaggedError
@@ -25,7 +24,7 @@ from ...recognition.scores import PRODUCTS, AddedBias, Scores
 from ...tensors import product_dtype
 from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
-from .cached_stand_ins import Cached, CachedKeys, CachedValues, HidingMask
+from .cached_stand_ins import BothPasses, Cached, CachedKeys, CachedLayer, CachedValues, HidingMask
 from .forward import KNOWN_KEYWORDS, choose_again
 from .page_heads import PageHeads, Pairs, page_heads, shared_out
 
@@ -269,37 +268,20 @@ class SourcePass(OperatorPass):
     def layers(self) -> SourcePass:
         return self
 
-    def __getitem__(self, layer_idx: int) -> SourceKV:
+    def __getitem__(self, layer_idx: int) -> CachedLayer:
         """Return the keys and values of a layer, which an earlier pass has stored."""
         if self.layer_idx not in (None, layer_idx):
             raise UntraceableError("it reads its cache for more than one layer")
         if self.layer_idx is None:
             layer = self.cache.layers[layer_idx]
             self.layer_idx, self.dtype = layer_idx, product_dtype(layer.values)
-            self._stored = SourceKV(CachedKeys(self, layer.keys), CachedValues(self, layer.values))
+            self._stored = CachedLayer(CachedKeys(self, layer.keys), CachedValues(self, layer.values))
         return self._stored
 
     def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
         if not heads.is_plain:
             raise UntraceableError("it reads some heads of an encoder's output with others")
         super()._store(keys, values, heads)
-
-
-class SourceKV(NamedTuple):
-    """Stand-ins for the keys and values of a layer in the cache of an encoder's output."""
-
-    keys: CachedKeys
-    values: CachedValues
-
-
-class BothPasses(EncoderDecoderCache):
-    """A cache for one call of a module that attends to tokens or to an encoder's output."""
-
-    def __init__(self, tokens: OperatorPass, source: SourcePass, is_updated: dict[int, bool]) -> None:
-        # super().__init__() is not called: it asks a cache of transformers how long each layer is.
-        self.self_attention_cache: Any = tokens
-        self.cross_attention_cache: Any = source
-        self.is_updated = is_updated
 
 
 def _passes(module: nn.Module, known: OperatorAttention, cache: Any) -> tuple[Any, list[OperatorPass]]:

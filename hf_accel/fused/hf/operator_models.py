@@ -30,7 +30,7 @@ from ...cache.step import TokenRange
 from ...config import PatchConfig
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
-from ...models import layers_config, padding_token
+from ...models import padding_token
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
 from ...recognition.operator_code import attends_by_operators, attends_to_changed_keys, attends_without_cache
@@ -40,7 +40,15 @@ from ...tensors import model_device
 from ...undo.journal import Mixin, mixed_class, original_class
 from ...undo.state import FUSED
 from ..site import FusedSite, SiteKind
-from .operator_bias import OperatorCall, aligned_bias, bias_given, is_called
+from .operator_bias import (
+    OperatorCall,
+    aligned_bias,
+    bias_given,
+    called_for_tokens,
+    layer_index,
+    one_in_each_layer,
+    place_of,
+)
 
 OPERATORS = SiteKind("operators", "attention modules by operators", "over pages")
 BIASES = ("alibi", "position_bias")  # the names of parameters that take a bias of positions
@@ -49,11 +57,9 @@ CLOSE = Tolerance(of_largest=1e-4)
 COUNTS = 5, 1, 3  # the tokens of each sequence in the passes of a trial
 PADDING = 3  # the columns in front of prompts in a trial
 LEAST_COLUMNS = 1024  # of a bias's table
-RAGGED_CACHES = RaggedCache, RaggedEncoderDecoderCache
-
-
 # The cache of the ragged pass that is under way in this thread, for code that takes none.
 PASSED: ContextVar[RaggedCache | None] = ContextVar("PASSED", default=None)
+CACHES = RaggedCache, RaggedEncoderDecoderCache
 
 
 class PagedOperators(Mixin):
@@ -63,7 +69,7 @@ class PagedOperators(Mixin):
         """Return what the module returns. Raises NotRaggedError in a ragged pass if its code is not known."""
         given = dict(zip(parameter_names(original_class(self).forward), args, strict=False)) | kwargs
         known: OperatorAttention = self.__dict__[FUSED]
-        cache = next((value for value in given.values() if isinstance(value, RAGGED_CACHES)), None)
+        cache = next((value for value in given.values() if isinstance(value, CACHES)), None)
         cache = PASSED.get() if known.layer is not None else cache
         if cache is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -150,43 +156,15 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     elsewhere = f"{type(model).__name__} attends by itself in other places than its decoder's layers"
     if model.config.is_encoder_decoder:
         return elsewhere if by_interface else _over_source(model, names) or elsewhere
-    if not _one_in_each_layer(model, names, call):
-        names = list(_called(model, names))
-    if not _one_in_each_layer(model, names, call):
+    if not one_in_each_layer(model, names, call):
+        names = list(called_for_tokens(model, names))
+    if not one_in_each_layer(model, names, call):
         return elsewhere
     known = _known(model, names, call)
     if takes_positions or isinstance(known, OperatorModel):
         return known
     counting = _known(model, names, replace(call, counts=True))
     return counting if isinstance(counting, OperatorModel) else known
-
-
-def _one_in_each_layer(model: PreTrainedModel, names: list[str], call: OperatorCall) -> bool:
-    """Return whether as many modules attend as the decoder has layers, one in each."""
-    layers = getattr(layers_config(model.config), "num_hidden_layers", None)
-    if call.without_cache:
-        return len(names) == layers
-    return sorted(_layer_index(model.get_submodule(name)) for name in names) == list(range(layers or 0))
-
-
-@torch.no_grad()
-def _called(model: PreTrainedModel, names: list[str]) -> Iterator[str]:
-    """Yield the names of modules that tokens alone are given to. Others wait for an encoder's output.
-
-    Modules that stand in the same place of their layers are tried once.
-    """
-    called: dict[str, bool] = {}
-    for name in names:
-        place = _place(name)
-        if place not in called:
-            called[place] = is_called(model, name)
-        if called[place]:
-            yield name
-
-
-def _place(name: str) -> str:
-    """Return the place of a module in its layer, whichever layer that is."""
-    return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
 def _over_source(model: PreTrainedModel, names: list[str]) -> OperatorModel | None:
@@ -198,8 +176,8 @@ def _over_source(model: PreTrainedModel, names: list[str]) -> OperatorModel | No
     decoder = set(model.get_decoder().modules())
     names = [name for name in names if model.get_submodule(name) in decoder]
     layers = list(range(len(model_kinds(model.config).layers)))
-    for place in {_place(name) for name in names}:
-        if sorted(_layer_index(model.get_submodule(name)) for name in names if _place(name) == place) != layers:
+    for place in {place_of(name) for name in names}:
+        if sorted(layer_index(model.get_submodule(name)) for name in names if place_of(name) == place) != layers:
             return None
     sites = {name: _untried(model.get_submodule(name)) for name in names}
     return OperatorModel(sites, OperatorCall(takes_positions=False, counts=True))
@@ -222,11 +200,11 @@ def _attend_over_pages(module: Any, site: OperatorAttention) -> None:
 
 
 def complete(model: PreTrainedModel, known: OperatorModel) -> bool:
-    """Add what a trial of the first layers has shown to modules of others that stand in the same place and are alike.
+    """Add what a trial of the first layers has shown to the modules of others with the same code and settings.
 
     Returns whether something is known of each.
     """
-    kinds = {name: (_place(name), _kind(model.get_submodule(name))) for name in known.sites}
+    kinds = {name: (place_of(name), _kind(model.get_submodule(name))) for name in known.sites}
     shown = {kinds[name]: site.spec for name, site in known.sites.items() if site.spec is not None}
     for name, site in known.sites.items():
         site.spec = shown.get(kinds[name])
@@ -257,16 +235,12 @@ def operator_sites(model: PreTrainedModel, known: OperatorModel | None, config: 
     device_type = model_device(model).type
     quantized_kv = config.cache is not None and config.cache.dtype != "auto"
     for name, site in ({} if known is None else known.sites).items():
-        assert site.spec is not None
+        if site.spec is None:
+            continue  # nothing can be tried before the weights are there
         spec = replace(site.spec, dtype=model.dtype, device_type=device_type, quantized_kv=quantized_kv)
         backend, _ = choose_backend(spec, config.attention or "auto", row_invariant=config.deterministic)
         state = replace(site, spec=spec, backend=backend)
         yield FusedSite(name, model.get_submodule(name), OPERATORS, PagedOperators, state)
-
-
-def _layer_index(module: nn.Module) -> int:
-    found = (vars(module).get(name) for name in LAYER_INDICES)
-    return next((index for index in found if isinstance(index, int)), -1)
 
 
 def _kind(module: nn.Module) -> Any:

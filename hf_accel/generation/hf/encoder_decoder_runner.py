@@ -35,12 +35,9 @@ class EncoderDecoderRunner(ModelRunner):
     """A ModelRunner of an encoder-decoder. The encoder has run before, and its output is in the sequences' tables."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        groups: list[PageGroup],
-        groups_of_layer: list[tuple[int, ...]],
+        self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]],
         operators: OperatorModel | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model, groups, groups_of_layer, operators)
         one_column = attends_alone(self.operators)
         self.cache: Any = RaggedEncoderDecoderCache(groups, groups_of_layer, one_column=one_column)

@@ -29,7 +29,6 @@ from .mixed_passes import giving_more, planes_of
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
-# If a pass has only these inputs, equal token ids give equal keys and values. With other inputs this is not certain.
 
 
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -186,17 +185,13 @@ def known_pass(model: nn.Module) -> KnownPass | None:
 class ModelRunner:
     """Calls a patched model on the tokens of many sequences, which stand end to end in one row [1, N].
 
-    groups, groups_of_layer: the pages, see cache.hf.page_groups. operators: of a model that is tried before it is
-    patched.
+    groups, groups_of_layer: see cache.hf.page_groups. operators: of a model that is tried before it is patched.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        groups: list[PageGroup],
-        groups_of_layer: list[tuple[int, ...]],
+        self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]],
         operators: OperatorModel | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model: Any = model
         self.groups_of_layer = groups_of_layer
         self.operators = operators or operators_of(model)
