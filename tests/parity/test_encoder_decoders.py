@@ -225,6 +225,14 @@ def test_operators_that_compute_something_else_stay_stock(part: str, layer: int)
     assert hf_accel.stats(model)["loop"].startswith("stock")
 
 
+def test_a_layer_with_other_settings_than_those_that_were_tried() -> None:
+    """Settings may choose another branch of the code."""
+    model = reader_of_images()
+    assert decoder_refusal(model) is None
+    model.decoder.model.decoder.layers[2].encoder_attn.scaling = 0.3
+    assert "something else over pages" in (decoder_refusal(model) or "")
+
+
 def test_experts_that_leave_out_tokens_stay_stock() -> None:
     """There each token of a pass takes the place of another one, which may be of another request."""
     sizes = T5 | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "d_model": 32}

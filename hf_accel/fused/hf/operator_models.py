@@ -59,7 +59,7 @@ PADDING = 3  # the columns in front of prompts in a trial
 LEAST_COLUMNS = 1024  # of a bias's table
 # The cache of the ragged pass that is under way in this thread, for code that takes none.
 PASSED: ContextVar[RaggedCache | None] = ContextVar("PASSED", default=None)
-CACHES = RaggedCache, RaggedEncoderDecoderCache
+RAGGED = RaggedCache, RaggedEncoderDecoderCache
 
 
 class PagedOperators(Mixin):
@@ -69,7 +69,7 @@ class PagedOperators(Mixin):
         """Return what the module returns. Raises NotRaggedError in a ragged pass if its code is not known."""
         given = dict(zip(parameter_names(original_class(self).forward), args, strict=False)) | kwargs
         known: OperatorAttention = self.__dict__[FUSED]
-        cache = next((value for value in given.values() if isinstance(value, CACHES)), None)
+        cache = next((value for value in given.values() if isinstance(value, RAGGED)), None)
         cache = PASSED.get() if known.layer is not None else cache
         if cache is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
