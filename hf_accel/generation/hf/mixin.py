@@ -59,6 +59,7 @@ class AcceleratedGeneration(WritesModelCard):
         put() takes row=.
         """
         state = self._generation_state
+        state.watch.check_files()
         config = state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative)
         call = CallState(config, requires_speculation=speculative is not NOT_GIVEN and config is not None)
         if call.requires_speculation and state.inner is not None:
