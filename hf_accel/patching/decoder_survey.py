@@ -28,6 +28,7 @@ from ..cache.kinds import KeysAndValues
 from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
+from ..fused.hf.operator_models import OperatorModel, decoder_operators, read_by_operators, with_tried
 from ..generation.hf.decoder_call import giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
 from ..generation.hf.encoder_source import HIDING, EncoderOutput
@@ -82,6 +83,15 @@ def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
         if not known and WHISPERS_POSITIONS not in own.__code__.co_consts:
             return f"{type(model).__name__} has a {method} of its own"
     return None
+
+
+def tried_operators(model: PreTrainedModel) -> OperatorModel | None:
+    """Return what is known of a decoder with an encoder whose modules attend by operators, if its trial says so."""
+    known = answer_once(decoder_operators, model)
+    if known is None or model_device(model).type == "meta" or decoder_refusal(model) is not None:
+        return None
+    answer_once(mask_hides_rows, model)
+    return with_tried(model, known)
 
 
 def _experts_have_room(model: PreTrainedModel) -> bool:
@@ -259,10 +269,13 @@ def _paged(
 
     sources: the encoder's output of each sequence. first: the position of the first token of each.
     """
-    tried = _tried(model, ATTENTION_NAME)
+    operators = answer_once(decoder_operators, model) if model.config.is_encoder_decoder else None
+    tried = _tried(model, None if operators is not None else ATTENTION_NAME)
+    if operators is not None:
+        read_by_operators(tried, operators)
     groups, groups_of_layer = page_groups(tried.config, CacheConfig(), capacity=64)
     kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
-    pages, runner = Pages(groups), kind(tried, groups, groups_of_layer)
+    pages, runner = Pages(groups), kind(tried, groups, groups_of_layer, operators)
     cached: list[CachedSequence] = [pages.begin(source=source) for source in sources]
     waiting = [list(_tokens(model, number, passes)) for number in range(len(LENGTHS))]
     outputs: list[list[Tensor]] = [[] for _ in LENGTHS]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..models import is_within
 from ..undo.journal import original_class
@@ -106,10 +108,12 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
     if isinstance(module, nn.ModuleList):
         if copying.length is None:
             return nn.ModuleList(_copied(child, copying) for child in module)
-        layers = enumerate(module[: copying.length])
+        layers = enumerate(islice(module, copying.length))
         return nn.ModuleList(_copied(child, replace(copying, lengths={}, layer=index)) for index, child in layers)
     if isinstance(module, nn.Dropout):
         return nn.Identity()
+    if is_parametrized(module):
+        return module  # torch does not copy it
     children = {
         key: None if child is None else _copied(child, copying.inside(key)) for key, child in module._modules.items()
     }

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import EncoderDecoderCache
 
-from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache
+from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache, RaggedEncoderDecoderCache
 from ...errors import NotRaggedError
 from ...kernels.layouts import KV, AttentionOptions, PositionBias
 from ...recognition.operation import UntraceableError
@@ -98,8 +99,9 @@ class OperatorPass:
     """
 
     mask_hides = True
+    causal = True
 
-    def __init__(self, module: nn.Module, known: OperatorAttention, cache: RaggedCache) -> None:
+    def __init__(self, module: nn.Module, known: OperatorAttention, cache: Any) -> None:
         self.module, self.known, self.cache = module, known, cache
         self.mask = HidingMask()
         self.columns = ONE_COLUMN
@@ -167,12 +169,15 @@ class OperatorPass:
 
     def attend_by(self, scores: Scores, values: Any) -> Tensor:
         """Attend over the pages; returns [1, H, N, Dv], or [H, N, Dv] for values without the first dimension."""
-        if not scores.is_masked or self.used is not None:
+        sees_all = not self.causal or scores.query.shape[-2] == 1  # as a last token does
+        if not (scores.is_masked or sees_all) or self.used is not None:
             raise UntraceableError("it attends without a mask, or more than once")
         if self.known.layer is not None and isinstance(values, Tensor) and values.ndim == 4:
             values = CachedValues(self, values)
         query = scores.query.reshape(1, -1, *scores.query.shape[-2:])
-        options = AttentionOptions(scores.factor, window=self.window, bias=self._bias_of(scores))
+        options = AttentionOptions(
+            scores.factor, causal=self.causal, window=self.window, bias=self._bias_of(scores)
+        )  # fmt: skip
         out = self._attend(query, scores.key, values, options)
         return out[0] if values.flat else out
 
@@ -214,14 +219,14 @@ class OperatorPass:
         """Write the keys and values of the pass to the pages, with the heads that are read together in one."""
         assert self.layer_idx is not None
         self.heads = heads
-        keys, self.values = self.cache.update(heads.stored(keys), heads.stored(values), self.layer_idx)
+        keys, self.stored = self.cache.update(heads.stored(keys), heads.stored(values), self.layer_idx)
         self.paged: PagedKV = getattr(keys, PAGED_HANDLE)
 
     def _over_pages(self, query: Tensor, options: AttentionOptions) -> Tensor:
         """Attend over the pages; returns [1, H, N, Dv] of their wider heads, where they have these."""
         step, spec = self.paged.step, self._spec(query, options)
         self.used = spec
-        self.paged.check_values(self.values)
+        self.paged.check_values(self.stored)
         tokens = step.tokens(query.to(self.dtype))
         out: Tensor = self._backend(spec).paged(
             tokens, self.paged.storage.pages, self.paged.group_step.ragged, options
@@ -247,36 +252,93 @@ class OperatorPass:
         pages = self.paged.storage.pages
         return AttentionSpec(
             dtype=self.dtype, device_type=query.device.type, head_dim=query.shape[-1],
-            value_dim=self.values.shape[-1], num_heads=query.shape[1], num_kv_heads=self.values.shape[1],
+            value_dim=self.stored.shape[-1], num_heads=query.shape[1], num_kv_heads=self.stored.shape[1],
             window=options.window, quantized_kv=pages.k_scales is not None, bias=options.bias is not None,
         )  # fmt: skip
 
 
+class SourcePass(OperatorPass):
+    """A cache for one call of a module that attends by operators to an encoder's output, all of which it sees.
+
+    The mask of the call is not read: what it hides has no slots.
+    """
+
+    causal = False
+
+    @property
+    def layers(self) -> SourcePass:
+        return self
+
+    def __getitem__(self, layer_idx: int) -> SourcePass:
+        self.layer_idx = layer_idx
+        return self
+
+    @property
+    def keys(self) -> CachedKeys:
+        """Return what stands for the keys that an earlier pass has stored."""
+        assert self.layer_idx is not None
+        keys = self.cache.layers[self.layer_idx].keys
+        self.dtype = product_dtype(keys)
+        return CachedKeys(self, keys)
+
+    @property
+    def values(self) -> CachedValues:
+        return CachedValues(self, self.cache.layers[self.layer_idx].values)
+
+    def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
+        if not heads.is_plain:
+            raise UntraceableError("it reads heads of an encoder's output in another order")
+        handle = getattr(keys, PAGED_HANDLE, None)
+        if handle is None:
+            super()._store(keys, values, heads)
+        else:
+            self.heads, self.stored, self.paged = heads, values, handle
+
+
+class PairedPass(EncoderDecoderCache):
+    """The two caches for one call of a module that attends by operators in the decoder of an encoder-decoder."""
+
+    def __init__(self, module: nn.Module, known: OperatorAttention, cache: RaggedEncoderDecoderCache) -> None:
+        # super().__init__() is not called: it asks a cache of transformers how long each layer is.
+        self.self_attention_cache: Any = OperatorPass(module, known, cache.self_attention_cache)
+        self.cross_attention_cache: Any = SourcePass(module, known, cache.cross_attention_cache)
+        self.is_updated = cache.is_updated
+
+
 def run_over_pages(
-    module: nn.Module, known: OperatorAttention, cache: RaggedCache, given: dict[str, Any], *, forward: Any
+    module: nn.Module, known: OperatorAttention, cache: Any, given: dict[str, Any], *, forward: Any
 ) -> Any:
     """Call the forward of a module that attends by operators in a ragged pass.
 
     given: its arguments by name, of which the cache is one if it takes one. Raises NotRaggedError if it does what is
     not known.
     """
-    own = OperatorPass(module, known, cache)
+    own: OperatorPass | PairedPass
+    if isinstance(cache, RaggedEncoderDecoderCache):
+        own = PairedPass(module, known, cache)
+        parts = [own.self_attention_cache, own.cross_attention_cache]
+    else:
+        own = OperatorPass(module, known, cache)
+        parts = [own]
     named: dict[str, Any] = {name: own if value is cache else value for name, value in given.items()}
     if known.mask is not None and named.get(known.mask) is not None:
-        named[known.mask] = own.mask = HidingMask(named[known.mask])
+        named[known.mask] = mask = HidingMask(named[known.mask])
+        for part in parts:
+            part.mask = mask
     if known.bias is not None and isinstance(named.get(known.bias), Tensor):
-        named[known.bias] = own.bias = AddedBias(named[known.bias])
+        named[known.bias] = parts[0].bias = AddedBias(named[known.bias])
     try:
-        with nullcontext() if known.layer is None else WithoutCache(own):
+        with nullcontext() if known.layer is None else WithoutCache(parts[0]):
             result = forward(**named)
-        if own.used is None:
+        used = [part.used for part in parts if part.used is not None]
+        if not used:
             raise UntraceableError("it does not attend")
     except UntraceableError as error:
         raise NotRaggedError(
             f"{type(module).__name__} cannot read pages: {error}; patch this model with cache=None"
         ) from error
     if known.backend is None:
-        known.spec = own.used
+        known.spec = used[0]
     return without_weights(result)
 
 

@@ -75,13 +75,16 @@ class SourceCache(CacheOverPages):
 class RaggedEncoderDecoderCache(EncoderDecoderCache):
     """The past_key_values of a ragged pass of an encoder-decoder.
 
-    groups, groups_of_layer: see cache.hf.page_groups; the last group is that of the encoder's output.
+    groups, groups_of_layer: see cache.hf.page_groups; the last group is that of the encoder's output. one_column: see
+    RaggedCache.
     """
 
-    def __init__(self, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> None:
+    def __init__(
+        self, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], *, one_column: bool = False
+    ) -> None:
         # super().__init__() is not called: it asks a cache of transformers how long each layer is.
         index = source_index(groups)
-        self.self_attention_cache: Any = RaggedCache(groups, groups_of_layer)
+        self.self_attention_cache: Any = RaggedCache(groups, groups_of_layer, one_column=one_column)
         self.cross_attention_cache: Any = SourceCache(groups, index, len(groups_of_layer))
         self.is_updated: dict[int, bool] = {}
         self._index = index

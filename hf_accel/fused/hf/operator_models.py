@@ -8,6 +8,7 @@ one row give what the model gives for each sequence without a cache.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,9 +23,9 @@ from transformers import DynamicCache, PreTrainedModel
 from ...attention import AttentionSpec, choose_backend
 from ...attention.hf.forward import register
 from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
-from ...attention.hf.stock import ATTENTION_NAME, set_implementation
+from ...attention.hf.stock import ATTENTION_NAME, refused_attention, set_implementation
 from ...cache.group import PageGroup
-from ...cache.hf import RaggedCache, TokensBefore
+from ...cache.hf import RaggedCache, RaggedEncoderDecoderCache, TokensBefore, model_kinds
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...config import PatchConfig
@@ -33,6 +34,7 @@ from ...kernels.layouts import PositionBias
 from ...models import layers_config
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
+from ...recognition.code import code_of
 from ...recognition.operator_code import attends_by_operators, attends_to_changed_keys, attends_without_cache
 from ...recognition.small_model import LAYER_INDICES, ROWS, one_layer_model
 from ...recognition.trial import RandomNumbers, Tolerance, agree
@@ -55,6 +57,9 @@ LEAST_COLUMNS = 1024  # of a bias's table
 PASSED: ContextVar[RaggedCache | None] = ContextVar("PASSED", default=None)
 
 
+RAGGED = (RaggedCache, RaggedEncoderDecoderCache)
+
+
 class PagedOperators(Mixin):
     """A mixin for a module that attends by operators."""
 
@@ -62,7 +67,7 @@ class PagedOperators(Mixin):
         """Return what the module returns. Raises NotRaggedError in a ragged pass if its code is not known."""
         given = dict(zip(parameter_names(original_class(self).forward), args, strict=False)) | kwargs
         known: OperatorAttention = self.__dict__[FUSED]
-        cache = next((value for value in given.values() if isinstance(value, RaggedCache)), None)
+        cache = next((value for value in given.values() if isinstance(value, RAGGED)), None)
         cache = PASSED.get() if known.layer is not None else cache
         if cache is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -148,7 +153,7 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     indices = [_layer_index(model.get_submodule(name)) for name in names]
     if without_cache:
         indices = list(range(len(names)))
-    if model.config.is_encoder_decoder or sorted(indices) != list(range(layers or 0)):
+    if sorted(indices) != list(range(layers or 0)):
         return f"{type(model).__name__} attends by itself in other places than its decoder's layers"
     takes_positions = "position_ids" in parameter_names(original_class(model).forward)
     call = OperatorCall(takes_positions, by_interface=by_interface, without_cache=without_cache)
@@ -157,6 +162,47 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
         return known
     counting = _known(model, names, replace(call, counts=True))
     return counting if isinstance(counting, OperatorModel) else known
+
+
+def decoder_operators(model: PreTrainedModel) -> OperatorModel | None:
+    """Return the modules of the decoder of an encoder-decoder that attend by operators, before they are tried.
+
+    Those that call transformers' attention functions do so too where the model keeps its own: eager attention is code
+    like any other. None if attention can be ours, or other modules than those of layers attend.
+    """
+    if refused_attention(model) is None:
+        return None
+    decoder: Any = model.get_decoder()
+    names = {module: name for name, module in model.named_modules()}
+    codes = {module: code_of(module) for module in decoder.modules()}
+    attending = [module for module, code in codes.items() if code.attends or code.refusal is not None]
+    known = [
+        module for module in attending if codes[module].refusal is None or attends_by_operators(type(module))
+    ]  # fmt: skip
+    layers = Counter(map(_layer_index, known))
+    if not known or known != attending or [*layers] != list(range(len(model_kinds(model.config).layers))):
+        return None
+    masks = [name for module in known[:1] for name in parameter_names(original_class(module).forward) if "mask" in name]
+    site = OperatorAttention(None, None, next(iter(masks), None), None)
+    return OperatorModel({names[module]: replace(site) for module in known}, OperatorCall(takes_positions=False))
+
+
+def read_by_operators(model: nn.Module, known: OperatorModel) -> None:
+    """Let the modules that attend by operators read pages in a model that was made for a trial."""
+    modules = dict(model.named_modules())
+    for name, site in known.sites.items():
+        if name in modules:
+            modules[name].__class__ = mixed_class(PagedOperators, type(modules[name]))
+            vars(modules[name])[FUSED] = site
+
+
+def with_tried(model: PreTrainedModel, known: OperatorModel) -> OperatorModel | None:
+    """Return what is known of all layers after a trial of the first ones; None if others may differ from them."""
+    tried = {_kind(model.get_submodule(name)): site for name, site in known.sites.items() if site.spec is not None}
+    kinds = {name: _kind(model.get_submodule(name)) for name in known.sites}
+    if not tried.keys() >= {*kinds.values()}:
+        return None
+    return replace(known, sites={name: replace(tried[kind]) for name, kind in kinds.items()})
 
 
 def _known(model: PreTrainedModel, names: list[str], call: OperatorCall) -> OperatorModel | str:
@@ -225,9 +271,7 @@ def _tried(model: PreTrainedModel, name: str, call: OperatorCall) -> OperatorMod
         if call.by_interface:
             register()
             set_implementation(ours, ATTENTION_NAME)
-        inner = ours.get_submodule(_path(model, name))
-        inner.__class__ = mixed_class(PagedOperators, type(inner))
-        vars(inner)[FUSED] = known
+        read_by_operators(ours, OperatorModel({_path(model, name): known}, call))
     except (UnsupportedError, Exception) as error:
         return f"{unknown} ({_first_line(error)})"
     ids = (RandomNumbers()(2, 9) * 1e3).long() % ROWS
