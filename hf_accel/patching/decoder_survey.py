@@ -29,9 +29,9 @@ from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
 from ..fused.hf.operator_models import OperatorModel, decoder_operators, read_by_operators, with_tried
-from ..generation.hf.decoder_call import giving_decoder
+from ..generation.hf.decoder_call import UpToDecoder, giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
-from ..generation.hf.encoder_source import HIDING, EncoderOutput
+from ..generation.hf.encoder_source import EncoderOutput
 from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import layers_config
@@ -157,8 +157,16 @@ def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
             lambda: _paged(model, passes, _sources(model)),
             CLOSE,
         ):
-            return hides
+            return hides if hides or not _shows_less(model, passes) else None
     return None
+
+
+def _shows_less(model: PreTrainedModel, passes: Passes) -> bool:
+    """Return whether an attention_mask of a text hides rows of the encoder's output in a way that is not known."""
+    if model.main_input_name != "input_ids":
+        return False
+    plain = partial(_stock, model, passes, hides=False)
+    return not agree(partial(plain, masked=True), plain, CLOSE)
 
 
 def causality_refusal(model: PreTrainedModel) -> str | None:
@@ -235,20 +243,25 @@ def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
-def _hiding(mask: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    return given | {HIDING: mask}
+def _hiding(name: str, mask: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    return given | {name: mask}
 
 
-def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tensor, ...]:
-    """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides."""
+def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool, masked: bool = False) -> tuple[Tensor, ...]:
+    """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides.
+
+    masked: whether the model is given an attention_mask that shows all but the last row.
+    """
     tried = _tried(model, None)
     outputs = []
     for number, source in enumerate(_sources(model)):
         called = tried
         if hides:
             mask = torch.ones(1, len(source), dtype=torch.int64)
-            called = giving_decoder(tried, None, partial(_hiding, torch.nn.functional.pad(mask, (0, 2))))
+            hiding = partial(_hiding, UpToDecoder(tried).hiding, torch.nn.functional.pad(mask, (0, 2)))
+            called = giving_decoder(tried, None, hiding)
             source = torch.cat([source, 10 * torch.ones(2, source.shape[1])])
+        more = {"attention_mask": torch.arange(len(source), 0, -1)[None].gt(1).long()} if masked else {}
         cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
         for ids in _tokens(model, number, passes):
             output = called(
@@ -257,6 +270,7 @@ def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tens
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                **more,
             )
             outputs.append(output.logits[0])
     return tuple(outputs)

@@ -136,7 +136,7 @@ def _twin(module: nn.Module, children: dict[str, Any], copying: _Copying) -> Any
     made = unwatched_twin(module, _modules=children, _parameters=parameters, _buffers=buffers)
     made.__class__ = original_class(module)
     vars(made).update(training=False, _non_persistent_buffers_set={*own._non_persistent_buffers_set})
-    if isinstance(made, nn.Embedding):
+    if isinstance(made, nn.Embedding) and (made.padding_idx or 0) >= len(made.weight):
         vars(made)["padding_idx"] = None
     return made
 

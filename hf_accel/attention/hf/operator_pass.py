@@ -10,28 +10,33 @@ from __future__ import annotations
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import EncoderDecoderCache
 
 from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache, RaggedEncoderDecoderCache
 from ...errors import NotRaggedError
 from ...kernels.layouts import KV, AttentionOptions, PositionBias
+from ...recognition.code import with_functions
 from ...recognition.operation import UntraceableError
 from ...recognition.scores import PRODUCTS, AddedBias, Scores
 from ...tensors import product_dtype
+from ...undo.journal import original_class
 from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
 from .cached_stand_ins import Cached, CachedKeys, CachedValues, HidingMask
-from .forward import KNOWN_KEYWORDS, choose_again
+from .forward import KNOWN_KEYWORDS, attention_forward, choose_again
 from .page_heads import PageHeads, Pairs, page_heads, shared_out
 
 # The keywords of an attention function that change what is computed.
 ATTENDS_OTHERWISE = ("dropout", "softcap", "s_aux", "sinks", "sliding_window", "cu_seq_lens_q", "output_attentions")
 LOW = -1e4  # what code without a cache adds to the scores of hidden keys
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which code finds transformers' attention functions
 ONE_COLUMN = 1  # the number of keys that code reads: it makes masks and biases as large as that
 
 
@@ -42,7 +47,8 @@ class OperatorAttention:
     spec: of its attention. backend: None while it is tried. mask, bias: the names of the parameters of its forward
     that take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
     layer: its number among the layers, if its code takes no cache, and multiplies queries by the keys of a pass alone;
-    None for any other.
+    None for any other. implementation: the name of the attention function of transformers' interface that it calls,
+    and that a ragged pass has ours in the place of; None where it calls none, or ours is set.
     """
 
     spec: AttentionSpec | None
@@ -51,6 +57,7 @@ class OperatorAttention:
     bias: str | None
     masks_biased: bool = False
     layer: int | None = None
+    implementation: str | None = None
     _windows: dict[int, tuple[Any, int, int | None]] = field(default_factory=dict)
 
     def window_in(self, buffer: Tensor) -> int | None:
@@ -74,6 +81,21 @@ class OperatorAttention:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_windows": {}}
+
+
+class OurInterface:
+    """Stands for transformers' attention functions where the code of a module looks up its own."""
+
+    def __init__(self, implementation: str) -> None:
+        self.implementation = implementation
+
+    def __getitem__(self, name: str) -> Any:
+        if name != self.implementation:
+            raise UntraceableError(f"its attention was set to {name!r}, and was {self.implementation!r}")
+        return attention_forward
+
+    def get_interface(self, name: str, default: Any = None) -> Any:
+        return self[name]
 
 
 class WithoutCache(TorchFunctionMode):
@@ -100,6 +122,7 @@ class OperatorPass:
 
     mask_hides = True
     causal = True
+    is_tried_whole = False  # whether a trial of the model shows what a token sees that is given no mask
 
     def __init__(self, module: nn.Module, known: OperatorAttention, cache: Any) -> None:
         self.module, self.known, self.cache = module, known, cache
@@ -159,17 +182,16 @@ class OperatorPass:
 
     def attend_as_sdpa(self, query: Tensor, keys: Any, values: Any, **given: Any) -> Tensor:
         """Attend as torch's scaled_dot_product_attention does with the mask of the call, or with is_causal."""
-        masked = given.pop("attn_mask", None) is self.mask or given.get("is_causal") is True
-        scale = given.pop("scale", None)
-        given.pop("is_causal", None)
-        if not masked or any(given.values()):
-            raise UntraceableError("it attends without a mask, or drops weights")
+        mask, scale = given.pop("attn_mask", None), given.pop("scale", None)
+        masked = mask is self.mask or given.pop("is_causal", False) is True
+        if (mask is not None and not masked) or any(given.values()):
+            raise UntraceableError("it attends with a mask of its own, or drops weights")
         scores = keys.scores_of(query) * float(query.shape[-1] ** -0.5 if scale is None else scale)
-        return self.attend_by((scores + self.mask).softmax(-1), values)
+        return self.attend_by((scores + self.mask if masked else scores).softmax(-1), values)
 
     def attend_by(self, scores: Scores, values: Any) -> Tensor:
         """Attend over the pages; returns [1, H, N, Dv], or [H, N, Dv] for values without the first dimension."""
-        sees_all = not self.causal or scores.query.shape[-2] == 1  # as a last token does
+        sees_all = self.is_tried_whole or scores.query.shape[-2] == 1  # as a last token does
         if not (scores.is_masked or sees_all) or self.used is not None:
             raise UntraceableError("it attends without a mask, or more than once")
         if self.known.layer is not None and isinstance(values, Tensor) and values.ndim == 4:
@@ -193,15 +215,18 @@ class OperatorPass:
             (getattr(module, "is_causal", True) if causal is None else causal) if mask is None else mask is self.mask
         )
         read = KNOWN_KEYWORDS - {*ATTENDS_OTHERWISE}
+        hides = hides or (mask is None and (self.is_tried_whole or query.shape[-2] == 1))
         if not hides or any(name not in read and _is_given(value) for name, value in given.items()):
             raise UntraceableError("it attends in another way than causally")
-        options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, causal=self.causal)
         return self._attend(query, kv.k, kv.v, options).transpose(1, 2).contiguous()
 
     def _attend(self, query: Tensor, keys: Any, values: Any, options: AttentionOptions) -> Tensor:
         """Attend over the pages with queries [1, Hq, N, D]; returns [1, Hq, N, Dv]."""
         if not all(isinstance(each, Cached) and each.own is self for each in (keys, values)):
             raise UntraceableError("it attends to other keys or values than those of its cache")
+        if keys.zeros:
+            query = query[..., : -keys.zeros]
         count = query.shape[1]
         pairs = Pairs(shared_out(keys.heads, count), shared_out(values.heads, count))
         if self._attended is None:
@@ -213,7 +238,8 @@ class OperatorPass:
         asked, known, slots, out = self._attended
         if asked is not query or known != options or slots != reading.slots.keys:
             raise UntraceableError("it attends more than once, and not with the same weights")
-        return reading.results(out)
+        results = reading.results(out)
+        return pad(results, (0, values.zeros)) if values.zeros else results
 
     def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
         """Write the keys and values of the pass to the pages, with the heads that are read together in one."""
@@ -264,6 +290,7 @@ class SourcePass(OperatorPass):
     """
 
     causal = False
+    is_tried_whole = True
 
     @property
     def layers(self) -> SourcePass:
@@ -301,6 +328,7 @@ class PairedPass(EncoderDecoderCache):
     def __init__(self, module: nn.Module, known: OperatorAttention, cache: RaggedEncoderDecoderCache) -> None:
         # super().__init__() is not called: it asks a cache of transformers how long each layer is.
         self.self_attention_cache: Any = OperatorPass(module, known, cache.self_attention_cache)
+        self.self_attention_cache.is_tried_whole = True
         self.cross_attention_cache: Any = SourcePass(module, known, cache.cross_attention_cache)
         self.is_updated = cache.is_updated
 
@@ -328,6 +356,9 @@ def run_over_pages(
     if known.bias is not None and isinstance(named.get(known.bias), Tensor):
         named[known.bias] = parts[0].bias = AddedBias(named[known.bias])
     try:
+        if known.implementation is not None:
+            own_code = original_class(module).forward
+            forward = MethodType(with_functions(own_code, {INTERFACE: OurInterface(known.implementation)}), module)
         with nullcontext() if known.layer is None else WithoutCache(parts[0]):
             result = forward(**named)
         used = [part.used for part in parts if part.used is not None]

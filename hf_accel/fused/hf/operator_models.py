@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...attention import AttentionSpec, choose_backend
 from ...attention.hf.forward import register
 from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
-from ...attention.hf.stock import ATTENTION_NAME, refused_attention, set_implementation
+from ...attention.hf.stock import ATTENTION_NAME, refused_attention, set_implementation, stock_implementation
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache, RaggedEncoderDecoderCache, TokensBefore, model_kinds
 from ...cache.pages import Pages
@@ -167,8 +167,8 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
 def decoder_operators(model: PreTrainedModel) -> OperatorModel | None:
     """Return the modules of the decoder of an encoder-decoder that attend by operators, before they are tried.
 
-    Those that call transformers' attention functions do so too where the model keeps its own: eager attention is code
-    like any other. None if attention can be ours, or other modules than those of layers attend.
+    Those that call transformers' attention functions are given ours in a ragged pass alone. None if the attention of the
+    model can be ours, or other modules than those of layers attend.
     """
     if refused_attention(model) is None:
         return None
@@ -176,15 +176,16 @@ def decoder_operators(model: PreTrainedModel) -> OperatorModel | None:
     names = {module: name for name, module in model.named_modules()}
     codes = {module: code_of(module) for module in decoder.modules()}
     attending = [module for module, code in codes.items() if code.attends or code.refusal is not None]
-    known = [
-        module for module in attending if codes[module].refusal is None or attends_by_operators(type(module))
-    ]  # fmt: skip
+    known = [module for module in attending if codes[module].attends or attends_by_operators(type(module))]
     layers = Counter(map(_layer_index, known))
     if not known or known != attending or [*layers] != list(range(len(model_kinds(model.config).layers))):
         return None
-    masks = [name for module in known[:1] for name in parameter_names(original_class(module).forward) if "mask" in name]
-    site = OperatorAttention(None, None, next(iter(masks), None), None)
-    return OperatorModel({names[module]: replace(site) for module in known}, OperatorCall(takes_positions=False))
+    sites = {}
+    for module in known:
+        masks = (each for each in parameter_names(original_class(module).forward) if "mask" in each)
+        name = stock_implementation(model, module) if codes[module].attends else None
+        sites[names[module]] = OperatorAttention(None, None, next(masks, None), None, implementation=name)
+    return OperatorModel(sites, OperatorCall(takes_positions=False))
 
 
 def read_by_operators(model: nn.Module, known: OperatorModel) -> None:

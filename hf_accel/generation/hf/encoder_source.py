@@ -21,8 +21,6 @@ from .decoder_call import UpToDecoder
 from .generation_state import LoopCall
 from .model_runner import prepare_step
 
-HIDING = "encoder_attention_mask"  # the argument of a decoder that says which rows of an encoder's output there are
-
 
 @dataclass
 class EncoderOutput(BaseModelOutput):
@@ -92,8 +90,8 @@ def _mask(call: LoopCall) -> Tensor | None:
     if not call.state.form.hides_rows:
         return None
     given = {name: call.inputs.get(name) for name in ("encoder_outputs", "attention_mask")}
-    called = UpToDecoder(call.model, prepare_step)(decoder_input_ids=call.input_ids, use_cache=False, **given)
-    return called.get(HIDING)
+    calls = UpToDecoder(call.model, prepare_step)
+    return calls(decoder_input_ids=call.input_ids, use_cache=False, **given).get(calls.hiding)
 
 
 # -- requests ------------------------------------------------------------------------------------------------
