@@ -86,7 +86,8 @@ def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
 
 
 def tried_operators(model: PreTrainedModel) -> OperatorModel | None:
-    """Return what is known of a decoder with an encoder whose modules attend by operators, if its trial says so."""
+    """Return what is known of a decoder with an encoder whose modules attend by operators; None if a trial
+    gives something else than stock."""
     known = answer_once(decoder_operators, model)
     if known is None or model_device(model).type == "meta" or decoder_refusal(model) is not None:
         return None

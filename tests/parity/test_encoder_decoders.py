@@ -17,7 +17,7 @@ import hf_accel
 from hf_accel import CacheConfig, Draft, Engine, SpeculativeConfig, UnsupportedError
 from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.attention.hf.bias import STEP
-from hf_accel.cache.hf import RaggedEncoderDecoderCache
+from hf_accel.cache.hf import RaggedEncoderDecoderCache, TokensBefore
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.patching.decoder_survey import decoder_refusal
@@ -436,6 +436,17 @@ def test_padding_that_a_decoder_writes_counts_as_in_stock() -> None:
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(model.generate(**batch, **settings), expected)
     assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+def test_a_count_of_tokens_that_are_no_padding_begins_anywhere() -> None:
+    """M2M100 counts from 0, and FSMT from the id that pads, at which padding stands too."""
+    places = torch.tensor([4, 7, 0, 9])
+    for pads, own in ([0, 0, 0, 0], 1), ([0, 1, 0, 0], 1), ([1, 0, 0, 1], 1), ([1, 1, 0, 0], 1):
+        shown = 1 - torch.tensor([pads])
+        plain, shifted = shown.cumsum(1), shown.cumsum(1) * shown + own
+        before = TokensBefore(places, first_counts=not pads[0])
+        assert torch.equal((plain + before)[shown == 1], (1 + places[None])[shown == 1])
+        assert torch.equal(shifted + before, shown + own + places)
 
 
 def test_a_table_of_biases_grows() -> None:

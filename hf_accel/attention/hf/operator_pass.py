@@ -2,41 +2,34 @@
 
 The code gets stand-ins for the keys and values that it takes from the cache, for its mask and for its bias of
 positions. It does with them what it does with tensors, and where it multiplies values by weights, a backend attends
-over the pages. What is not known raises NotRaggedError.
+over the pages. What is not known raises UntraceableError; see operator_call.py.
 """
 
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
-from transformers.cache_utils import EncoderDecoderCache
 
-from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache, RaggedEncoderDecoderCache
-from ...errors import NotRaggedError
+from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...kernels.layouts import KV, AttentionOptions, PositionBias
-from ...recognition.code import with_functions
 from ...recognition.operation import UntraceableError
 from ...recognition.scores import PRODUCTS, AddedBias, Scores
 from ...tensors import product_dtype
-from ...undo.journal import original_class
 from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
 from .cached_stand_ins import Cached, CachedKeys, CachedValues, HidingMask
-from .forward import KNOWN_KEYWORDS, attention_forward, choose_again
+from .forward import KNOWN_KEYWORDS, choose_again
 from .page_heads import PageHeads, Pairs, page_heads, shared_out
 
 # The keywords of an attention function that change what is computed.
 ATTENDS_OTHERWISE = ("dropout", "softcap", "s_aux", "sinks", "sliding_window", "cu_seq_lens_q", "output_attentions")
 LOW = -1e4  # what code without a cache adds to the scores of hidden keys
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which code finds transformers' attention functions
 ONE_COLUMN = 1  # the number of keys that code reads: it makes masks and biases as large as that
 
 
@@ -48,7 +41,7 @@ class OperatorAttention:
     that take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
     layer: its number among the layers, if its code takes no cache, and multiplies queries by the keys of a pass alone;
     None for any other. implementation: the name of the attention function of transformers' interface that it calls,
-    and that a ragged pass has ours in the place of; None where it calls none, or ours is set.
+    where a ragged pass calls ours; None where it calls none, or ours is set.
     """
 
     spec: AttentionSpec | None
@@ -81,21 +74,6 @@ class OperatorAttention:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_windows": {}}
-
-
-class OurInterface:
-    """Stands for transformers' attention functions where the code of a module looks up its own."""
-
-    def __init__(self, implementation: str) -> None:
-        self.implementation = implementation
-
-    def __getitem__(self, name: str) -> Any:
-        if name != self.implementation:
-            raise UntraceableError(f"its attention was set to {name!r}, and was {self.implementation!r}")
-        return attention_forward
-
-    def get_interface(self, name: str, default: Any = None) -> Any:
-        return self[name]
 
 
 class WithoutCache(TorchFunctionMode):
@@ -281,103 +259,6 @@ class OperatorPass:
             value_dim=self.stored.shape[-1], num_heads=query.shape[1], num_kv_heads=self.stored.shape[1],
             window=options.window, quantized_kv=pages.k_scales is not None, bias=options.bias is not None,
         )  # fmt: skip
-
-
-class SourcePass(OperatorPass):
-    """A cache for one call of a module that attends by operators to an encoder's output, all of which it sees.
-
-    The mask of the call is not read: what it hides has no slots.
-    """
-
-    causal = False
-    is_tried_whole = True
-
-    @property
-    def layers(self) -> SourcePass:
-        return self
-
-    def __getitem__(self, layer_idx: int) -> SourcePass:
-        self.layer_idx = layer_idx
-        return self
-
-    @property
-    def keys(self) -> CachedKeys:
-        """Return what stands for the keys that an earlier pass has stored."""
-        assert self.layer_idx is not None
-        keys = self.cache.layers[self.layer_idx].keys
-        self.dtype = product_dtype(keys)
-        return CachedKeys(self, keys)
-
-    @property
-    def values(self) -> CachedValues:
-        return CachedValues(self, self.cache.layers[self.layer_idx].values)
-
-    def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
-        if not heads.is_plain:
-            raise UntraceableError("it reads heads of an encoder's output in another order")
-        handle = getattr(keys, PAGED_HANDLE, None)
-        if handle is None:
-            super()._store(keys, values, heads)
-        else:
-            self.heads, self.stored, self.paged = heads, values, handle
-
-
-class PairedPass(EncoderDecoderCache):
-    """The two caches for one call of a module that attends by operators in the decoder of an encoder-decoder."""
-
-    def __init__(self, module: nn.Module, known: OperatorAttention, cache: RaggedEncoderDecoderCache) -> None:
-        # super().__init__() is not called: it asks a cache of transformers how long each layer is.
-        self.self_attention_cache: Any = OperatorPass(module, known, cache.self_attention_cache)
-        self.self_attention_cache.is_tried_whole = True
-        self.cross_attention_cache: Any = SourcePass(module, known, cache.cross_attention_cache)
-        self.is_updated = cache.is_updated
-
-
-def run_over_pages(
-    module: nn.Module, known: OperatorAttention, cache: Any, given: dict[str, Any], *, forward: Any
-) -> Any:
-    """Call the forward of a module that attends by operators in a ragged pass.
-
-    given: its arguments by name, of which the cache is one if it takes one. Raises NotRaggedError if it does what is
-    not known.
-    """
-    own: OperatorPass | PairedPass
-    if isinstance(cache, RaggedEncoderDecoderCache):
-        own = PairedPass(module, known, cache)
-        parts = [own.self_attention_cache, own.cross_attention_cache]
-    else:
-        own = OperatorPass(module, known, cache)
-        parts = [own]
-    named: dict[str, Any] = {name: own if value is cache else value for name, value in given.items()}
-    if known.mask is not None and named.get(known.mask) is not None:
-        named[known.mask] = mask = HidingMask(named[known.mask])
-        for part in parts:
-            part.mask = mask
-    if known.bias is not None and isinstance(named.get(known.bias), Tensor):
-        named[known.bias] = parts[0].bias = AddedBias(named[known.bias])
-    try:
-        if known.implementation is not None:
-            own_code = original_class(module).forward
-            forward = MethodType(with_functions(own_code, {INTERFACE: OurInterface(known.implementation)}), module)
-        with nullcontext() if known.layer is None else WithoutCache(parts[0]):
-            result = forward(**named)
-        used = [part.used for part in parts if part.used is not None]
-        if not used:
-            raise UntraceableError("it does not attend")
-    except UntraceableError as error:
-        raise NotRaggedError(
-            f"{type(module).__name__} cannot read pages: {error}; patch this model with cache=None"
-        ) from error
-    if known.backend is None:
-        known.spec = used[0]
-    return without_weights(result)
-
-
-def without_weights(result: Any) -> Any:
-    """Return the result of attention with None instead of its weights, which nobody has computed."""
-    if not isinstance(result, tuple):
-        return result
-    return tuple(None if isinstance(each, Scores) else each for each in result)
 
 
 def _is_computed(x: Any) -> bool:

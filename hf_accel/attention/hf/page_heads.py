@@ -7,9 +7,8 @@ one wider head: a query has zeros where the keys of others stand, and of a resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ class PageHeads:
 
     sets: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Return whether the pages hold the heads as the cache has them."""
         return all(own == (place,) for place, own in enumerate(self.sets))
@@ -42,6 +41,7 @@ class PageHeads:
             return x
         return x[:, list(self.sets)].transpose(2, 3).flatten(-2)
 
+    @lru_cache(maxsize=256)  # noqa: B019 -- the few kinds of heads are values, and live as long as their models
     def reading(self, pairs: Pairs) -> PageReading:
         """Return how heads of queries read the pages. Raises UntraceableError if one reads two of their heads, or not
         as many read each."""
@@ -105,7 +105,8 @@ def page_heads(pairs: Pairs, count: int) -> PageHeads:
     return PageHeads(found)
 
 
-def shared_out(heads: Sequence[int], count: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def shared_out(heads: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Return the head that each of `count` heads of queries reads, as many of them each of `heads`, in order.
 
     Raises UntraceableError if they cannot be shared out.

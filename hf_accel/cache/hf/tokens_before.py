@@ -19,8 +19,8 @@ class TokensBefore:
     [1, N] of the tokens that are no padding, each token counts itself alone. An integer, the columns of the pass,
     becomes the largest number of tokens: torch.arange from the tokens before to it are the positions.
 
-    positions: the tokens of its own sequence before each token, [N] int64. first_counts: whether the first token of the
-    pass is no padding, which shows from what number a count [1, N] begins; None for 0.
+    positions: the tokens of its own sequence before each token, [N] int64. first_counts: whether the first token of
+    the pass is no padding, which shows from what number a count [1, N] begins; None for 0.
     """
 
     def __init__(self, positions: Tensor, first_counts: bool | None = None) -> None:

@@ -22,7 +22,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...attention import AttentionSpec, choose_backend
 from ...attention.hf.forward import register
-from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
+from ...attention.hf.operator_call import run_over_pages
+from ...attention.hf.operator_pass import OperatorAttention
 from ...attention.hf.stock import ATTENTION_NAME, refused_attention, set_implementation, stock_implementation
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache, RaggedEncoderDecoderCache, TokensBefore, model_kinds
@@ -167,8 +168,8 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
 def decoder_operators(model: PreTrainedModel) -> OperatorModel | None:
     """Return the modules of the decoder of an encoder-decoder that attend by operators, before they are tried.
 
-    Those that call transformers' attention functions are given ours in a ragged pass alone. None if the attention of the
-    model can be ours, or other modules than those of layers attend.
+    Those that call transformers' attention functions are given ours in a ragged pass alone. None if the attention of
+    the model can be ours, or other modules than those of layers attend.
     """
     if refused_attention(model) is None:
         return None
@@ -176,7 +177,11 @@ def decoder_operators(model: PreTrainedModel) -> OperatorModel | None:
     names = {module: name for name, module in model.named_modules()}
     codes = {module: code_of(module) for module in decoder.modules()}
     attending = [module for module, code in codes.items() if code.attends or code.refusal is not None]
-    known = [module for module in attending if codes[module].attends or attends_by_operators(type(module))]
+    known = [
+        module
+        for module in attending
+        if codes[module].attends or attends_by_operators(type(module))  # type: ignore[arg-type]
+    ]
     layers = Counter(map(_layer_index, known))
     if not known or known != attending or [*layers] != list(range(len(model_kinds(model.config).layers))):
         return None
@@ -194,7 +199,7 @@ def read_by_operators(model: nn.Module, known: OperatorModel) -> None:
     for name, site in known.sites.items():
         if name in modules:
             modules[name].__class__ = mixed_class(PagedOperators, type(modules[name]))
-            vars(modules[name])[FUSED] = site
+            modules[name].__dict__[FUSED] = site
 
 
 def with_tried(model: PreTrainedModel, known: OperatorModel) -> OperatorModel | None:

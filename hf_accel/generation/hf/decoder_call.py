@@ -23,7 +23,6 @@ from ...models import is_within, layers_config
 from ...recognition.trial import unwatched_twin
 from ...recognition.unchanged import has_own_forward
 
-
 HIDING = ("encoder_attention_mask", "encoder_padding_mask")  # the names of a mask of the rows of an encoder's output
 
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedEncoderDecoderCache
 from ...cache.step import PassInputs
-from ...fused.hf.operator_models import OperatorModel
 from ...models import layers_config
 from ..prompt_inputs import PassRows
 from .encoder_source import EncoderOutput
@@ -35,9 +34,8 @@ class EncoderDecoderRunner(ModelRunner):
     """A ModelRunner of an encoder-decoder. The encoder has run before, and its output is in the sequences' tables."""
 
     def __init__(
-        self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]],
-        operators: OperatorModel | None = None,
-    ) -> None:  # fmt: skip
+        self, model: Any, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], operators: Any = None
+    ) -> None:
         super().__init__(model, groups, groups_of_layer, operators)
         self.cache: Any = RaggedEncoderDecoderCache(groups, groups_of_layer, one_column=self.cache.one_column)
         self.takes_positions = takes_positions(model)

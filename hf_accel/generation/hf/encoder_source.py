@@ -24,7 +24,6 @@ from .decoder_call import UpToDecoder
 from .generation_state import LoopCall
 from .model_runner import prepare_step
 
-
 DECODER_IDS = "decoder_input_ids"
 
 
@@ -103,8 +102,10 @@ def _shown(model: PreTrainedModel, decoder_ids: Tensor, given: Mapping[str, Any]
     return calls(decoder_input_ids=decoder_ids, use_cache=False, **given).get(calls.hiding)
 
 
-def decoder_ignores(call: LoopCall, name: str) -> bool:
-    """Return whether the decoder of an encoder-decoder is called with the same arguments without an input."""
+def encoder_alone_reads(call: LoopCall, name: str) -> bool:
+    """Return whether an input is one of the encoder, and the decoder is called with the same arguments without it."""
+    if name not in _taken(call.model.get_encoder()):
+        return False
     given = {each: call.inputs.get(each) for each in ("encoder_outputs", "attention_mask")}
     calls = UpToDecoder(call.model, prepare_step)
     try:

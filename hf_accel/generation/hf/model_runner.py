@@ -186,15 +186,14 @@ def known_pass(model: nn.Module) -> KnownPass | None:
 class ModelRunner:
     """Calls a patched model on the tokens of many sequences, which stand end to end in one row [1, N].
 
-    groups, groups_of_layer: the pages, see cache.hf.page_groups. operators: of a model that is tried before it is
-    patched; None for what is known of the model.
+    groups, groups_of_layer: the pages, see cache.hf.page_groups. operators: those of a model that is tried; None for
+    what is known of a patched one.
     """
 
     def __init__(
-        self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]],
-        operators: OperatorModel | None = None,
-    ) -> None:  # fmt: skip
-        self.model: Any = model
+        self, model: Any, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]], operators: Any = None
+    ) -> None:
+        self.model = model
         self.groups_of_layer = groups_of_layer
         self.operators = operators or operators_of(model)
         self.cache = RaggedCache(groups, groups_of_layer, one_column=attends_alone(self.operators))

@@ -20,7 +20,7 @@ from ...undo.state import FUSED, state_of
 from ..prompt_inputs import other_input
 from ..sampling.purity import stateful_refusal
 from .beams import beams_refusal
-from .encoder_source import decoder_ignores, encoder_refusal
+from .encoder_source import encoder_alone_reads, encoder_refusal
 from .generation_state import GenerationState, LoopCall
 from .joint_rows import together_refusal
 from .model_runner import (
@@ -106,9 +106,11 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "synced_gpus=True needs the same passes on all ranks"
     if not input_ids.shape[0] or not call.prompt_columns:
         return "it is given no token ids"
-    other = other_input({name: value for name, value in call.inputs.items() if name not in call.encoder_inputs})
-    if other is not None and call.has_encoder and not decoder_ignores(call, other):
-        return f"it is given {other}"
+    others = {name: value for name, value in call.inputs.items() if name not in call.encoder_inputs}
+    while (other := other_input(others)) is not None and call.has_encoder:
+        if not encoder_alone_reads(call, other):
+            return f"it is given {other}"
+        del others[other]
     more = call.has_more_than_ids
     if more and not own_cache and call.cache.get_seq_length():
         return f"a cache that holds tokens is passed along with {other or 'positions'}"
