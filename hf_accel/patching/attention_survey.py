@@ -18,9 +18,8 @@ from ..attention.hf.stock import (
     eager_agrees,
     module_codes,
     modules_outside,
-    settable_parts,
+    refused_attention,
     stock_implementation,
-    stock_parts,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
 from ..cache.hf.kinds import blocks_refusal
@@ -42,7 +41,13 @@ from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
 from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
-from .decoder_survey import causality_refusal, counting_refusal, decoder_loop_refusal, decoder_refusal
+from .decoder_survey import (
+    causality_refusal,
+    counting_refusal,
+    decoder_loop_refusal,
+    decoder_refusal,
+    tried_operators,
+)
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -58,13 +63,10 @@ def model_attention_refusal(model: PreTrainedModel) -> str | None:
 
 
 def _model_attention_refusal(model: PreTrainedModel) -> str | None:
+    refusal = refused_attention(model)
+    if refusal is not None:
+        return refusal
     name = type(model).__name__
-    if not settable_parts(model):
-        return f"the attention of {name} does not go through transformers' AttentionInterface"
-    parts = stock_parts(model)
-    for _, part, refusal in attention_refusals(model):
-        if part not in parts:
-            return refusal
     for module in attention_modules(model):
         implementation = stock_implementation(model, module)
         if implementation not in STOCK_ATTENTION:
@@ -161,8 +163,12 @@ def known_operators(model: PreTrainedModel) -> OperatorModel | None:
     )
     if not is_rare or split_of(model) is not None:
         return None
-    known = answer_once(operator_model, model)
+    known = _operators(model)
     return known if isinstance(known, OperatorModel) else None
+
+
+def _operators(model: PreTrainedModel) -> OperatorModel | str | None:
+    return answer_once(tried_operators if model.config.is_encoder_decoder else operator_model, model)
 
 
 def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
@@ -171,14 +177,14 @@ def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
     refusal: why its attention cannot be ours; None if it can, and code between it and the cache is its own.
     """
     if known_operators(model) is None:
-        known = answer_once(operator_model, model)
+        known = _operators(model)
         return f"{refusal}, and {known}" if isinstance(known, str) else refusal
     try:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     if kinds.distinct == (KeysAndValues(None),):
-        return decoder_refusal(model) if model.config.is_encoder_decoder else None
+        return None
     return refusal or f"{type(model).__name__} keeps other things than keys and values of all tokens"
 
 

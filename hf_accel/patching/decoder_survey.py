@@ -28,10 +28,10 @@ from ..cache.kinds import KeysAndValues
 from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
-from ..fused.hf.operator_models import OperatorModel, complete, operator_model, with_operators
-from ..generation.hf.decoder_call import giving_decoder
+from ..fused.hf.operator_models import OperatorModel, decoder_operators, read_by_operators, with_tried
+from ..generation.hf.decoder_call import UpToDecoder, giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
-from ..generation.hf.encoder_source import HIDING, EncoderOutput
+from ..generation.hf.encoder_source import EncoderOutput
 from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import encoder_width, layers_config, padding_token
@@ -83,6 +83,15 @@ def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
         if not known and WHISPERS_POSITIONS not in own.__code__.co_consts:
             return f"{type(model).__name__} has a {method} of its own"
     return None
+
+
+def tried_operators(model: PreTrainedModel) -> OperatorModel | None:
+    """Return what is known of a decoder with an encoder whose modules attend by operators; None if a trial
+    gives something else than stock. Within a function that is `reading_once`, which keeps what the trial shows."""
+    known = answer_once(decoder_operators, model)
+    if known is None or model_device(model).type == "meta":
+        return known  # nothing can be tried before the weights are there
+    return with_tried(model, known) if decoder_refusal(model) is None else None
 
 
 def _experts_have_room(model: PreTrainedModel) -> bool:
@@ -142,21 +151,22 @@ def _hides_by_token(model: PreTrainedModel) -> bool | None:
 
 def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
     register()
-    known = tried_operators(model)
     for hides in (True, False):
         if agree(
             lambda: _stock(model, passes, hides=hides),  # noqa: B023
-            lambda: _paged(model, passes, _sources(model), operators=known),
+            lambda: _paged(model, passes, _sources(model)),
             CLOSE,
         ):
-            return hides if known is None or complete(model, known) else None
+            return hides if hides or not _shows_less(model, passes) else None
     return None
 
 
-def tried_operators(model: PreTrainedModel) -> OperatorModel | None:
-    """Return the attention by torch's operators that an encoder-decoder is tried with; None if it has none."""
-    known = answer_once(operator_model, model)
-    return known if isinstance(known, OperatorModel) else None
+def _shows_less(model: PreTrainedModel, passes: Passes) -> bool:
+    """Return whether an attention_mask of a text hides rows of the encoder's output in a way that is not known."""
+    if model.main_input_name != "input_ids":
+        return False
+    plain = partial(_stock, model, passes, hides=False)
+    return not agree(partial(plain, masked=True), plain, CLOSE)
 
 
 def causality_refusal(model: PreTrainedModel) -> str | None:
@@ -233,20 +243,25 @@ def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
-def _hiding(mask: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    return given | {HIDING: mask}
+def _hiding(name: str, mask: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    return given | {name: mask}
 
 
-def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tensor, ...]:
-    """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides."""
+def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool, masked: bool = False) -> tuple[Tensor, ...]:
+    """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides.
+
+    masked: whether the model is given an attention_mask that shows all but the last row.
+    """
     tried = _tried(model, None)
     outputs = []
     for number, source in enumerate(_sources(model)):
         called = tried
         if hides:
             mask = torch.ones(1, len(source), dtype=torch.int64)
-            called = giving_decoder(tried, None, partial(_hiding, torch.nn.functional.pad(mask, (0, 2))))
+            hiding = partial(_hiding, UpToDecoder(tried).hiding, torch.nn.functional.pad(mask, (0, 2)))
+            called = giving_decoder(tried, None, hiding)
             source = torch.cat([source, 10 * torch.ones(2, source.shape[1])])
+        more = {"attention_mask": torch.arange(len(source), 0, -1)[None].gt(1).long()} if masked else {}
         cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
         for ids in _tokens(model, number, passes):
             output = called(
@@ -255,27 +270,23 @@ def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tens
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                **more,
             )
             outputs.append(output.logits[0])
     return tuple(outputs)
 
 
 def _paged(
-    model: PreTrainedModel,
-    passes: Passes,
-    sources: Sequence[Tensor | None] = (None, None),
-    *,
-    first: int = 0,
-    operators: OperatorModel | None = None,
+    model: PreTrainedModel, passes: Passes, sources: Sequence[Tensor | None] = (None, None), *, first: int = 0
 ) -> tuple[Tensor, ...]:
     """Compute the same passes over pages, those of both sequences in one row.
 
-    sources: the encoder's output of each sequence. first: the position of the first token of each. operators: what is
-    to be tried of attention by torch's operators.
+    sources: the encoder's output of each sequence. first: the position of the first token of each.
     """
-    tried = _tried(model, ATTENTION_NAME if operators is None else None)
+    operators = answer_once(decoder_operators, model) if model.config.is_encoder_decoder else None
+    tried = _tried(model, None if operators is not None else ATTENTION_NAME)
     if operators is not None:
-        with_operators(tried, operators)
+        read_by_operators(tried, operators)
     groups, groups_of_layer = page_groups(tried.config, CacheConfig(), capacity=64)
     kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
     pages, runner = Pages(groups), kind(tried, groups, groups_of_layer, operators)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
     if isinstance(module, nn.ModuleList):
         if copying.length is None:
             return nn.ModuleList(_copied(child, copying) for child in module)
-        layers = enumerate(module[: copying.length])
+        layers = enumerate(islice(module, copying.length))
         return nn.ModuleList(_copied(child, replace(copying, lengths={}, layer=index)) for index, child in layers)
     if isinstance(module, nn.Dropout):
         return nn.Identity()
@@ -149,7 +150,7 @@ def _twin(module: nn.Module, children: dict[str, Any], copying: _Copying) -> Any
     made = unwatched_twin(module, _modules=children, _parameters=parameters, _buffers=buffers)
     made.__class__ = original_class(module)
     vars(made).update(training=False, _non_persistent_buffers_set={*own._non_persistent_buffers_set})
-    if isinstance(made, nn.Embedding):
+    if isinstance(made, nn.Embedding) and (made.padding_idx or 0) >= len(made.weight):
         vars(made)["padding_idx"] = None
     return made
 

@@ -9,17 +9,21 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.models.bart.modeling_bart import BartDecoderLayer
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 import hf_accel
 from hf_accel import CacheConfig, Draft, Engine, SpeculativeConfig, UnsupportedError
+from hf_accel.attention import AttentionSpec
 from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.attention.hf.bias import STEP
-from hf_accel.cache.hf import RaggedEncoderDecoderCache
+from hf_accel.cache.hf import RaggedEncoderDecoderCache, TokensBefore
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
-from hf_accel.patching.decoder_survey import decoder_refusal
+from hf_accel.fused.hf.operator_models import decoder_operators, with_tried
+from hf_accel.patching.decoder_survey import decoder_refusal, tried_operators
+from hf_accel.recognition.asked import reading_once
 from hf_accel.recognition.call_form import usual_pass
 from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.trace import Trace
@@ -38,12 +42,25 @@ SIZES: dict[str, Any] = {
 T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "relative_attention_num_buckets": 8,
       "relative_attention_max_distance": 20}  # fmt: skip
 SPEECH = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64}
+SPEECH2 = {"input_feat_per_channel": 8, "input_channels": 1, "conv_channels": 16, "max_source_positions": 40}
 SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}
 GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
          "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8,
          "sliding_window": 6}  # fmt: skip
+OPERATORS = {
+    "LED": {"attention_window": 8, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
+    "Mvp": {},
+    "BigBirdPegasus": {"block_size": 2, "num_random_blocks": 1},
+    "FSMT": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "pad_token_id": 1, "bos_token_id": 0},
+    "Moonshine": {"hidden_size": 40, "intermediate_size": 48, "encoder_num_hidden_layers": 2, "num_attention_heads": 2,
+                  "decoder_num_hidden_layers": 3, "encoder_num_attention_heads": 2, "num_key_value_heads": 2,
+                  "pad_head_dim_to_multiple_of": 8},
+    "SpeechT5": {"hidden_size": 32, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8),
+                 "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
+}  # fmt: skip
+SOUNDS = ("Moonshine", "SpeechT5")  # of samples
 TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma", "PegasusX", "Bert",
-        "GPT2", "TrOCR", "Mvp")  # fmt: skip
+        "GPT2", "TrOCR", "LED", "Mvp", "BigBirdPegasus", "FSMT")  # fmt: skip
 PAIRED = {
     "Bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
     # Those below are not as wide as the encoder: its output is projected for them, or they take it as it is.
@@ -58,14 +75,16 @@ PAIRED = {
         "pad_token_id": 0,
     },
 }  # the decoders of an EncoderDecoderModel, behind BERT's encoder
+RELATIVE = ("T5", "UMT5", "LongT5", "MT5")
 IN_ONE_CALL = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "Whisper")
-HEADS = {"Marian": "MarianMTModel"}
+HEADS = {"Marian": "MarianMTModel", "SpeechT5": "SpeechT5ForSpeechToText"}
 LENGTHS = (9, 4, 17, 1, 12)
 
 
 def model_of(kind: str, **other: Any) -> Any:
     torch.manual_seed(3)
-    sizes = SIZES | (SPEECH | SUPPRESSED if kind == "Whisper" else T5 if "T5" in kind else {}) | other
+    sizes = SIZES | (SPEECH | SUPPRESSED if kind == "Whisper" else T5 if kind in RELATIVE else {})
+    sizes |= (SPEECH2 if kind == "Speech2Text" else {}) | OPERATORS.get(kind, {}) | other
     if kind == "T5Gemma":
         sizes = {name: sizes[name] for name in sizes if name.endswith("_token_id") or name == "vocab_size"} | other
         sizes |= {"encoder": GEMMA, "decoder": GEMMA, "tie_word_embeddings": False}
@@ -75,6 +94,7 @@ def model_of(kind: str, **other: Any) -> Any:
         config = getattr(transformers, f"{kind}Config")(**sizes)
         model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
     model.generation_config.encoder_no_repeat_ngram_size = 0  # Blenderbot's 3 needs the ids that an Engine has not
+    model.generation_config.num_beams = 1  # FSMT's config says 5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed_positions" not in name:
@@ -143,7 +163,21 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     assert [output.prompt_ids for output in outputs] == rows
 
 
-@pytest.mark.parametrize("kind", ["M2M100", "Whisper", "T5"])
+def given_to(model: Any, kind: str) -> dict[str, Tensor]:
+    """What five prompts are to a model of this kind."""
+    if kind == "Whisper":
+        return {"input_features": torch.randn(5, 8, 40)}
+    if kind == "Speech2Text":
+        mask = torch.arange(64) < torch.tensor([64, 40, 61, 64, 33])[:, None]
+        return {"input_features": torch.randn(5, 64, 8), "attention_mask": mask.long()}
+    if kind not in SOUNDS:
+        return padded(prompts())
+    mask = torch.ones(5, 1600, dtype=torch.long)
+    mask[1, 900:] = 0
+    return {"input_values": torch.randn(5, 1600), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("kind", ["M2M100", "Whisper", "T5", "LED", "FSMT", *SOUNDS])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -158,7 +192,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:generate\\(\\) runs transformers' own loop")
 def test_other_calls_give_stocks_tokens(kind: str, settings: dict[str, Any]) -> None:
     model = model_of(kind, max_length=20)
-    given = {"input_features": torch.randn(5, 8, 40)} if kind == "Whisper" else padded(prompts())
+    given = given_to(model, kind)
 
     def tokens() -> Any:
         torch.manual_seed(4)
@@ -227,10 +261,29 @@ def test_operators_that_compute_something_else_stay_stock(part: str, layer: int)
 
 def test_a_layer_with_other_settings_than_those_that_were_tried() -> None:
     """Settings may choose another branch of the code."""
-    model = reader_of_images()
-    assert decoder_refusal(model) is None
+    model, known = reader_of_images(), reading_once(tried_operators)
+    assert known(model) is not None
     model.decoder.model.decoder.layers[2].encoder_attn.scaling = 0.3
-    assert "something else over pages" in (decoder_refusal(model) or "")
+    assert known(model) is None
+    pixels = torch.randn(3, 3, 16, 16)
+    expected = model.generate(pixels, max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(model.generate(pixels, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
+    assert hf_accel.stats(model)["loop"].startswith("stock")
+
+
+def test_a_module_in_another_place_of_its_layer_than_that_which_was_tried() -> None:
+    """One trial does not stand for attention to tokens and for attention to an encoder's output."""
+    model = reader_of_images()
+    known = decoder_operators(model)
+    assert known is not None
+    spec = AttentionSpec(
+        dtype=torch.float32, device_type="cpu", head_dim=6, value_dim=6, num_heads=4, num_kv_heads=4
+    )  # fmt: skip
+    for name, site in known.sites.items():
+        site.spec = spec if name.endswith("self_attn") else None
+        vars(model.get_submodule(name)).update(kdim=24, vdim=24)  # the same settings
+    assert with_tried(model, known) is None
 
 
 def test_experts_that_leave_out_tokens_stay_stock() -> None:
@@ -365,8 +418,54 @@ def test_whisper_runs_ragged_with_its_own_processors() -> None:
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(model.generate(input_features=features, do_sample=False), expected)
     assert hf_accel.stats(model)["loop"] == "ragged"
-    with pytest.raises(UnsupportedError, match="reads input_features"):
-        Engine(model)
+
+
+def row_of(batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
+    """What a processor makes for one of several prompts by itself, without columns that are padding alone."""
+    alone = {name: value[row : row + 1] for name, value in batch.items()}
+    count = int(alone["attention_mask"].sum()) if "attention_mask" in alone else None
+    return {name: value[:, :count] if value.ndim == 2 else value for name, value in alone.items()}
+
+
+@pytest.mark.parametrize("kind", ["Whisper", "Speech2Text", *SOUNDS, "LED"])
+def test_an_engine_takes_what_a_processor_makes(kind: str) -> None:
+    """Sounds, what the decoder begins with, and what the encoder reads besides token ids."""
+    model = model_of(kind, max_length=20)
+    batch = given_to(model, kind)
+    if kind == "LED":
+        batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
+        batch["global_attention_mask"][:, 0] = 1
+    given = [row_of(batch, row) for row in range(5)]
+    given[3] |= {"decoder_input_ids": torch.tensor([[2, 9, 7]])}
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    stock = GenerationMixin.generate  # Whisper's own writes more tokens ahead of the text
+    expected = [stock(model, **each, **settings)[0].tolist() for each in given]
+    whole = model.generate(**batch, **settings)
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(model.generate(**batch, **settings), whole)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    with Engine(model) as engine:
+        jobs = [engine.submit(each, max_new_tokens=NEW_TOKENS, temperature=0) for each in given]
+        found = [job.result(WAIT).tokens for job in jobs]
+    starts = [1, 1, 1, 3, 1]
+    assert found == [tokens[start:] for tokens, start in zip(expected, starts, strict=True)]
+    outputs = model.generate_batch(given, **settings).values()
+    assert [output.generated_tokens for output in outputs] == found
+
+
+def test_an_engine_says_what_an_encoder_needs() -> None:
+    model = model_of("Whisper", max_length=20)
+    hf_accel.patch(model, weights=None)
+    features = torch.randn(2, 8, 40)
+    with Engine(model) as engine:
+        with pytest.raises(UnsupportedError, match="no 'input_features', which the encoder of Whisper"):
+            engine.submit([5, 6, 7])
+        with pytest.raises(UnsupportedError, match="input_features has 2 rows"):
+            engine.submit({"input_features": features}).result(WAIT)
+        with pytest.raises(UnsupportedError, match="the encoder of WhisperForConditionalGeneration takes no 'labels'"):
+            engine.submit({"input_features": features[:1], "labels": torch.tensor([[5]])})
+        with pytest.raises(UnsupportedError, match="decoder_input_ids of 2 tokens"):
+            engine.submit({"input_features": features[:1], "decoder_input_ids": [2, 0]})
 
 
 @pytest.mark.parametrize("seed", range(7))
@@ -448,6 +547,17 @@ def test_padding_that_a_decoder_writes_counts_as_in_stock() -> None:
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(model.generate(**batch, **settings), expected)
     assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+def test_a_count_of_tokens_that_are_no_padding_begins_anywhere() -> None:
+    """M2M100 counts from 0, and FSMT from the id that pads, at which padding stands too."""
+    places = torch.tensor([4, 7, 0, 9])
+    for pads, own in ([0, 0, 0, 0], 1), ([0, 1, 0, 0], 1), ([1, 0, 0, 1], 1), ([1, 1, 0, 0], 1):
+        shown = 1 - torch.tensor([pads])
+        plain, shifted = shown.cumsum(1), shown.cumsum(1) * shown + own
+        before = TokensBefore(places, first_counts=not pads[0])
+        assert torch.equal((plain + before)[shown == 1], (1 + places[None])[shown == 1])
+        assert torch.equal(shifted + before, shown + own + places)
 
 
 def test_a_table_of_biases_grows() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import EncoderDecoderCache
 
 from ...kernels.layouts import KV
 from ...recognition.operation import UntraceableError
@@ -66,19 +65,20 @@ class Cached:
     """Keys or values that came out of the cache, of which code may only change the shape, the dtype and the heads.
 
     They are [1, heads, one, dim], or [heads, one, dim] if they are `flat`. heads: for each of these, the head of the
-    cache that it is.
+    cache that it is. zeros: how many follow the numbers of a head.
     """
 
     def __init__(
-        self, own: CachePass, tensor: Tensor, *, flat: bool = False, heads: tuple[int, ...] | None = None
-    ) -> None:
+        self, own: CachePass, tensor: Tensor, *, flat: bool = False, heads: tuple[int, ...] | None = None,
+        zeros: int = 0,
+    ) -> None:  # fmt: skip
         self.own, self.tensor, self.dtype, self.device = own, tensor, tensor.dtype, tensor.device
-        self.flat = flat
+        self.flat, self.zeros = flat, zeros
         self.heads = tuple(range(tensor.shape[1])) if heads is None else heads
 
     @property
     def shape(self) -> tuple[int, ...]:
-        sizes = (1, len(self.heads), self.own.columns, self.tensor.shape[-1])
+        sizes = (1, len(self.heads), self.own.columns, self.tensor.shape[-1] + self.zeros)
         return sizes[1:] if self.flat else sizes
 
     def size(self, dim: int | None = None) -> Any:
@@ -86,7 +86,7 @@ class Cached:
 
     def view(self, *sizes: Any) -> Cached:
         count = len(sizes[0] if len(sizes) == 1 else sizes)
-        if count not in (3, 4):
+        if count not in (3, 4) or self.zeros:
             raise UntraceableError("it reshapes keys or values in another way than into heads")
         return type(self)(self.own, self.tensor, flat=count == 3, heads=self.heads)
 
@@ -96,16 +96,22 @@ class Cached:
         return self
 
     def repeat(self, *counts: int) -> Cached:
-        if self.flat or len(counts) != 4 or (counts[0], *counts[2:]) != (1, 1, 1):
+        if self.flat or self.zeros or len(counts) != 4 or (counts[0], *counts[2:]) != (1, 1, 1):
             raise UntraceableError("it repeats something else than heads")
         return type(self)(self.own, self.tensor, heads=self.heads * counts[1])
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Cached, ...]:
         count, rest = divmod(len(self.heads), chunks)
-        if self.flat or dim not in (1, -3) or rest:
+        if self.flat or self.zeros or dim not in (1, -3) or rest:
             raise UntraceableError("it cuts something else than heads")
         parts = (self.heads[first : first + count] for first in range(0, len(self.heads), count))
         return tuple(type(self)(self.own, self.tensor, heads=part) for part in parts)
+
+    def padded(self, pad: Any, mode: str = "constant", value: Any = None) -> Cached:
+        """Return what pad() makes of heads, where it appends zeros to each."""
+        if len(pad) != 2 or pad[0] != 0 or mode != "constant" or value or self.flat or self.zeros:
+            raise UntraceableError("it pads keys or values with more than zeros at the end of heads")
+        return type(self)(self.own, self.tensor, heads=self.heads, zeros=int(pad[1]))
 
     def to(self, dtype: Any) -> Cached:
         if dtype not in (self.own.dtype, torch.float32):
@@ -123,6 +129,8 @@ class Cached:
     ) -> Any:
         if function is torch.chunk and args and isinstance(args[0], cls):
             return args[0].chunk(*args[1:], **(kwargs or {}))
+        if function is F.pad and args and isinstance(args[0], cls):
+            return args[0].padded(*args[1:], **(kwargs or {}))
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
 
@@ -152,20 +160,3 @@ class CachedKeys(Cached):
 
 class CachedValues(Cached):
     """The values, which code may multiply by weights."""
-
-
-class CachedLayer(NamedTuple):
-    """Stand-ins for the keys and values of a layer in the cache of an encoder's output."""
-
-    keys: CachedKeys
-    values: CachedValues
-
-
-class BothPasses(EncoderDecoderCache):
-    """A cache for one call of a module that attends to tokens or to an encoder's output."""
-
-    def __init__(self, tokens: CachePass, source: CachePass, is_updated: dict[int, bool]) -> None:
-        # super().__init__() is not called: it asks a cache of transformers how long each layer is.
-        self.self_attention_cache: Any = tokens
-        self.cross_attention_cache: Any = source
-        self.is_updated = is_updated

@@ -2,29 +2,28 @@
 
 The code gets stand-ins for the keys and values that it takes from the cache, for its mask and for its bias of
 positions. It does with them what it does with tensors, and where it multiplies values by weights, a backend attends
-over the pages. What is not known raises NotRaggedError.
+over the pages. What is not known raises UntraceableError; see operator_call.py.
 """
 
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedEncoderDecoderCache
-from ...errors import NotRaggedError
+from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...kernels.layouts import KV, AttentionOptions, PositionBias
 from ...recognition.operation import UntraceableError
 from ...recognition.scores import PRODUCTS, AddedBias, Scores
 from ...tensors import product_dtype
 from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
-from .cached_stand_ins import BothPasses, Cached, CachedKeys, CachedLayer, CachedValues, HidingMask
+from .cached_stand_ins import Cached, CachedKeys, CachedValues, HidingMask
 from .forward import KNOWN_KEYWORDS, choose_again
 from .page_heads import PageHeads, Pairs, page_heads, shared_out
 
@@ -41,7 +40,8 @@ class OperatorAttention:
     spec: of its attention. backend: None while it is tried. mask, bias: the names of the parameters of its forward
     that take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
     layer: its number among the layers, if its code takes no cache, and multiplies queries by the keys of a pass alone;
-    None for any other.
+    None for any other. implementation: the name of the attention function of transformers' interface that it calls,
+    where a ragged pass calls ours; None where it calls none, or ours is set.
     """
 
     spec: AttentionSpec | None
@@ -50,6 +50,7 @@ class OperatorAttention:
     bias: str | None
     masks_biased: bool = False
     layer: int | None = None
+    implementation: str | None = None
     _windows: dict[int, tuple[Any, int, int | None]] = field(default_factory=dict)
 
     def window_in(self, buffer: Tensor) -> int | None:
@@ -98,7 +99,8 @@ class OperatorPass:
     """
 
     mask_hides = True
-    is_causal = True
+    causal = True
+    is_tried_whole = False  # whether a trial of the model shows what a token sees that is given no mask
 
     def __init__(self, module: nn.Module, known: OperatorAttention, cache: Any) -> None:
         self.module, self.known, self.cache = module, known, cache
@@ -158,24 +160,23 @@ class OperatorPass:
 
     def attend_as_sdpa(self, query: Tensor, keys: Any, values: Any, **given: Any) -> Tensor:
         """Attend as torch's scaled_dot_product_attention does with the mask of the call, or with is_causal."""
-        masked = given.pop("attn_mask", None) is self.mask or given.get("is_causal") is True
-        scale = given.pop("scale", None)
-        given.pop("is_causal", None)
-        if not masked or any(given.values()):
-            raise UntraceableError("it attends without a mask, or drops weights")
+        mask, scale = given.pop("attn_mask", None), given.pop("scale", None)
+        masked = mask is self.mask or given.pop("is_causal", False) is True
+        if (mask is not None and not masked) or any(given.values()):
+            raise UntraceableError("it attends with a mask of its own, or drops weights")
         scores = keys.scores_of(query) * float(query.shape[-1] ** -0.5 if scale is None else scale)
-        return self.attend_by((scores + self.mask).softmax(-1), values)
+        return self.attend_by((scores + self.mask if masked else scores).softmax(-1), values)
 
     def attend_by(self, scores: Scores, values: Any) -> Tensor:
         """Attend over the pages; returns [1, H, N, Dv], or [H, N, Dv] for values without the first dimension."""
-        if (self.is_causal and not scores.is_masked) or self.used is not None:
+        if not (scores.is_masked or self.is_tried_whole) or self.used is not None:
             raise UntraceableError("it attends without a mask, or more than once")
         if self.known.layer is not None and isinstance(values, Tensor) and values.ndim == 4:
             values = CachedValues(self, values)
         query = scores.query.reshape(1, -1, *scores.query.shape[-2:])
         options = AttentionOptions(
-            scores.factor, causal=self.is_causal, window=self.window, bias=self._bias_of(scores)
-        )
+            scores.factor, causal=self.causal, window=self.window, bias=self._bias_of(scores)
+        )  # fmt: skip
         out = self._attend(query, scores.key, values, options)
         return out[0] if values.flat else out
 
@@ -191,15 +192,18 @@ class OperatorPass:
             (getattr(module, "is_causal", True) if causal is None else causal) if mask is None else mask is self.mask
         )
         read = KNOWN_KEYWORDS - {*ATTENDS_OTHERWISE}
+        hides = hides or (mask is None and self.is_tried_whole)
         if not hides or any(name not in read and _is_given(value) for name, value in given.items()):
             raise UntraceableError("it attends in another way than causally")
-        options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, causal=self.causal)
         return self._attend(query, kv.k, kv.v, options).transpose(1, 2).contiguous()
 
     def _attend(self, query: Tensor, keys: Any, values: Any, options: AttentionOptions) -> Tensor:
         """Attend over the pages with queries [1, Hq, N, D]; returns [1, Hq, N, Dv]."""
         if not all(isinstance(each, Cached) and each.own is self for each in (keys, values)):
             raise UntraceableError("it attends to other keys or values than those of its cache")
+        if keys.zeros:
+            query = query[..., : -keys.zeros]
         count = query.shape[1]
         pairs = Pairs(shared_out(keys.heads, count), shared_out(values.heads, count))
         if self._attended is None:
@@ -211,21 +215,21 @@ class OperatorPass:
         asked, known, slots, out = self._attended
         if asked is not query or known != options or slots != reading.slots.keys:
             raise UntraceableError("it attends more than once, and not with the same weights")
-        return reading.results(out)
+        results = reading.results(out)
+        return pad(results, (0, values.zeros)) if values.zeros else results
 
     def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
         """Write the keys and values of the pass to the pages, with the heads that are read together in one."""
         assert self.layer_idx is not None
-        self.heads, self.values = heads, values
-        if not hasattr(keys, PAGED_HANDLE):  # they are not in the pages yet
-            keys, self.values = self.cache.update(heads.stored(keys), heads.stored(values), self.layer_idx)
+        self.heads = heads
+        keys, self.stored = self.cache.update(heads.stored(keys), heads.stored(values), self.layer_idx)
         self.paged: PagedKV = getattr(keys, PAGED_HANDLE)
 
     def _over_pages(self, query: Tensor, options: AttentionOptions) -> Tensor:
         """Attend over the pages; returns [1, H, N, Dv] of their wider heads, where they have these."""
         step, spec = self.paged.step, self._spec(query, options)
         self.used = spec
-        self.paged.check_values(self.values)
+        self.paged.check_values(self.stored)
         tokens = step.tokens(query.to(self.dtype))
         out: Tensor = self._backend(spec).paged(
             tokens, self.paged.storage.pages, self.paged.group_step.ragged, options
@@ -251,86 +255,9 @@ class OperatorPass:
         pages = self.paged.storage.pages
         return AttentionSpec(
             dtype=self.dtype, device_type=query.device.type, head_dim=query.shape[-1],
-            value_dim=self.values.shape[-1], num_heads=query.shape[1], num_kv_heads=self.values.shape[1],
+            value_dim=self.stored.shape[-1], num_heads=query.shape[1], num_kv_heads=self.stored.shape[1],
             window=options.window, quantized_kv=pages.k_scales is not None, bias=options.bias is not None,
         )  # fmt: skip
-
-
-class SourcePass(OperatorPass):
-    """An OperatorPass over the pages of an encoder's output, all of which each token sees.
-
-    The mask of the call is not read: what it hides has no slots.
-    """
-
-    is_causal = False
-
-    @property
-    def layers(self) -> SourcePass:
-        return self
-
-    def __getitem__(self, layer_idx: int) -> CachedLayer:
-        """Return the keys and values of a layer, which an earlier pass has stored."""
-        if self.layer_idx not in (None, layer_idx):
-            raise UntraceableError("it reads its cache for more than one layer")
-        if self.layer_idx is None:
-            layer = self.cache.layers[layer_idx]
-            self.layer_idx, self.dtype = layer_idx, product_dtype(layer.values)
-            self._stored = CachedLayer(CachedKeys(self, layer.keys), CachedValues(self, layer.values))
-        return self._stored
-
-    def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
-        if not heads.is_plain:
-            raise UntraceableError("it reads some heads of an encoder's output with others")
-        super()._store(keys, values, heads)
-
-
-def _passes(module: nn.Module, known: OperatorAttention, cache: Any) -> tuple[Any, list[OperatorPass]]:
-    """Return what stands for the cache of a ragged pass in a call of a module, and its OperatorPasses."""
-    if not isinstance(cache, RaggedEncoderDecoderCache):
-        own = OperatorPass(module, known, cache)
-        return own, [own]
-    tokens = OperatorPass(module, known, cache.self_attention_cache)
-    source = SourcePass(module, known, cache.cross_attention_cache)
-    return BothPasses(tokens, source, cache.is_updated), [tokens, source]
-
-
-def run_over_pages(
-    module: nn.Module, known: OperatorAttention, cache: Any, given: dict[str, Any], *, forward: Any
-) -> Any:
-    """Call the forward of a module that attends by operators in a ragged pass.
-
-    given: its arguments by name, of which the cache is one if it takes one. Raises NotRaggedError if it does what is
-    not known.
-    """
-    stands_in, passes = _passes(module, known, cache)
-    own = passes[0]
-    named: dict[str, Any] = {name: stands_in if value is cache else value for name, value in given.items()}
-    if known.mask is not None and named.get(known.mask) is not None:
-        named[known.mask] = HidingMask(named[known.mask])
-        for each in passes:
-            each.mask = named[known.mask]
-    if known.bias is not None and isinstance(named.get(known.bias), Tensor):
-        named[known.bias] = own.bias = AddedBias(named[known.bias])
-    try:
-        with nullcontext() if known.layer is None else WithoutCache(own):
-            result = forward(**named)
-        used = [each.used for each in passes if each.used is not None]
-        if len(used) != 1:
-            raise UntraceableError("it does not attend, or attends more than once")
-    except UntraceableError as error:
-        raise NotRaggedError(
-            f"{type(module).__name__} cannot read pages: {error}; patch this model with cache=None"
-        ) from error
-    if known.backend is None:
-        known.spec = used[0]
-    return without_weights(result)
-
-
-def without_weights(result: Any) -> Any:
-    """Return the result of attention with None instead of its weights, which nobody has computed."""
-    if not isinstance(result, tuple):
-        return result
-    return tuple(None if isinstance(each, Scores) else each for each in result)
 
 
 def _is_computed(x: Any) -> bool:

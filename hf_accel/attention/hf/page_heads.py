@@ -8,7 +8,7 @@ one wider head: a query has zeros where the keys of others stand, and of a resul
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class PageHeads:
 
     sets: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Return whether the pages hold the heads as the cache has them."""
         return all(own == (place,) for place, own in enumerate(self.sets))

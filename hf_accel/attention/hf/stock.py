@@ -233,6 +233,14 @@ def _looks_nothing_up(model: PreTrainedModel, part: PreTrainedModel) -> bool:
     return known and not any(attention_code(original_class(each)).attends for each in part.modules())
 
 
+def refused_attention(model: PreTrainedModel) -> str | None:
+    """Return why attention that transformers looks up in the decoder's config cannot be ours, as one clause."""
+    if not settable_parts(model):
+        return f"the attention of {type(model).__name__} does not go through transformers' AttentionInterface"
+    parts = stock_parts(model)
+    return next((refusal for _, part, refusal in attention_refusals(model) if part not in parts), None)
+
+
 def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over the model's modules by name, except for those in parts that keep their own attention."""
     parts = stock_parts(model)

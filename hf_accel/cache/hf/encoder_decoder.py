@@ -89,8 +89,8 @@ class RaggedEncoderDecoderCache(EncoderDecoderCache):
         self.is_updated: dict[int, bool] = {}
         self._index = index
 
-    def begin(self, step: Step, positions: Tensor) -> Tensor | None:
-        """Begin a pass over tokens at these positions [N] of their sequences.
+    def begin(self, step: Step, positions: Tensor, *, first_counts: bool) -> Tensor | None:
+        """Begin a pass over tokens at these positions [N] of their sequences. first_counts: see TokensBefore.
 
         Returns the encoder's output [1, M, C] of the sequences that begin; None if none does.
         """
@@ -98,7 +98,7 @@ class RaggedEncoderDecoderCache(EncoderDecoderCache):
             part.step, part.unread = step, None  # a pass that failed may have left a layer unread
             part.given_bias = None
         own: OnceStep = step.groups[self._index].own
-        self.self_attention_cache.before = TokensBefore(positions)
+        self.self_attention_cache.before = TokensBefore(positions, first_counts)
         self.is_updated = dict.fromkeys(range(len(self.cross_attention_cache.layers)), own.sources is None)
         return own.sources
 

@@ -8,6 +8,7 @@ one row give what the model gives for each sequence without a cache.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,8 +22,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...attention import AttentionSpec, choose_backend
 from ...attention.hf.forward import register
-from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
-from ...attention.hf.stock import ATTENTION_NAME, set_implementation
+from ...attention.hf.operator_call import run_over_pages
+from ...attention.hf.operator_pass import OperatorAttention
+from ...attention.hf.stock import ATTENTION_NAME, refused_attention, set_implementation, stock_implementation
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache, RaggedEncoderDecoderCache, TokensBefore, model_kinds
 from ...cache.pages import Pages
@@ -33,6 +35,7 @@ from ...kernels.layouts import PositionBias
 from ...models import padding_token
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
+from ...recognition.code import code_of
 from ...recognition.operator_code import attends_by_operators, attends_to_changed_keys, attends_without_cache
 from ...recognition.small_model import LAYER_INDICES, ROWS, one_layer_model
 from ...recognition.trial import RandomNumbers, Tolerance, agree
@@ -154,8 +157,6 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     takes_positions = "position_ids" in parameter_names(original_class(model).forward)
     call = OperatorCall(takes_positions, by_interface=by_interface, without_cache=without_cache)
     elsewhere = f"{type(model).__name__} attends by itself in other places than its decoder's layers"
-    if model.config.is_encoder_decoder:
-        return elsewhere if by_interface else _over_source(model, names) or elsewhere
     if not one_in_each_layer(model, names, call):
         names = list(called_for_tokens(model, names))
     if not one_in_each_layer(model, names, call):
@@ -167,48 +168,46 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     return counting if isinstance(counting, OperatorModel) else known
 
 
-def _over_source(model: PreTrainedModel, names: list[str]) -> OperatorModel | None:
-    """Return what is to be tried of a decoder whose modules attend to tokens, and to an encoder's output.
+def decoder_operators(model: PreTrainedModel) -> OperatorModel | None:
+    """Return the modules of the decoder of an encoder-decoder that attend by operators, before they are tried.
 
-    None if not each of its layers has the same of them. `with_operators` is for the trial, and `complete` for what it
-    has shown.
+    Those that call transformers' attention functions are given ours in a ragged pass alone. None if the attention of
+    the model can be ours, other modules than those of layers attend, or not each layer has the same of them.
     """
-    decoder = set(model.get_decoder().modules())
-    names = [name for name in names if model.get_submodule(name) in decoder]
+    if refused_attention(model) is None:
+        return None
+    decoder = {*model.get_decoder().modules()}
+    sites, indices = {}, defaultdict(list)  # indices of layers, by the place of modules in them
+    for name, module in model.named_modules():
+        code = code_of(module)
+        if module in decoder and (code.attends or code.refusal is not None):
+            if not code.attends and not attends_by_operators(type(module)):  # type: ignore[arg-type]
+                return None
+            implementation = stock_implementation(model, module) if code.attends else None
+            sites[name] = replace(_untried(module), implementation=implementation)
+            indices[place_of(name)].append(layer_index(module))
     layers = list(range(len(model_kinds(model.config).layers)))
-    for place in {place_of(name) for name in names}:
-        if sorted(layer_index(model.get_submodule(name)) for name in names if place_of(name) == place) != layers:
-            return None
-    sites = {name: _untried(model.get_submodule(name)) for name in names}
-    return OperatorModel(sites, OperatorCall(takes_positions=False, counts=True))
+    if not sites or any(sorted(found) != layers for found in indices.values()):
+        return None
+    return OperatorModel(sites, OperatorCall(takes_positions=False))
 
 
-def with_operators(tried: nn.Module, known: OperatorModel) -> None:
-    """Make the attention modules of a small copy of a model attend over pages, where it has them.
-
-    A pass of the copy adds to `known` what each asks of its backend.
-    """
-    modules = dict(tried.named_modules())
+def read_by_operators(model: nn.Module, known: OperatorModel) -> None:
+    """Let the modules that attend by operators read pages in a model that was made for a trial."""
+    modules = dict(model.named_modules())
     for name, site in known.sites.items():
         if name in modules:
-            _attend_over_pages(modules[name], site)
+            modules[name].__class__ = mixed_class(PagedOperators, type(modules[name]))
+            modules[name].__dict__[FUSED] = site
 
 
-def _attend_over_pages(module: Any, site: OperatorAttention) -> None:
-    module.__class__ = mixed_class(PagedOperators, type(module))
-    vars(module)[FUSED] = site
-
-
-def complete(model: PreTrainedModel, known: OperatorModel) -> bool:
-    """Add what a trial of the first layers has shown to the modules of others with the same code and settings.
-
-    Returns whether something is known of each.
-    """
+def with_tried(model: PreTrainedModel, known: OperatorModel) -> OperatorModel | None:
+    """Return what is known of all layers after a trial of the first ones; None if others may differ from them."""
     kinds = {name: (place_of(name), _kind(model.get_submodule(name))) for name in known.sites}
-    shown = {kinds[name]: site.spec for name, site in known.sites.items() if site.spec is not None}
-    for name, site in known.sites.items():
-        site.spec = shown.get(kinds[name])
-    return all(site.spec is not None for site in known.sites.values())
+    tried = {kinds[name]: site for name, site in known.sites.items() if site.spec is not None}
+    if not tried.keys() >= {*kinds.values()}:
+        return None
+    return replace(known, sites={name: replace(tried[kind]) for name, kind in kinds.items()})
 
 
 def _known(model: PreTrainedModel, names: list[str], call: OperatorCall) -> OperatorModel | str:
@@ -272,7 +271,7 @@ def _tried(model: PreTrainedModel, name: str, call: OperatorCall) -> OperatorMod
         if call.by_interface:
             register()
             set_implementation(ours, ATTENTION_NAME)
-        _attend_over_pages(ours.get_submodule(_path(model, name)), known)
+        read_by_operators(ours, OperatorModel({_path(model, name): known}, call))
     except (UnsupportedError, Exception) as error:
         return f"{unknown} ({_first_line(error)})"
     ids = (RandomNumbers()(2, 9) * 1e3).long() % ROWS

@@ -182,7 +182,7 @@ class SequenceFactory:
         ids, inputs = prompt_parts(self.model, prompt, what)
         count = config.num_return_sequences or 1
         if self.model.config.is_encoder_decoder:
-            ids, inputs = decoder_prompt(self.model, config, ids)
+            ids, inputs = decoder_prompt(self.model, config, ids, inputs)
         sampling, stop = request_rules(self.model, config, len(ids), num_logprobs=self.num_logprobs)
         seeds = torch.randint(2**62, (count,), generator=self._generator).tolist() if config.do_sample else [0] * count
         limit = max(1, default_new_tokens(config, len(ids)))

@@ -26,7 +26,7 @@ from ..sampling.choice import TokenLogprobs
 from .batch import Reply, SequenceFactory, complete_config, session_settings
 from .generation_state import GenerationState
 from .model_runner import attention_refusal, weights_salt
-from .refusals import prompts_refusal, ragged_refusal
+from .refusals import ids_refusal, ragged_refusal
 from .session import Session
 
 logger = logging.get_logger(__name__)
@@ -370,7 +370,7 @@ STOCKS_LAYERS = ("full_attention", "sliding_attention")  # what transformers' ma
 def manager_for(model: PreTrainedModel, generation_config: Any, batching_config: Any, hints: Any) -> Any:
     """Return the manager that was kept for this session, or make a new one."""
     state: GenerationState = state_of(model).generation
-    refusal = ragged_refusal(model) or prompts_refusal(model)
+    refusal = ragged_refusal(model) or ids_refusal(model)
     if refusal is not None:
         refuse_batching(model)
         state.statistics = {"loop": f"stock: transformers' continuous batching manager, because {refusal}"}

@@ -23,6 +23,8 @@ from ...models import is_within, layers_config
 from ...recognition.trial import unwatched_twin
 from ...recognition.unchanged import has_own_forward
 
+HIDING = ("encoder_attention_mask", "encoder_padding_mask")  # the names of a mask of the rows of an encoder's output
+
 
 class _Reached(Exception):
     """The decoder was called. call: its arguments by name."""
@@ -103,6 +105,11 @@ class UpToDecoder:
             raise NotRaggedError(f"some attention of {type(self.decoder).__name__} is causal, and some is not")
         return found != {False}
 
+    @property
+    def hiding(self) -> str:
+        """Return the name of the argument that says which rows of an encoder's output there are."""
+        return next((name for name in HIDING if name in self._signature.parameters), HIDING[0])
+
     def is_read(self, name: str) -> bool:
         """Return whether the code of the decoder, or of a module inside of it, names an argument."""
         return any(name in _names_in(type(module)) for module in self.decoder.modules())  # type: ignore[arg-type]
@@ -161,8 +168,8 @@ def decoder_name(model: PreTrainedModel) -> str:
     """Return the name of the innermost model that holds the layers which decode. Raises NotRaggedError for none."""
     if model.config.is_encoder_decoder:
         decoder: Any = model.get_decoder()
-        while (inner := decoder.get_decoder()) is not decoder:  # Florence-2 answers with a whole BART
-            decoder = inner
+        while isinstance(decoder, PreTrainedModel) and (inner := decoder.get_decoder()) is not decoder:
+            decoder = inner  # Florence-2 answers with a whole BART
         return next(name for name, module in model.named_modules() if module is decoder)
     config, found = layers_config(model.config), ""
     for name, module in model.named_modules():

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedEncoderDecoderCache
 from ...cache.step import PassInputs
-from ...fused.hf.operator_models import OperatorModel, attends_alone
-from ...models import encoder_width
+from ...fused.hf.operator_models import OperatorModel
+from ...models import encoder_width, layers_config
 from ..prompt_inputs import PassRows
 from .encoder_source import EncoderOutput
 from .model_runner import ModelRunner, known_pass
@@ -39,15 +39,16 @@ class EncoderDecoderRunner(ModelRunner):
         operators: OperatorModel | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, groups, groups_of_layer, operators)
-        one_column = attends_alone(self.operators)
-        self.cache: Any = RaggedEncoderDecoderCache(groups, groups_of_layer, one_column=one_column)
+        self.cache: Any = RaggedEncoderDecoderCache(groups, groups_of_layer, one_column=self.cache.one_column)
         self.takes_positions = takes_positions(model)
+        self.pad_token = getattr(layers_config(model.config), "pad_token_id", None)
         # Stands for the encoder's output where all layers have its keys: code asks whether there is one.
         self._stands_in = torch.zeros(1, 1, encoder_width(model), dtype=model.dtype)
 
     def _compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows] = ()) -> Tensor:
         assert not rows, "an encoder-decoder is served token ids alone"
-        sources = self.cache.begin(inputs.step, inputs.positions)
+        counts = int(inputs.ids[0]) != self.pad_token
+        sources = self.cache.begin(inputs.step, inputs.positions, first_counts=counts)
         ids, tokens_part = inputs.ids[None], self.cache.self_attention_cache
         tokens_part.known_pass = known_pass(self.model)
         try:

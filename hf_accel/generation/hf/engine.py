@@ -123,8 +123,9 @@ class Engine:
         """Submit a request and return at once. The Request can be iterated over, waited for and cancelled.
 
         prompt: token ids, text if the engine has a tokenizer, or all that a processor makes for one prompt with images
-        (input_ids, pixel_values, ...); an encoder-decoder's encoder reads them. Prompts share pages as far as their
-        words and images are equal. max_new_tokens, stop: the most new tokens, and the strings that end the text. seed:
+        (input_ids, pixel_values, ...). The encoder of an encoder-decoder reads them, or a sound (input_features, ...),
+        and decoder_input_ids are what its decoder begins with. Prompts share pages as far as their words and images
+        are equal. max_new_tokens, stop: the most new tokens, and the strings that end the text. seed:
         makes the request's tokens reproducible. priority: requests with a higher one go first. n: the number of
         samples, which share the prompt's pages. sampling: what a GenerationConfig says about tokens (top_k, top_p,
         min_p, repetition_penalty, min_new_tokens, bad_words_ids, ...), and these. Left out, settings are those of
@@ -191,7 +192,7 @@ class Engine:
         if not self.model.config.is_encoder_decoder:
             return ids, inputs
         config = complete_config(self.model, None, "Engine.submit()", {})
-        return decoder_prompt(self.model, config, ids)
+        return decoder_prompt(self.model, config, ids, inputs)
 
     def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:
         if max_new_tokens is None:

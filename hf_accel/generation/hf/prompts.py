@@ -73,17 +73,17 @@ def read_inputs(model: PreTrainedModel, tokens: list[int], inputs: RequestInputs
     on in ragged passes, and what the model's code raises.
     """
     assert inputs.unread is not None
-    if model.config.is_encoder_decoder:
-        inputs.source = encoder_output(model, inputs.unread)
-    else:
-        try:
+    try:
+        if model.config.is_encoder_decoder:
+            inputs.source = encoder_output(model, tokens, inputs.unread)
+        else:
             inputs.prompt = request_inputs(model, tokens, inputs.unread)
-        except NotRaggedError as error:
-            raise UnsupportedError(f"this prompt cannot run ragged: {error}; use model.generate()") from error
-        except UnsupportedError:
-            raise
-        except ValueError as error:  # as for another number of images than the tokens stand for
-            raise UnsupportedError(f"{type(model).__name__} refuses this prompt: {error}") from error
+    except NotRaggedError as error:
+        raise UnsupportedError(f"this prompt cannot run ragged: {error}; use model.generate()") from error
+    except UnsupportedError:
+        raise
+    except ValueError as error:  # as for another number of images than the tokens stand for
+        raise UnsupportedError(f"{type(model).__name__} refuses this prompt: {error}") from error
     inputs.unread = None
 
 

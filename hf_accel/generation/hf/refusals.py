@@ -20,7 +20,7 @@ from ...undo.state import FUSED, state_of
 from ..prompt_inputs import other_input
 from ..sampling.purity import stateful_refusal
 from .beams import beams_refusal
-from .encoder_source import encoder_refusal
+from .encoder_source import encoder_alone_reads, encoder_refusal
 from .generation_state import GenerationState, LoopCall
 from .joint_rows import together_refusal
 from .model_runner import (
@@ -46,10 +46,15 @@ def ragged_refusal(model: nn.Module) -> str | None:
     return state_of(model).generation.ragged_refusal or changed_refusal(model) or _rows_refusal(model)
 
 
-def prompts_refusal(model: Any) -> str | None:
+def ids_refusal(model: Any) -> str | None:
     """Return why requests of this model cannot be lists of token ids, as one clause; None if they can."""
     if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
         return f"{type(model).__name__} reads {model.main_input_name}, and no token ids"
+    return prompts_refusal(model)
+
+
+def prompts_refusal(model: Any) -> str | None:
+    """Return why requests of this model cannot be served by themselves, as one clause; None if they can."""
     own = getattr(inspect.unwrap(original_class(model).generate), "__code__", None)
     if own is not None and SWITCHES in own.co_names and getattr(model, "_hf_peft_config_loaded", False):
         return f"the generate() of {type(model).__name__} turns its adapters on and off by what a prompt holds"
@@ -101,9 +106,11 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "synced_gpus=True needs the same passes on all ranks"
     if not input_ids.shape[0] or not call.prompt_columns:
         return "it is given no token ids"
-    other = other_input({name: value for name, value in call.inputs.items() if name not in call.encoder_inputs})
-    if other is not None and call.has_encoder:
-        return f"it is given {other}"
+    others = {name: value for name, value in call.inputs.items() if name not in call.encoder_inputs}
+    while (other := other_input(others)) is not None and call.has_encoder:
+        if not encoder_alone_reads(call, other):
+            return f"it is given {other}"
+        del others[other]
     more = call.has_more_than_ids
     if more and not own_cache and call.cache.get_seq_length():
         return f"a cache that holds tokens is passed along with {other or 'positions'}"

@@ -41,6 +41,9 @@ def prompt_parts(model: Any, prompt: Any, name: str = "prompt") -> tuple[list[in
     name: the name of the prompt for error messages. Raises UnsupportedError for ids or inputs that the model does not
     take.
     """
+    has_encoder = model.config.is_encoder_decoder
+    if has_encoder and model.main_input_name != "input_ids":
+        return [], _encoder_inputs(model, prompt, name)
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
         ids = token_ids(prompt, name)
         check_ids(model, ids, name)
@@ -48,21 +51,36 @@ def prompt_parts(model: Any, prompt: Any, name: str = "prompt") -> tuple[list[in
     ids, mask = token_ids(prompt["input_ids"], f"{name}['input_ids']"), prompt.get("attention_mask")
     if mask is not None and not all(token_ids(mask, f"{name}['attention_mask']")):
         raise UnsupportedError(f"{name}['attention_mask'] leaves tokens out; give a prompt without padding")
-    given = {key: value for key, value in prompt.items() if key not in OF_TOKENS and value is not None}
+    given = _known_inputs(model, {key: value for key, value in prompt.items() if key not in OF_TOKENS}, name)
+    if not given or has_encoder:  # an id that stands for an image may be none that has an embedding
+        check_ids(model, ids, name)
+    return ids, RequestInputs(given) if given else None
+
+
+def _encoder_inputs(model: Any, prompt: Any, name: str) -> RequestInputs:
+    """Return what a prompt of a model whose encoder reads no token ids brings: the dict that a processor makes."""
+    needed = model.main_input_name
+    if not isinstance(prompt, Mapping) or prompt.get(needed) is None:
+        raise UnsupportedError(
+            f"{name} holds no {needed!r}, which the encoder of {type(model).__name__} reads; give what its processor "
+            "makes for one sound or image"
+        )
+    return RequestInputs(_known_inputs(model, prompt, name))
+
+
+def _known_inputs(model: Any, prompt: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the inputs of a prompt that are not None, if the model takes them."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    if "decoder_input_ids" in given:
+        given["decoder_input_ids"] = token_ids(given["decoder_input_ids"], f"{name}['decoder_input_ids']")
+        check_ids(model, given["decoder_input_ids"], f"{name}['decoder_input_ids']")
     known = inspect.signature(type(model).forward).parameters
     unknown = sorted(key for key in given if key not in known)
     if unknown:
         raise UnsupportedError(
             f"{name} holds {unknown[0]!r}, which {type(model).__name__} does not take; leave it out"
         )
-    if given and model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"{name} holds {min(given)!r}, and {type(model).__name__} is an encoder-decoder, which is served token "
-            "ids alone; use model.generate()"
-        )
-    if not given:  # an id that stands for an image may be none that has an embedding
-        check_ids(model, ids, name)
-    return ids, RequestInputs(given) if given else None
+    return given
 
 
 def token_ids(prompt: Any, name: str = "prompt") -> list[int]:
