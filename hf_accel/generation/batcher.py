@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import abc
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self
 
 import torch
@@ -227,7 +228,11 @@ class Batcher:
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)
-        return self.runner(ids, positions, step, keep, rows=rows) if rows else self.runner(ids, positions, step, keep)
+        call = partial(self.runner, ids, positions, step, keep)
+        logits = call(rows=rows) if rows else call()
+        if self.speculation is not None and (states := getattr(self.runner, "states", None)) is not None:
+            self.speculation.take_states(chunks, states)
+        return logits
 
     def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft], logits: Tensor) -> list[Progress]:
         """Choose tokens for the chunks that reach their sequence's end, and commit them.

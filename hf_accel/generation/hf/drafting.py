@@ -21,14 +21,17 @@ from ...undo.state import find_state, state_of
 from ..sequence import Draft, Sequence
 from ..speculation.controller import Controller
 from ..speculation.drafters.drafter import Drafter
+from ..speculation.drafters.head import HeadDrafter
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.drafters.ngram import NgramDrafter
 from ..speculation.drafters.suffix import SuffixDrafter
 from ..speculation.speculation import Speculation
 from ..speculation.verifiers import verifier
 from ..speculation.verifiers.verifier import Verifier
+from .draft_head import DraftHead, tapped
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
+from .head_runner import HeadRunner
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
 from .refusals import ragged_refusal
@@ -102,6 +105,8 @@ class _Drafters:
             return self._named(wanted)
         if isinstance(wanted, Drafter):
             return wanted
+        if isinstance(wanted, DraftHead):
+            return self._head(wanted)
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
             return CandidateDrafter(wanted, vocabulary_size(self.target))
         model = without_adapters(wanted)
@@ -133,6 +138,26 @@ class _Drafters:
         capacity: dict[str, Any] = {} if self.pages.capacity is None else {"capacity": self.pages.capacity}
         groups, groups_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False), **capacity)
         return self._drafter(make_runner(draft, groups, groups_of_layer), Pages(groups))
+
+    def _head(self, head: DraftHead) -> HeadDrafter:
+        """Make a drafter from a head of the target, which then keeps the states of its passes."""
+        if type(self.runner) is not ModelRunner or self.state.agreement.size > 1:
+            raise UnsupportedError(
+                "a draft head reads the states of a decoder that one process runs on a CPU; use 'suffix', 'ngram' or "
+                "a draft model here"
+            )
+        modules = tapped(self.target, head.target_layers)
+        decoder = _twin(self.state, head.decoder, None)
+        groups, groups_of_layer = page_groups(decoder.config, CacheConfig(prefix_sharing=False))
+        self.runner.tap(modules)
+        return HeadDrafter(
+            HeadRunner(head, decoder, groups, groups_of_layer),
+            Pages(groups),
+            self.rule,
+            target_pages=self.pages,
+            num_tokens=vocabulary_size(decoder),
+            target_tokens=vocabulary_size(self.target),
+        )
 
     def _self_int4(self) -> ModelDrafter:
         """Make a drafter from the target with its linears in INT4. It shares the target's pages."""
@@ -199,7 +224,9 @@ def refuse_drafts(model: PreTrainedModel, wanted: SpeculativeConfig, refusal: st
 
 def _is_model(drafter: Any) -> bool:
     return (
-        drafter == "self-int4" if isinstance(drafter, str) else isinstance(without_adapters(drafter), PreTrainedModel)
+        drafter == "self-int4"
+        if isinstance(drafter, str)
+        else isinstance(without_adapters(drafter), PreTrainedModel | DraftHead)
     )
 
 

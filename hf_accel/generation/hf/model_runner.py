@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -205,6 +205,12 @@ class ModelRunner:
         self._takes_mask = "attention_mask" in parameters
         state = find_state(model)  # None for a model that is tried before it is patched
         self._own_masks = state is not None and state.generation.form.makes_masks
+        self._taps: list[nn.Module] = []
+        self.states: Tensor | None = None
+
+    def tap(self, modules: list[nn.Module]) -> None:
+        """Keep what these modules give in each pass as `states`, [N, the sum of their sizes], side by side."""
+        self._taps = modules
 
     @property
     def device(self) -> torch.device:
@@ -258,7 +264,10 @@ class ModelRunner:
             given = self.operators.inputs(self.cache, inputs.ids, _placed(inputs.positions, rows))
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
-            with nullcontext() if self.operators is None else self.operators.passing(self.cache):
+            with (
+                nullcontext() if self.operators is None else self.operators.passing(self.cache),
+                self._tapped() if self._taps else nullcontext(),
+            ):
                 output = self._called(rows, len(inputs.ids))(
                     **given,
                     use_cache=True,
@@ -273,6 +282,24 @@ class ModelRunner:
             raise NotRaggedError(f"no layer of {type(self.model).__name__} keeps anything in the cache of a pass")
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
+
+    @contextmanager
+    def _tapped(self) -> Iterator[None]:
+        """Read what the tapped modules give within a block. The hooks change nothing: a known pass stays known."""
+        found: dict[int, Tensor] = {}
+
+        def read(place: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                found[place] = output if isinstance(output, Tensor) else output[0]
+
+            return hook
+
+        with ExitStack() as hooks:
+            for place, module in enumerate(self._taps):
+                hooks.callback(module.register_forward_hook(read(place)).remove)
+            yield
+        parts = [found[place][0] for place in range(len(self._taps))]
+        self.states = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _called(self, rows: Rows, count: int) -> Any:
         """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some."""

@@ -9,6 +9,8 @@ from collections import Counter, abc
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from ...cache.pages import Pages
 from ...errors import HfAccelError, HfAccelWarning
 from ..agreement import ALONE, ProcessAgreement
@@ -177,6 +179,15 @@ class Speculation:
         return self._drafts.get(sequence, NO_DRAFT)
 
     # -- after the pass --------------------------------------------------------------------------------
+
+    def take_states(self, chunks: abc.Sequence[Chunk], states: Tensor) -> None:
+        """Hand the hidden states [N, C] of a pass to the drafters that read them."""
+        readers = [drafter for drafter in self.drafters if drafter.reads_states]
+        end = 0
+        for chunk in chunks:
+            begin, end = end, end + chunk.count + len(self.draft_of(chunk.sequence))
+            for drafter in readers:
+                drafter.take_states(chunk.sequence, chunk.sequence.num_computed, states[begin:end])
 
     def observe(self, sequence: Sequence, accepted: int, tokens: int) -> None:
         """Record that `accepted` drafted tokens of a sequence were accepted, and that it has `tokens` new tokens."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import abc
 
+from torch import Tensor
+
 from ...sequence import Draft, Sequence
 
 
@@ -14,11 +16,12 @@ class Drafter(ABC):
     A drafter reads `sequence.tokens`. This list only grows, and rejected tokens are never in it.
 
     name: identifies the drafter; acceptance and cost are learnt for each name. is_free: whether it needs no pass of a
-    model.
+    model. reads_states: whether `take_states` is called.
     """
 
     name: str
     is_free: bool = False
+    reads_states: bool = False
 
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
@@ -32,6 +35,11 @@ class Drafter(ABC):
         """Process the new tokens of the sequences, for example compute the K and V of a prompt.
 
         This is called before `propose`. Its time does not count as the cost of drafted tokens.
+        """
+
+    def take_states(self, sequence: Sequence, start: int, states: Tensor) -> None:  # noqa: B027
+        """Take the target's hidden states [N, C] of the N tokens of a sequence that a pass computed, from position
+        `start` on. Those of drafted tokens are among them, of which later passes begin behind the accepted ones.
         """
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027 - most have nothing to free

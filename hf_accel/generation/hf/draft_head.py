@@ -1,0 +1,99 @@
+"""DraftHead: a decoder of one layer that drafts from its target's own hidden states (EAGLE, Li et al. 2401.15077)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...errors import UnsupportedError
+from ...hardware.atomic import replaced_file
+from ...models import layer_lists, layers_config
+
+SETTINGS, WEIGHTS = "draft_head.json", "draft_head.safetensors"
+
+
+class DraftHead(nn.Module):
+    """Drafts the tokens of a target from the target's hidden states, which it fuses with the embeddings of tokens.
+
+    At position t it reads the target's states at t and the token at t + 1, and gives the logits of the token at t + 2.
+    Where the target has no state yet, since the token was drafted, it reads its own last hidden state (EAGLE-3,
+    2503.01840, which is trained so too).
+
+    decoder: a model of the target's class with one layer; its embeddings and head are the target's memory.
+    target_layers: which of the target's hidden states are read, as `output_hidden_states` numbers them: 0 is the
+    embeddings', the number of layers is the last one, behind the last norm.
+    """
+
+    def __init__(self, decoder: PreTrainedModel, target_layers: Sequence[int]) -> None:
+        super().__init__()
+        config = layers_config(decoder.config)
+        size, dtype = config.hidden_size, decoder.dtype
+        self.target_layers = tuple(target_layers)
+        self.decoder: Any = decoder
+        self.narrow = nn.Linear(len(self.target_layers) * size, size, bias=False, dtype=dtype)
+        self.token_norm, self.state_norm = (nn.RMSNorm(size, eps=1e-6, dtype=dtype) for _ in range(2))
+        self.fuse = nn.Linear(2 * size, size, bias=False, dtype=dtype)
+
+    @property
+    def config(self) -> Any:
+        return self.decoder.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.fuse.weight.device
+
+    def fused(self, states: Tensor, ids: Tensor) -> Tensor:
+        """Return what the decoder reads, [..., H]: states [..., H], of `narrow` or its own, and token ids [...]."""
+        embeddings = self.token_norm(self.decoder.get_input_embeddings()(ids))
+        return self.fuse(torch.cat([embeddings, self.state_norm(states)], dim=-1))
+
+    def forward(self, states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [B, T, V] and the last hidden states [B, T, H] for states [B, T, H] and ids [B, T]."""
+        read = self.decoder(inputs_embeds=self.fused(states, ids), use_cache=False, output_hidden_states=True)
+        return read.logits, read.hidden_states[-1]
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that are not the target's, by name."""
+        shared = {id(p) for p in _shared(self.decoder)}
+        return {name: p for name, p in self.named_parameters() if id(p) not in shared}
+
+    # -- files -----------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the head's own weights into a folder, without the target's embeddings. Each file is replaced whole."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        settings = {"target_layers": self.target_layers, "decoder": self.decoder.config.to_dict()}
+        with replaced_file(path / WEIGHTS) as unfinished:
+            save_file({name: p.detach().contiguous() for name, p in self.own_parameters().items()}, unfinished)
+        with replaced_file(path / SETTINGS) as unfinished:
+            unfinished.write_text(json.dumps(settings, indent=2, default=str), encoding="utf-8")
+
+
+def _shared(decoder: Any) -> list[Tensor]:
+    """Return the parameters of a decoder's embeddings and head."""
+    modules = (decoder.get_input_embeddings(), decoder.get_output_embeddings())
+    return [p for module in modules if module is not None for p in module.parameters()]
+
+
+def tapped(model: Any, target_layers: Sequence[int]) -> list[nn.Module]:
+    """Return the modules of a model whose outputs are the hidden states with these numbers.
+
+    Raises UnsupportedError for numbers that the model does not have.
+    """
+    decoder = model.get_decoder()
+    count = layers_config(model.config).num_hidden_layers
+    layers = next(iter(layer_lists(decoder, count).values()), None)
+    if layers is None:
+        raise UnsupportedError(f"{type(model).__name__} has no list of {count} layers whose states a head could read")
+    if not target_layers or not all(1 <= number <= count for number in target_layers):
+        raise UnsupportedError(f"target_layers={list(target_layers)}: the model has states 1 to {count}")
+    return [decoder if number == count else layers[number - 1] for number in target_layers]
