@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedError
-from ...generation.hf.draft_head import SETTINGS, WEIGHTS, DraftHead
+from ...generation.hf.draft_head import SETTINGS, WEIGHTS, DraftHead, tapped
 from ...models import layers_config
 from ..losses.distillation_loss import distillation_loss
 from ..losses.objective import Objective
@@ -36,6 +36,7 @@ def new_head(target: PreTrainedModel, target_layers: Sequence[int] | None = None
     Raises UnsupportedError for a target without float weights, or with layers that its last one cannot stand for.
     """
     count = layers_config(target.config).num_hidden_layers
+    tapped(target, target_layers or target_layers_of(target))
     decoder = init_student(target, layers=[count - 1], share_embeddings=True)
     head = DraftHead(decoder, target_layers or target_layers_of(target))
     with torch.no_grad():

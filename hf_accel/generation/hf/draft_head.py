@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ...errors import UnsupportedError
 from ...hardware.atomic import replaced_file
 from ...models import layer_lists, layers_config
+from ...undo.journal import original_class
 
 SETTINGS, WEIGHTS = "draft_head.json", "draft_head.safetensors"
 
@@ -82,6 +83,24 @@ def _shared(decoder: Any) -> list[Tensor]:
     """Return the parameters of a decoder's embeddings and head."""
     modules = (decoder.get_input_embeddings(), decoder.get_output_embeddings())
     return [p for module in modules if module is not None for p in module.parameters()]
+
+
+def check_head(head: DraftHead, target: Any) -> None:
+    """Raise UnsupportedError for a head that cannot read the states of this target, or drafts other tokens."""
+    config = layers_config(target.config)
+    size, read = len(head.target_layers) * config.hidden_size, head.narrow.in_features
+    kind, known = original_class(head.decoder), layers_config(head.config).vocab_size
+    way_out = "a head drafts for the model that it was trained with"
+    if kind is not original_class(target) or known != config.vocab_size:
+        raise UnsupportedError(
+            f"the drafter is a head of {kind.__name__} with {known} tokens, and this is "
+            f"{original_class(target).__name__} with {config.vocab_size}; {way_out}"
+        )
+    if read != size:
+        raise UnsupportedError(
+            f"the head reads states of {read} numbers, and {len(head.target_layers)} of the target's layers give {size}; "
+            f"{way_out}"
+        )
 
 
 def tapped(model: Any, target_layers: Sequence[int]) -> list[nn.Module]:

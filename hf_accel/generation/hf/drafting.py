@@ -28,7 +28,7 @@ from ..speculation.drafters.suffix import SuffixDrafter
 from ..speculation.speculation import Speculation
 from ..speculation.verifiers import verifier
 from ..speculation.verifiers.verifier import Verifier
-from .draft_head import DraftHead, tapped
+from .draft_head import DraftHead, check_head, tapped
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
 from .head_runner import HeadRunner
@@ -146,10 +146,10 @@ class _Drafters:
                 "a draft head reads the states of a decoder that one process runs on a CPU; use 'suffix', 'ngram' or "
                 "a draft model here"
             )
-        modules = tapped(self.target, head.target_layers)
+        check_head(head, self.target)
         decoder = _twin(self.state, head.decoder, None)
         groups, groups_of_layer = page_groups(decoder.config, CacheConfig(prefix_sharing=False))
-        self.runner.tap(modules)
+        self.runner.tap(tapped(self.target, head.target_layers))
         return HeadDrafter(
             HeadRunner(head, decoder, groups, groups_of_layer),
             Pages(groups),
