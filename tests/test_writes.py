@@ -54,6 +54,7 @@ WRITERS = {
     "recurrent.hf.headed_scans": {"dict"},
     "recurrent.hf.lightning": {"dict"},
     "fused.hf.sites": {"class", "dict"},
+    "generation.hf.head_module": {"hook"},  # within a pass
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},

@@ -14,8 +14,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 import hf_accel
 from hf_accel import Draft, Drafter, SpeculativeConfig
-from hf_accel.distill.drafts.head import new_head
-from hf_accel.generation.hf.draft_head import DraftHead
+from hf_accel.distill.drafts.heads import DraftHead
 
 from .families import VOCABULARY, build
 
@@ -109,7 +108,7 @@ def near(family: str, vocabulary: int = VOCABULARY, noise: float = 0.02, seed: i
 
 def head(family: str) -> DraftHead:
     """A head of the target with some noise, which is right now and then."""
-    made = new_head(stock(family))
+    made = DraftHead.of(stock(family))
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(7)
         for parameter in made.own_parameters().values():

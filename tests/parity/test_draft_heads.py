@@ -10,8 +10,8 @@ from torch import nn
 
 import hf_accel
 from hf_accel import SpeculativeConfig, UnsupportedError
-from hf_accel.distill.drafts.head import head_logits, load_draft_head, new_head, target_states
-from hf_accel.generation.speculation.drafters.head import HeadDrafter
+from hf_accel.distill.drafts.heads import DraftHead, head_logits, target_states
+from hf_accel.generation.speculation.drafters.target_states import HeadDrafter
 
 from .families import VOCABULARY, build
 from .speculating import answers, by_engine, by_generate, head, requests, target
@@ -58,14 +58,14 @@ def test_drafts_are_what_the_head_says(family: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_accel.generation.speculation.drafters.head.MAX_CHUNK", 5)
+    monkeypatch.setattr("hf_accel.generation.speculation.drafters.target_states.MAX_CHUNK", 5)
     made, prompts = head("llama"), requests(3, shared=20, seed=5)
     config = SpeculativeConfig(drafter=made, num_draft=2)
     assert by_generate(target("llama"), prompts, 8, speculative=config) == answers("llama", prompts, 8)
 
 
 def test_states_that_wait_too_long_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_accel.generation.speculation.drafters.head.MOST_WAITING", 8)
+    monkeypatch.setattr("hf_accel.generation.speculation.drafters.target_states.MOST_WAITING", 8)
     config = SpeculativeConfig(drafter=head("llama"), num_draft=2)
     assert by_generate(target("llama"), PROMPTS, 12, speculative=config) == answers("llama", PROMPTS, 12)
 
@@ -84,21 +84,21 @@ def test_seeded_samples_are_those_without_a_draft() -> None:
 def test_nothing_is_left_on_the_target() -> None:
     model = hf_accel.patch(build("llama"), weights="int8")
     hooks = [len(module._forward_hooks) for module in model.modules()]
-    by_generate(model, PROMPTS[:2], 6, speculative=SpeculativeConfig(drafter=new_head(model), num_draft=2))
+    by_generate(model, PROMPTS[:2], 6, speculative=SpeculativeConfig(drafter=DraftHead.of(model), num_draft=2))
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
 
 def test_a_head_is_saved_and_loaded(tmp_path: Any) -> None:
     model, made = build("llama"), head("llama")
     made.save_pretrained(tmp_path)
-    loaded = load_draft_head(tmp_path, model)
+    loaded = DraftHead.from_pretrained(tmp_path, model)
     ids = torch.tensor([PROMPTS[0]])
     assert torch.equal(head_logits(loaded, model, ids)[0], head_logits(made, model, ids)[0])
     assert loaded.decoder.get_input_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
     with pytest.raises(UnsupportedError, match="was made for another model"):
-        load_draft_head(tmp_path, build("gpt2"))
+        DraftHead.from_pretrained(tmp_path, build("gpt2"))
     with pytest.raises(UnsupportedError, match=r"holds no draft_head\.json"):
-        load_draft_head(tmp_path / "other", model)
+        DraftHead.from_pretrained(tmp_path / "other", model)
 
 
 def test_a_head_of_another_model_is_an_error() -> None:
@@ -110,7 +110,7 @@ def test_a_head_of_another_model_is_an_error() -> None:
     with pytest.raises(UnsupportedError, match="reads states of 7 numbers"):
         by_generate(target("llama"), PROMPTS[:1], 4, speculative=SpeculativeConfig(drafter=made))
     with pytest.raises(UnsupportedError, match=r"target_layers=\[0, 9\]"):
-        new_head(build("llama"), [0, 9])
+        DraftHead.of(build("llama"), [0, 9])
 
 
 def test_a_head_learns_what_its_target_writes() -> None:

@@ -16,14 +16,13 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from transformers.utils import logging
 
 from ...errors import UnsupportedError
-from ...generation.hf.draft_head import DraftHead
 from ...keywords import checked_keywords, one_of, positive_int
 from ...models import evaluating
 from ..losses.objective import Objective
 from ..trainer.callback import DistillationCallback
 from ..trainer.on_policy import collated, continued
 from .decoding import Decoder, as_patched
-from .head import HeadTrainer, new_head
+from .heads import DraftHead, HeadTrainer
 from .measuring import measure_acceptance
 from .report import AcceptanceReport
 from .student import init_student
@@ -77,7 +76,8 @@ def distill_draft(
     often, and drafts for this target alone, on a CPU. It learns the target's
     distribution, by a loss that is about acceptance (loss="lk", 2602.23881), on text that the target itself writes
     after the beginnings of the dataset's rows (DistillSpec, 2310.08461). `model.generate(..., speculative=draft)` of a
-    patched target uses it, and draft.save_pretrained keeps it (`load_draft_head` loads a head).
+    patched target uses it, and draft.save_pretrained keeps it; `DraftHead.from_pretrained(folder, target)` loads a
+    head.
 
     dataset: rows of token ids, dicts with input_ids, or with `tokenizer` texts; cut to max_length tokens. A tenth of
         the rows, at most 32, are kept for measuring.
@@ -116,7 +116,7 @@ def distill_draft(
         if num_layers is None and layers is None:
             num_layers = 1
         train, held_out = _rows(dataset, target, arguments, tokenizer=tokenizer, max_length=max_length)
-        draft: Any = new_head(target) if kind == "eagle" else init_student(
+        draft: Any = DraftHead.of(target) if kind == "eagle" else init_student(
             target, num_layers=num_layers, layers=layers, strategy=strategy or "uniform", dataset=train,
             share_embeddings=share_embeddings,
         ).eval()  # fmt: skip

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...errors import UnsupportedError
-from ...generation.hf.draft_head import DraftHead
 from ...generation.hf.vocabulary import vocabulary_refusal
 from ...generation.sequence import Sequence
 from ...generation.speculation.acceptance import Tally
@@ -28,7 +27,7 @@ from ...patching.patch import is_patched
 from ...undo.state import state_of
 from ..losses.objective import agreement
 from .decoding import Decoder, as_patched
-from .head import head_logits
+from .heads import DraftHead, head_logits
 from .report import AcceptanceReport
 from .token_rows import prompt_of, token_rows, windows
 

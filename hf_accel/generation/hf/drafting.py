@@ -21,16 +21,16 @@ from ...undo.state import find_state, state_of
 from ..sequence import Draft, Sequence
 from ..speculation.controller import Controller
 from ..speculation.drafters.drafter import Drafter
-from ..speculation.drafters.head import HeadDrafter
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.drafters.ngram import NgramDrafter
 from ..speculation.drafters.suffix import SuffixDrafter
+from ..speculation.drafters.target_states import HeadDrafter
 from ..speculation.speculation import Speculation
 from ..speculation.verifiers import verifier
 from ..speculation.verifiers.verifier import Verifier
-from .draft_head import DraftHead, check_head, tapped
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
+from .head_module import HeadModule, check_draft_head, tapped
 from .head_runner import HeadRunner
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
@@ -105,7 +105,7 @@ class _Drafters:
             return self._named(wanted)
         if isinstance(wanted, Drafter):
             return wanted
-        if isinstance(wanted, DraftHead):
+        if isinstance(wanted, HeadModule):
             return self._head(wanted)
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
             return CandidateDrafter(wanted, vocabulary_size(self.target))
@@ -139,17 +139,17 @@ class _Drafters:
         groups, groups_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False), **capacity)
         return self._drafter(make_runner(draft, groups, groups_of_layer), Pages(groups))
 
-    def _head(self, head: DraftHead) -> HeadDrafter:
+    def _head(self, head: HeadModule) -> HeadDrafter:
         """Make a drafter from a head of the target, which then keeps the states of its passes."""
         if type(self.runner) is not ModelRunner or self.state.agreement.size > 1:
             raise UnsupportedError(
                 "a draft head reads the states of a decoder that one process runs on a CPU; use 'suffix', 'ngram' or "
                 "a draft model here"
             )
-        check_head(head, self.target)
+        check_draft_head(head, self.target)
         decoder = _twin(self.state, head.decoder, None)
         groups, groups_of_layer = page_groups(decoder.config, CacheConfig(prefix_sharing=False))
-        self.runner.tap(tapped(self.target, head.target_layers))
+        self.runner.taps = tapped(self.target, head.target_layers)
         return HeadDrafter(
             HeadRunner(head, decoder, groups, groups_of_layer),
             Pages(groups),
@@ -226,7 +226,7 @@ def _is_model(drafter: Any) -> bool:
     return (
         drafter == "self-int4"
         if isinstance(drafter, str)
-        else isinstance(without_adapters(drafter), PreTrainedModel | DraftHead)
+        else isinstance(without_adapters(drafter), PreTrainedModel | HeadModule)
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...cache.step import PassInputs, Step
 from ...tensors import integers
 from ..prompt_inputs import Rows
-from .draft_head import DraftHead
+from .head_module import HeadModule
 from .model_runner import ModelRunner
 
 
@@ -19,13 +19,13 @@ class HeadRunner(ModelRunner):
     `states` are its own last hidden states, which the head reads for the tokens that it has drafted.
     """
 
-    def __init__(self, head: DraftHead, *arguments: Any) -> None:
+    def __init__(self, head: HeadModule, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.head = head
-        self.tap([self.model.get_decoder()])
+        self.taps = [self.model.get_decoder()]
         self._embeddings: Tensor | None = None
 
-    def read(self, states: Tensor, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
+    def read(self, states: Tensor, ids: list[int], positions: list[int], *, step: Step, keep: list[int]) -> Tensor:
         """Compute N tokens with the states [N, H] that the head reads them with; returns logits [len(keep), V]."""
         self._embeddings = self.head.fused(states, integers(ids))
         return self(ids, positions, step, keep)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -25,6 +25,7 @@ from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
 from ..prompt_inputs import Rows, other_input
+from .head_module import read_outputs
 from .mixed_passes import giving_more, planes_of
 
 # PEFT binds these to hooks on its layers during a call.
@@ -205,12 +206,8 @@ class ModelRunner:
         self._takes_mask = "attention_mask" in parameters
         state = find_state(model)  # None for a model that is tried before it is patched
         self._own_masks = state is not None and state.generation.form.makes_masks
-        self._taps: list[nn.Module] = []
+        self.taps: list[nn.Module] = []  # `states` of a pass are what these give, side by side, [N, C]
         self.states: Tensor | None = None
-
-    def tap(self, modules: list[nn.Module]) -> None:
-        """Keep what these modules give in each pass as `states`, [N, the sum of their sizes], side by side."""
-        self._taps = modules
 
     @property
     def device(self) -> torch.device:
@@ -263,11 +260,9 @@ class ModelRunner:
         else:
             given = self.operators.inputs(self.cache, inputs.ids, _placed(inputs.positions, rows))
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
+        passing = nullcontext() if self.operators is None else self.operators.passing(self.cache)
         try:
-            with (
-                nullcontext() if self.operators is None else self.operators.passing(self.cache),
-                self._tapped() if self._taps else nullcontext(),
-            ):
+            with passing, read_outputs(self.taps) as found:
                 output = self._called(rows, len(inputs.ids))(
                     **given,
                     use_cache=True,
@@ -277,29 +272,12 @@ class ModelRunner:
                 )
         finally:
             self.cache.known_pass = None
+        self.states = torch.cat(found, dim=-1)[0] if found else None
         self.cache.check_read()
         if not self.cache.is_kept:
             raise NotRaggedError(f"no layer of {type(self.model).__name__} keeps anything in the cache of a pass")
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
-
-    @contextmanager
-    def _tapped(self) -> Iterator[None]:
-        """Read what the tapped modules give within a block. The hooks change nothing: a known pass stays known."""
-        found: dict[int, Tensor] = {}
-
-        def read(place: int) -> Any:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                found[place] = output if isinstance(output, Tensor) else output[0]
-
-            return hook
-
-        with ExitStack() as hooks:
-            for place, module in enumerate(self._taps):
-                hooks.callback(module.register_forward_hook(read(place)).remove)
-            yield
-        parts = [found[place][0] for place in range(len(self._taps))]
-        self.states = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _called(self, rows: Rows, count: int) -> Any:
         """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some."""

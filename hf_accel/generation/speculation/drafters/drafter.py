@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import abc
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ...sequence import Draft, Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Drafter(ABC):

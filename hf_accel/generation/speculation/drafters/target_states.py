@@ -25,13 +25,13 @@ class HeadCalls(Protocol):
     def narrow(self, states: Tensor) -> Tensor:
         """Return the states [N, H] that the head reads for those of the target, [N, C]."""
 
-    def read(self, states: Tensor, ids: list[int], positions: list[int], step: Step, keep: list[int]) -> Tensor:
+    def read(self, states: Tensor, ids: list[int], positions: list[int], *, step: Step, keep: list[int]) -> Tensor:
         """Compute N tokens with the states [N, H] that the head reads them with; returns logits [len(keep), V]."""
 
 
 @dataclass
 class ReadStates:
-    """What a head has read of a sequence: at a position the target's state there, and the token after it.
+    """A head has read this of a sequence: at a position the target's state there, and the token after it.
 
     cached: the pages of the head. first: the first position that was read. final: how many were read since. waiting:
     the states [n, H] of the positions after these, of which the head has read none yet.
@@ -107,7 +107,7 @@ class HeadDrafter(ModelDrafter):
             past = self._ready(sequence)
             while past is not None and past.num_waiting > MAX_CHUNK:
                 whole = torch.cat(past.waiting)
-                part = Part(past, whole[:MAX_CHUNK], sequence.tokens[past.next + 1 : past.next + 1 + MAX_CHUNK])
+                part = PassPart(past, whole[:MAX_CHUNK], sequence.tokens[past.next + 1 : past.next + 1 + MAX_CHUNK])
                 self._pass_over([part])
                 past.final, past.waiting = past.final + MAX_CHUNK, [whole[MAX_CHUNK:]]
 
@@ -135,7 +135,7 @@ class HeadDrafter(ModelDrafter):
             return
         pasts = [self._read[draft.sequence] for draft in drafts]
         parts = [
-            Part(past, torch.cat(past.waiting), draft.sequence.tokens[past.next + 1 :])
+            PassPart(past, torch.cat(past.waiting), draft.sequence.tokens[past.next + 1 :])
             for draft, past in zip(drafts, pasts, strict=True)
         ]
         counts = [len(part.ids) for part in parts]
@@ -145,7 +145,7 @@ class HeadDrafter(ModelDrafter):
             if number:
                 own = [states[None] for states in last[: len(going)]]
                 parts = [
-                    Part(past, state, draft.tokens[-1:], ahead=count + number - 1)
+                    PassPart(past, state, draft.tokens[-1:], ahead=count + number - 1)
                     for past, state, draft, count in zip(pasts, own, going, counts, strict=False)
                 ]
             logits, last = self._pass_over(parts)
@@ -156,7 +156,7 @@ class HeadDrafter(ModelDrafter):
             past.final, past.waiting = past.final + count, []
             past.cached.truncate(past.final)
 
-    def _pass_over(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
+    def _pass_over(self, parts: list[PassPart]) -> tuple[Tensor, Tensor]:
         """Read parts of sequences; returns the logits [n, V] and the own last hidden states [n, H] of their ends."""
         ids: list[int] = []
         positions: list[int] = []
@@ -169,14 +169,14 @@ class HeadDrafter(ModelDrafter):
             positions += range(past.first + start, past.first + start + count)
             keep.append(len(ids) - 1)
         states = torch.cat([part.states for part in parts])
-        logits = self.calls.read(states, ids, positions, self.pages.step(ranges), keep)
+        logits = self.calls.read(states, ids, positions, step=self.pages.step(ranges), keep=keep)
         assert self.calls.states is not None
         return logits, self.calls.states[keep]
 
 
 @dataclass
-class Part:
-    """What a pass of a head reads of a sequence: states [n, H], and the n tokens after these.
+class PassPart:
+    """A pass of a head reads this of a sequence: states [n, H], and the n tokens after these.
 
     ahead: how many positions it has read besides the final ones.
     """

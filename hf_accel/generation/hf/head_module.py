@@ -1,27 +1,21 @@
-"""DraftHead: a decoder of one layer that drafts from its target's own hidden states (EAGLE, Li et al. 2401.15077)."""
+"""A draft head computes here: a decoder of one layer that reads its target's own hidden states (EAGLE, 2401.15077)."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedError
-from ...hardware.atomic import replaced_file
 from ...models import layer_lists, layers_config
 from ...undo.journal import original_class
 
-SETTINGS, WEIGHTS = "draft_head.json", "draft_head.safetensors"
 
-
-class DraftHead(nn.Module):
+class HeadModule(nn.Module):
     """Drafts the tokens of a target from the target's hidden states, which it fuses with the embeddings of tokens.
 
     At position t it reads the target's states at t and the token at t + 1, and gives the logits of the token at t + 2.
@@ -66,18 +60,6 @@ class DraftHead(nn.Module):
         shared = {id(p) for p in _shared(self.decoder)}
         return {name: p for name, p in self.named_parameters() if id(p) not in shared}
 
-    # -- files -----------------------------------------------------------------------------------------
-
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the head's own weights into a folder, without the target's embeddings. Each file is replaced whole."""
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        settings = {"target_layers": self.target_layers, "decoder": self.decoder.config.to_dict()}
-        with replaced_file(path / WEIGHTS) as unfinished:
-            save_file({name: p.detach().contiguous() for name, p in self.own_parameters().items()}, unfinished)
-        with replaced_file(path / SETTINGS) as unfinished:
-            unfinished.write_text(json.dumps(settings, indent=2, default=str), encoding="utf-8")
-
 
 def _shared(decoder: Any) -> list[Tensor]:
     """Return the parameters of a decoder's embeddings and head."""
@@ -85,12 +67,12 @@ def _shared(decoder: Any) -> list[Tensor]:
     return [p for module in modules if module is not None for p in module.parameters()]
 
 
-def check_head(head: DraftHead, target: Any) -> None:
+def check_draft_head(head: HeadModule, target: Any) -> None:
     """Raise UnsupportedError for a head that cannot read the states of this target, or drafts other tokens."""
     config = layers_config(target.config)
     size, read = len(head.target_layers) * config.hidden_size, head.narrow.in_features
     kind, known = original_class(head.decoder), layers_config(head.config).vocab_size
-    way_out = "a head drafts for the model that it was trained with"
+    layers, way_out = len(head.target_layers), "a head drafts for the model that it was trained with"
     if kind is not original_class(target) or known != config.vocab_size:
         raise UnsupportedError(
             f"the drafter is a head of {kind.__name__} with {known} tokens, and this is "
@@ -98,8 +80,7 @@ def check_head(head: DraftHead, target: Any) -> None:
         )
     if read != size:
         raise UnsupportedError(
-            f"the head reads states of {read} numbers, and {len(head.target_layers)} of the target's layers give {size}; "
-            f"{way_out}"
+            f"the head reads states of {read} numbers, and {layers} layers of the target give {size}; {way_out}"
         )
 
 
@@ -116,3 +97,25 @@ def tapped(model: Any, target_layers: Sequence[int]) -> list[nn.Module]:
     if not target_layers or not all(1 <= number <= count for number in target_layers):
         raise UnsupportedError(f"target_layers={list(target_layers)}: the model has states 1 to {count}")
     return [decoder if number == count else layers[number - 1] for number in target_layers]
+
+
+@contextmanager
+def read_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Give a list that has what each of these modules returned when the block has ended: [B, T, C], in their order.
+
+    The hooks are there within the block alone and change nothing, so a pass that is known stays known.
+    """
+    found: dict[int, Tensor] = {}
+    outputs: list[Tensor] = []
+
+    def reader(place: int) -> Callable[..., None]:
+        def read(module: nn.Module, args: Any, output: Any) -> None:
+            found[place] = output if isinstance(output, Tensor) else output[0]
+
+        return read
+
+    with ExitStack() as hooks:
+        for place, module in enumerate(modules):
+            hooks.callback(module.register_forward_hook(reader(place)).remove)
+        yield outputs
+        outputs += [found[place] for place in range(len(modules))]
