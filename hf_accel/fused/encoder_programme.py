@@ -13,7 +13,7 @@ from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.call_form import BIAS
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
-from ..recognition.position_attention import BOTH
+from ..recognition.position_attention import BOTH, rows_of_positions
 from ..recognition.stand_ins import Computed
 from ..recognition.trace import WEIGHTS, Trace
 from .encoder_rows import (
@@ -119,7 +119,8 @@ class EncoderProgramme(NativeOperations):
             return None
         if distances is None or type(embeddings) not in (Tensor, nn.Parameter) or embeddings.dtype is not self.dtype:
             return None
-        rows = (distances + span).clamp(0, 2 * span - 1)
+        by_tokens = self.positions.values["by_tokens"]
+        rows = rows_of_positions(distances, span, layout.shape[1] if by_tokens else None)
         first, last = int(rows.min()), int(rows.max())
         table = embeddings[first : last + 1]
         if not embeddings.is_cpu or table.ndim != 2 or len(table) != last + 1 - first:

@@ -16,11 +16,11 @@ from torch import nn
 
 from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_MASK, as_usual
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
-from .position_attention import READ_SETTINGS, PositionAttention
+from .position_attention import ABSENT_PARTS, READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
 from .source_stand_ins import KEYS, VALUES, SourceKeys, as_source
 from .stand_ins import BATCH, SOURCE, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector, require
-from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
+from .trial import NAMES_OF_EPS, PLAIN_ACTIVATIONS, GatedNames, activation_name, settings_of_norm
 from .unchanged import HOOKS, Read, has_own_forward
 
 
@@ -100,14 +100,19 @@ class Record:
         require(replace(x, apart=1) if heads > 1 else x, heads=False)
         return self.put("activation", [x], x.width, activation=name, heads=heads)
 
-    def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:
+    def layer_norm(self, module: nn.Module, x: Any) -> StandIn:
+        """Record a LayerNorm, of torch or of code that is tried to be one, which has no such settings."""
         require(x, heads=False)
-        if module.normalized_shape != (x.width,):
+        own = vars(module)
+        weight = module._parameters.get("weight")
+        sizes = own.get("normalized_shape") if isinstance(module, nn.LayerNorm) else tuple(weight.shape)  # type: ignore[union-attr]
+        if sizes != (x.width,):
             raise UntraceableError("a norm takes another number of inputs")
         self.visit(module)
-        for name in ("eps", "normalized_shape", "elementwise_affine"):
-            self.note(vars(module), name, vars(module).get(name))
-        return self.put("layer_norm", [x], x.width, modules=(module,), dim=x.width)
+        for name, value in settings_of_norm(module).items():
+            self.note(own, name, value)
+        eps = next(own[name] for name in NAMES_OF_EPS if name in own)
+        return self.put("layer_norm", [x], x.width, modules=(module,), dim=x.width, eps=eps)
 
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
@@ -317,17 +322,17 @@ class Record:
         self.visit(module)
         for name in READ_SETTINGS:
             self.note(own, name, own.get(name))
-        for name in {*parts}:
-            self.note(held, name, held[name])
+        for name in (*held, *ABSENT_PARTS):
+            self.note(held, name, held.get(name))
         heads, dim = own["num_attention_heads"], own["attention_head_size"]
-        query, key, value, position_key, position_query = (held[name] for name in parts)
+        position_key, position_query = held[parts.position_key], held[parts.position_query]
         for each in (position_key, position_query):
             self.visit(each)
-        sizes = (BATCH, TOKENS, heads, dim)
-        q, k, v = (self.linear(each, x).view(*sizes).transpose(1, 2) for each in (query, key, value))
+        q, k, v = self._heads_of(x, module, parts, (heads, dim))
         scale = (3 * dim) ** -0.5
         values = {
-            "heads": heads, "dim": dim, "scale": scale, "span": own["pos_ebd_size"], "kinds": own["pos_att_type"],
+            "heads": heads, "dim": dim, "scale": scale, "span": own[parts.span], "kinds": own["pos_att_type"],
+            "by_tokens": parts.by_tokens,
         }  # fmt: skip
         self.operations.append(
             Operation("position_scores", [q.span, k.span], [], (position_key, position_query), values)
@@ -335,6 +340,30 @@ class Record:
         options = {"scaling": scale, "is_causal": False}
         values = {"options": options, "masked": True, "biased": False, "adds_mask": False}
         return self._attend((q, k, v), (), values).view(BATCH, TOKENS, heads * dim), None
+
+    def _heads_of(
+        self, x: StandIn, module: nn.Module, parts: PositionAttention, sizes: tuple[int, int]
+    ) -> list[StandIn]:
+        """Record the queries, keys and values of a module that is known, [B, heads, T, dim]."""
+        (heads, dim), held = sizes, vars(module)["_modules"]
+        products = [self.linear(held[name], x) for name in parts.linears]
+        if len(products) == 1:
+            joint = products[0].view(BATCH, TOKENS, heads, 3 * dim)
+            products = [self.take_heads(part) for part in joint.parts(3)]
+        biases = [Vector(module._parameters, name, module._parameters[name]) for name in parts.biases]  # type: ignore[arg-type]
+        for place, bias in zip((0, 2), biases, strict=False):
+            products[place] = self.add_bias(products[place], bias)
+        return [each.view(BATCH, TOKENS, heads, dim).transpose(1, 2) for each in products]
+
+    def take_heads(self, x: StandIn) -> StandIn:
+        """Record that columns of each head are put end to end."""
+        taken = self.put("take_heads", [x], x.width, heads=x.heads, dim=x.shape[3])
+        return replace(taken, heads=None)
+
+    def add_bias(self, x: StandIn, bias: Vector) -> StandIn:
+        if bias.parameter.shape != (x.width,) or bias.parameter.dtype is not self.dtype:
+            raise UntraceableError("it adds a parameter of another size or dtype")
+        return self.put("affine", [x], x.width, vector=None, bias=bias, dim=x.width)
 
     def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
         query, key, value = qkv

@@ -29,7 +29,15 @@ from .record import Record
 from .scores import Scores
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import BATCH, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
-from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name, gated_names, name_of_function, seems_rms_norm
+from .trial import (
+    PLAIN_ACTIVATIONS,
+    GatedNames,
+    activation_name,
+    gated_names,
+    is_layer_norm,
+    name_of_function,
+    seems_rms_norm,
+)
 from .unchanged import PLAIN_TYPES
 
 CPU = torch.device("cpu")
@@ -155,7 +163,7 @@ class Trace(Record):
             return [self.child(each) for each in module]
         if isinstance(module, nn.Linear) or is_conv1d(module):
             return LinearStandIn(self, module)
-        if type(module) is nn.LayerNorm:
+        if is_layer_norm(module):
             return lambda x: self.layer_norm(module, x)
         if seems_rms_norm(module):
             return lambda x: self.norm(module, x)
