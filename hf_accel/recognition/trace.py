@@ -23,7 +23,7 @@ from .call_form import BIAS, CACHES, MASK, SOURCE_MASK, SOURCE_STATES, TABLES, C
 from .code import ROTATION, with_functions
 from .folding import folded
 from .model_stand_ins import CacheStandIn, ConfigStandIn
-from .operation import INPUT, OUTPUT, Span, UntraceableError
+from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .position_attention import POSITION_ATTENTION, position_attention
 from .record import Record
 from .scores import Scores
@@ -123,8 +123,7 @@ class Trace(Record):
         except UntraceableError:
             raise
         except Exception as error:  # the code fails on a stand-in with an error of its own
-            first = next(iter(str(error).splitlines()), "")
-            raise UntraceableError(f"its code fails on a stand-in ({type(error).__name__}: {first})") from error
+            raise UntraceableError(reason_of_failure(error)) from error
 
     def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:
         """Return what the code reads as self.name."""
