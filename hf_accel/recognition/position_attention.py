@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .call_form import EMBEDDINGS, POSITIONS
+from .operation import UntraceableError
+from .stand_ins import BATCH, TOKENS, StandIn, Vector
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
 POSITION_ATTENTION = "DisentangledSelfAttention"
@@ -43,6 +46,21 @@ class PositionAttention(NamedTuple):
     def layers(self) -> tuple[str, ...]:
         """The names of all linear layers, each once."""
         return tuple(dict.fromkeys((*self.linears, self.position_key, self.position_query)))
+
+    def recorded(self, record: Any, x: StandIn, module: nn.Module, sizes: tuple[int, int]) -> list[StandIn]:
+        """Record the queries, keys and values of a module that is known, [B, heads, T, dim]; sizes: heads and dim."""
+        (heads, dim), held = sizes, vars(module)["_modules"]
+        products: list[StandIn] = [record.linear(held[name], x) for name in self.linears]
+        if len(products) == 1:
+            parts = products[0].view(BATCH, TOKENS, heads, 3 * dim).parts(3)
+            products = [record.put("take_heads", [part], part.width, heads=heads, dim=dim) for part in parts]
+            products = [replace(part, heads=None) for part in products]
+        for place, name in zip((0, 2), self.biases, strict=False):
+            part, bias = products[place], Vector(module._parameters, name, module._parameters[name])  # type: ignore[arg-type]
+            if bias.parameter.shape != (part.width,) or bias.parameter.dtype is not record.dtype:
+                raise UntraceableError("it adds a parameter of another size or dtype")
+            products[place] = record.put("affine", [part], part.width, vector=None, bias=bias, dim=part.width)
+        return [each.view(BATCH, TOKENS, heads, dim).transpose(1, 2) for each in products]
 
 
 SEPARATE = ("query_proj", "key_proj", "value_proj")

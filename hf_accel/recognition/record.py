@@ -328,7 +328,7 @@ class Record:
         position_key, position_query = held[parts.position_key], held[parts.position_query]
         for each in (position_key, position_query):
             self.visit(each)
-        q, k, v = self._heads_of(x, module, parts, (heads, dim))
+        q, k, v = parts.recorded(self, x, module, (heads, dim))
         scale = (3 * dim) ** -0.5
         values = {
             "heads": heads, "dim": dim, "scale": scale, "span": own[parts.span], "kinds": own["pos_att_type"],
@@ -340,30 +340,6 @@ class Record:
         options = {"scaling": scale, "is_causal": False}
         values = {"options": options, "masked": True, "biased": False, "adds_mask": False}
         return self._attend((q, k, v), (), values).view(BATCH, TOKENS, heads * dim), None
-
-    def _heads_of(
-        self, x: StandIn, module: nn.Module, parts: PositionAttention, sizes: tuple[int, int]
-    ) -> list[StandIn]:
-        """Record the queries, keys and values of a module that is known, [B, heads, T, dim]."""
-        (heads, dim), held = sizes, vars(module)["_modules"]
-        products = [self.linear(held[name], x) for name in parts.linears]
-        if len(products) == 1:
-            joint = products[0].view(BATCH, TOKENS, heads, 3 * dim)
-            products = [self.take_heads(part) for part in joint.parts(3)]
-        biases = [Vector(module._parameters, name, module._parameters[name]) for name in parts.biases]  # type: ignore[arg-type]
-        for place, bias in zip((0, 2), biases, strict=False):
-            products[place] = self.add_bias(products[place], bias)
-        return [each.view(BATCH, TOKENS, heads, dim).transpose(1, 2) for each in products]
-
-    def take_heads(self, x: StandIn) -> StandIn:
-        """Record that columns of each head are put end to end."""
-        taken = self.put("take_heads", [x], x.width, heads=x.heads, dim=x.shape[3])
-        return replace(taken, heads=None)
-
-    def add_bias(self, x: StandIn, bias: Vector) -> StandIn:
-        if bias.parameter.shape != (x.width,) or bias.parameter.dtype is not self.dtype:
-            raise UntraceableError("it adds a parameter of another size or dtype")
-        return self.put("affine", [x], x.width, vector=None, bias=bias, dim=x.width)
 
     def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
         query, key, value = qkv
