@@ -140,6 +140,14 @@ def vocabulary_size(model: Any) -> int:
     return int(layers_config(model.config).vocab_size)
 
 
+def num_embedded(model: Any) -> int:
+    """Return the number of token ids that a prompt may hold: the table of embeddings may have rows for tokens that a
+    model never says, as for an image.
+    """
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", 0)
+    return max(vocabulary_size(model), rows if isinstance(rows, int) else 0)
+
+
 def head_dim(config: Any) -> int:
     """The numbers of a head of a model with this config, or of a layer with a config of its own."""
     named = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)

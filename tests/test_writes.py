@@ -47,6 +47,7 @@ WRITERS = {
     "recurrent.hf.state_pass": {"dict"},
     "recurrent.hf.delta_attention": {"dict"},
     "fused.hf.indexers": {"class", "dict"},
+    "fused.hf.source_layers": {"class"},
     "fused.hf.operator_models": {"class", "dict"},
     "recurrent.hf.selective_scans": {"dict"},
     "recurrent.hf.state_spaces": {"dict"},

@@ -31,6 +31,7 @@ from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.indexers import is_known_indexer
 from ..fused.hf.operator_models import OperatorModel, operator_model
+from ..fused.hf.source_layers import is_source_attention
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
@@ -129,6 +130,8 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
     for _, module, code in module_codes(model):
         unpaged = code.unpaged
         if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
+            continue
+        if is_source_attention(model, module):
             continue
         known = known_recurrence(module)
         if known is None:

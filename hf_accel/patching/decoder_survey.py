@@ -21,17 +21,16 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
 from ..attention.hf.stock import set_implementation, stock_implementation
-from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
 from ..cache.hf.kinds import model_kinds
-from ..cache.kinds import KeysAndValues
+from ..cache.kinds import KeysAndValues, SourceRows
 from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
 from ..fused.hf.operator_models import OperatorModel, complete, operator_model, with_operators
 from ..generation.hf.decoder_call import giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
-from ..generation.hf.encoder_source import HIDING, EncoderOutput
+from ..generation.hf.encoder_source import HIDING, rows_as_output
 from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import encoder_width, layers_config, padding_token
@@ -143,6 +142,12 @@ def _hides_by_token(model: PreTrainedModel) -> bool | None:
 def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
     register()
     known = tried_operators(model)
+    given = _sources(model)
+    ours, others = (
+        partial(_paged, model, passes, each, operators=known) for each in (given, [-each for each in given])
+    )
+    if agree(ours, others, CLOSE):
+        return None  # it does not read the rows that it is given
     for hides in (True, False):
         if agree(
             lambda: _stock(model, passes, hides=hides),  # noqa: B023
@@ -251,7 +256,7 @@ def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tens
         for ids in _tokens(model, number, passes):
             output = called(
                 decoder_input_ids=torch.tensor([ids]),
-                encoder_outputs=EncoderOutput(last_hidden_state=source[None]),
+                encoder_outputs=rows_as_output(source[None]),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
@@ -279,7 +284,7 @@ def _paged(
     groups, groups_of_layer = page_groups(tried.config, CacheConfig(), capacity=64)
     kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
     pages, runner = Pages(groups), kind(tried, groups, groups_of_layer, operators)
-    cached: list[CachedSequence] = [pages.begin(source=source) for source in sources]
+    cached = [pages.begin(source=None if source is None else SourceRows(source)) for source in sources]
     waiting = [list(_tokens(model, number, passes)) for number in range(len(LENGTHS))]
     outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
     for parts in passes:

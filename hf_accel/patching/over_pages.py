@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..cache.hf import model_kinds
-from ..cache.kinds import CompressedKeys, ConvolutionInputs, IndexKeys, RecurrentStates
+from ..cache.kinds import CompressedKeys, ConvolutionInputs, IndexKeys, RecurrentStates, SourceKind
 from ..config import PatchConfig
 from ..fused.hf.compressed import compressed_sites
 from ..fused.hf.counted_positions import counted_sites
@@ -20,6 +20,7 @@ from ..fused.hf.dtype_readers import dtype_readers
 from ..fused.hf.indexers import indexer_sites
 from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.part_activations import part_activations
+from ..fused.hf.source_layers import source_argument, source_layer_sites
 from ..fused.site import FusedSite
 from ..generation.hf.drafting import refuse_drafts
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
@@ -91,6 +92,7 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         counts_padding=stock_loop is None and _counts_padding(model, operators),
         operators=operators,
         makes_masks=texts is not None and texts.makes_masks,
+        source=None if stock_loop is not None else source_argument(model),
     )
 
 
@@ -121,6 +123,8 @@ def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
         yield from recurrence_sites(model)
     if kinds.has(CompressedKeys):
         yield from compressed_sites(model)
+    if kinds.has(SourceKind):
+        yield from source_layer_sites(model)
 
 
 def with_dtype_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan) -> FusedPlan:

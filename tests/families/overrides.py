@@ -218,7 +218,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     | {"pronunciation_embed_dim": 32},
     "Step3p7TextConfig": {"sliding_window": 6},
     "SamVisionConfig": {"global_attn_indexes": [1]},
-    "UdopConfig": {"relative_attention_num_buckets": 32},
+    "UdopConfig": {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
     "UnlimitedOcrSamVisionConfig": {"downsample_channels": [32, 64]},
     "VibeVoiceAcousticTokenizerEncoderConfig": TOKENIZER,
     "VibeVoiceAcousticTokenizerConfig": TOKENIZER,

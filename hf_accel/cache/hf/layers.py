@@ -18,6 +18,7 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...kernels.layouts import KV
 from ...tensors import product_dtype
 from ..group import PageGroup
+from ..kinds.once import OnceGroup
 from ..kinds.states import StateStep
 from ..step import GroupStep, Step
 from ..storage import KVStorage
@@ -48,12 +49,18 @@ class CacheOverPages(Cache):
         kind: type[LayerOverPages],
         groups: list[PageGroup],
         groups_of_layer: list[tuple[int, ...]],
+        of_sources: type[LayerOverPages] | None = None,
     ) -> list[Any]:
         """Make the LayerOverPages of each decoder layer, and return what stands for it in `layers`.
 
-        A layer that keeps keys and values and a state has one for each, see `state_layer`.
+        A layer that keeps keys and values and a state has one for each, see `state_layer`. of_sources: the kind of
+        layers that attend to sources; None for a cache that cannot hold their keys.
         """
-        parts = [[kind(self, i, groups[g], g) for g in own] for i, own in enumerate(groups_of_layer)]
+        once = {g for g, group in enumerate(groups) if isinstance(group, OnceGroup)}
+        parts = [
+            [each(self, i, groups[g], g) for g in own if (each := of_sources if g in once else kind) is not None]
+            for i, own in enumerate(groups_of_layer)
+        ]
         self.paged_layers = [part for own in parts for part in own]
         self._state_layers: dict[int, Any] = {i: own[-1] for i, own in enumerate(parts) if own}
         return [own[0] if own else LayerWithoutPages(self.paged_layers[0]) for own in parts]

@@ -222,7 +222,7 @@ class StateGroup(PageGroup):
     def has_columns(self, layer_idx: int) -> bool:
         return False
 
-    def num_blocks_of(self, num_tokens: int, source: Tensor | None) -> int:
+    def num_blocks_of(self, num_tokens: int, source: Any) -> int:
         return STATES_OF_A_SEQUENCE
 
     def step(

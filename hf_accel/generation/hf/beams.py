@@ -81,7 +81,7 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     fields: dict[str, Any] = {
         "sequences": ids,
         "beam_indices": _padded([found.beams for found in chosen], -1).to(torch.int32).to(ids.device),
-        "past_key_values": None if call.has_encoder else call.cache,
+        "past_key_values": None if call.attends_to_sources else call.cache,
     }
     if config.output_scores:
         fields["sequences_scores"] = torch.tensor([found.score for found in chosen], device=ids.device)

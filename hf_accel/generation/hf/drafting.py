@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ...cache.hf import page_groups
+from ...cache.hf import attends_to_sources, page_groups
 from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
@@ -34,7 +34,7 @@ from .prompts import assisted_refusal
 from .refusals import ragged_refusal
 from .vocabulary import vocabulary_refusal
 
-NO_MODEL_DRAFTS = "no model drafts for an encoder-decoder ('ngram' and 'suffix' do)"
+NO_MODEL_DRAFTS = "no model drafts for an encoder-decoder, or where layers attend to images ('ngram' and 'suffix' do)"
 
 
 def make_speculation(
@@ -50,7 +50,10 @@ def make_speculation(
     made = [drafters.make(drafter) for drafter in wanted]
     state = drafters.state
     controller = _controller(config, state) if controller is None else controller
-    return Speculation(rule, made, controller, invariant_rows=state.invariant_rows, agreement=state.agreement)
+    return Speculation(
+        rule, made, controller, invariant_rows=state.invariant_rows, agreement=state.agreement,
+        num_tokens=vocabulary_size(drafters.target),
+    )  # fmt: skip
 
 
 def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
@@ -191,7 +194,7 @@ def refuse_drafts(model: PreTrainedModel, wanted: SpeculativeConfig, refusal: st
     """Raise UnsupportedError if `wanted` cannot draft for a model. refusal: why nothing can, as one clause, if that is
     known.
     """
-    if refusal is None and model.config.is_encoder_decoder and any(map(_is_model, wanted.drafters)):
+    if refusal is None and attends_to_sources(model.config) and any(map(_is_model, wanted.drafters)):
         refusal = NO_MODEL_DRAFTS
     if refusal is not None:
         raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
@@ -226,6 +229,8 @@ def assistant_refusal(model: Any, assistant: Any) -> str | None:
     """Return why transformers' own loop must use this assistant_model=, as one clause; None if it can draft over
     pages.
     """
+    if attends_to_sources(model.config):
+        return NO_MODEL_DRAFTS
     draft = without_adapters(assistant)
     return draft_refusal(model, draft) if isinstance(draft, PreTrainedModel) else "the assistant is no model"
 

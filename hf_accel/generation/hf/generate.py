@@ -61,9 +61,9 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     if search is not None:
         return result, graphs
     if call.config.return_dict_in_generate:
-        # The pages of an encoder-decoder are gone: transformers takes no cache as one that is empty.
+        # Pages with the keys of sources are gone: transformers takes no cache as one that is empty.
         kind: Any = GenerateEncoderDecoderOutput if call.has_encoder else GenerateDecoderOnlyOutput
-        cache = None if call.has_encoder else call.cache
+        cache = None if call.attends_to_sources else call.cache
         result = kind(sequences=result, past_key_values=cache, **kept_of_passes(rows))
         if call.speculative is not None:
             result.spec_stats = statistics
@@ -88,6 +88,8 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
     attended = sources(call) if call.has_encoder else [None] * len(call.input_ids)
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
+        if (given := inputs[row]) is not None and given.asks:  # the padding behind it is not computed
+            ids, padding = ids[: len(given.contents) - 1] + ids[-1:], 0
         hidden = 0 if ids else call.prompt_columns - padding
         sequence = Sequence(
             ids[padding:] or [0] * hidden,
@@ -97,7 +99,7 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
             seed=seeds[row],
             padding=ids[:padding],
             index=row,
-            keeps_pages=keeps and not call.has_encoder,
+            keeps_pages=keeps and not call.attends_to_sources,
             inputs=RequestInputs(prompt=inputs[row], source=attended[row], num_hidden=hidden) if brings else None,
         )
         leader = row - row % call.repeats

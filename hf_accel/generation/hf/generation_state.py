@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ...cache.hf import PagedCache
+from ...cache.hf import PagedCache, attends_to_sources
 from ...cache.step import SharedContext
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
@@ -81,6 +81,11 @@ class LoopCall:
         return bool(self.model.config.is_encoder_decoder)
 
     @property
+    def attends_to_sources(self) -> bool:
+        """Return whether the decoder attends to more than tokens: to an encoder's output, or to images."""
+        return attends_to_sources(self.model.config)
+
+    @property
     def encoder_inputs(self) -> frozenset[str]:
         """The names of the inputs that say what the encoder has computed, and of which rows."""
         return ENCODER_INPUTS if self.has_encoder else frozenset()
@@ -143,6 +148,8 @@ class DecoderForm:
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     makes_masks: whether the model around the decoder makes masks of texts that our attention does not understand,
         though they say no more than those that the decoder makes by itself, which it then does.
+    source: the argument by which a decoder takes the images that some of its layers attend to; None for one that takes
+        none, and for an encoder-decoder.
     """
 
     prepares: bool = False
@@ -153,6 +160,7 @@ class DecoderForm:
     counts_padding: bool = False
     operators: Any = None
     makes_masks: bool = False
+    source: str | None = None
 
 
 STOCK_FORM = DecoderForm()

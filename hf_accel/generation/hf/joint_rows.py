@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from ...cache.kinds import OnceGroup, SourceRows
 from ..joint_choice import JointRows, Process, RowSettings, Stops
+from ..prompt_inputs import other_input
 from ..sequence import Sequence
 from .generation_state import LoopCall
 from .processing import needs_all_rows
@@ -58,8 +60,11 @@ def has_room(call: LoopCall) -> bool:
     """Return whether the pages hold all sequences, none of which may wait until others have ended."""
     length, count = call.prompt_columns + call.config.max_length - call.num_columns, len(call.input_ids)
     states = getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)
-    source = None if states is None else states[0]
+    source = None if states is None else SourceRows(states[0])
+    is_unread = call.attends_to_sources and source is None and other_input(call.inputs) is not None
     for group in call.cache.pages.groups:
+        if is_unread and isinstance(group, OnceGroup) and not group.pool.growable:
+            return False  # nobody knows how many rows its images have
         needed = count * group.num_blocks_of(length, source)
         if not group.pool.growable and needed > group.pool.num_blocks:
             return False

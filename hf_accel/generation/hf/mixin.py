@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import set_our_attention
-from ...cache.hf import PagedCache
+from ...cache.hf import PagedCache, page_groups
 from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
@@ -25,7 +25,7 @@ from ..prompt_inputs import other_input
 from .batch import generate_batch, refuse_own_keywords, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
-from .encoder_source import give_stock_cache, with_encoder
+from .encoder_source import give_stock_cache, pages_serve, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
@@ -43,7 +43,6 @@ from .refusals import (
 )
 
 NOT_GIVEN = Default("not given")
-RAGGED_MODES = {GenerationMode[name] for name in ("GREEDY_SEARCH", "SAMPLE", "BEAM_SEARCH", "BEAM_SAMPLE")}
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
@@ -153,8 +152,7 @@ class AcceleratedGeneration(WritesModelCard):
         if state.call is not None and state.call.requires_speculation:
             _refuse_speculation(refusal)
         report_stock_loop(state, refusal)
-        if state.call is not None and state.call.own_cache:
-            give_stock_cache(call)
+        give_stock_cache(call)
         prepared = (call.input_ids, call.processors, call.criteria, call.config)
         return stock(*prepared, synced_gpus=call.synced_gpus, **call.inputs)
 
@@ -182,6 +180,7 @@ class AcceleratedGeneration(WritesModelCard):
         if refusal is None:
             return output
         report_stock_loop(self._generation_state, refusal)
+        give_stock_cache(call)
         if len(input_ids) > 1:  # transformers' assisted decoding takes one row
             return super()._sample(  # type: ignore[misc]
                 *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
@@ -295,7 +294,7 @@ class AcceleratedGeneration(WritesModelCard):
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         mask, has_beams = model_kwargs.get("attention_mask"), (generation_config.num_beams or 1) > 1
         wanted = wanted and states_refusal(self, mask, has_beams=has_beams) is None  # type: ignore[arg-type]
-        wanted = wanted and (generation_mode in RAGGED_MODES or not self.config.is_encoder_decoder)  # type: ignore[attr-defined]
+        wanted = wanted and pages_serve(self.config, generation_mode)  # type: ignore[attr-defined]
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
@@ -308,7 +307,8 @@ class AcceleratedGeneration(WritesModelCard):
             kept = None if state.runner is None else cache_of_kept(state, self.config, capacity)  # type: ignore[attr-defined]
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
-                kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
+                pages = page_groups(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
+                kept = PagedCache.over(*pages, state.cache, self.config)  # type: ignore[attr-defined]
             model_kwargs[name] = with_encoder(kept) if self.config.is_encoder_decoder else kept  # type: ignore[attr-defined]
         else:
             if given is not None:

@@ -252,6 +252,7 @@ class ModelRunner:
         self.cache.unread = None  # a pass that failed may have left a layer unread
         selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         self.cache.known_pass = known_pass(self.model)
+        more = {} if (once := self.cache.once) is None else once.arguments
         if self.operators is None:
             given = self._tokens(inputs, rows)
         else:
@@ -259,7 +260,7 @@ class ModelRunner:
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
             with nullcontext() if self.operators is None else self.operators.passing(self.cache):
-                output = self._called(rows, len(inputs.ids))(
+                output = self._called(rows, len(inputs.ids), more)(
                     **given,
                     use_cache=True,
                     return_dict=True,
@@ -274,11 +275,11 @@ class ModelRunner:
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
 
-    def _called(self, rows: Rows, count: int) -> Any:
+    def _called(self, rows: Rows, count: int, more: Mapping[str, Tensor]) -> Any:
         """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some."""
-        if not rows and not self._own_masks:
+        if not rows and not self._own_masks and not more:
             return self.model
-        return giving_more(self.model, prepare_step, rows, count=count, own_masks=self._own_masks)
+        return giving_more(self.model, prepare_step, rows, count=count, more=more, own_masks=self._own_masks)
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         """Return the ids [1, N] and the positions of a pass, which a model that counts them by itself learns from its

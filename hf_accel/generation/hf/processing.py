@@ -51,6 +51,12 @@ def processors_refusal(processors: LogitsProcessorList) -> str | None:
     return None if name is None else f"{name} depends on its earlier calls"
 
 
+def reads_scores_alone(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
+    """Return whether no processor reads earlier tokens, and criteria read their number and the last one."""
+    ends = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
+    return all(type(each) in SCORES_ONLY for each in processors) and all(type(each) in ends for each in criteria)
+
+
 def needs_all_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, batch_size: int) -> str | None:
     """Return why these need all rows of the batch together, as one clause; None if they do not."""
     if batch_size == 1:

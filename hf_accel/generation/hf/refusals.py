@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache, model_kinds
-from ...cache.kinds import RecurrentStates
+from ...cache.kinds import KeysAndValues, RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
 from ...models import vocabulary_size
 from ...undo.journal import original_class
 from ...undo.state import FUSED, state_of
-from ..prompt_inputs import other_input
+from ..prompt_inputs import is_padded_behind, other_input
 from ..sampling.purity import stateful_refusal
 from .beams import beams_refusal
-from .encoder_source import encoder_refusal
+from .encoder_source import encoder_refusal, others_refusal
 from .generation_state import GenerationState, LoopCall
 from .joint_rows import together_refusal
 from .model_runner import (
@@ -29,7 +29,7 @@ from .model_runner import (
     keyword_for_each_row,
     positions_count_tokens,
 )
-from .processing import is_users, processors_refusal
+from .processing import is_users, processors_refusal, reads_scores_alone
 
 NO_PAGES = "it has no paged cache"
 SWITCHES = "enable_adapters"  # a method that a class's own generate() may call
@@ -102,8 +102,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if not input_ids.shape[0] or not call.prompt_columns:
         return "it is given no token ids"
     other = other_input({name: value for name, value in call.inputs.items() if name not in call.encoder_inputs})
-    if other is not None and call.has_encoder:
-        return f"it is given {other}"
+    if call.has_encoder and (refusal := others_refusal(call)) is not None:
+        return refusal
     more = call.has_more_than_ids
     if more and not own_cache and call.cache.get_seq_length():
         return f"a cache that holds tokens is passed along with {other or 'positions'}"
@@ -116,8 +116,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "its mask and position_ids are not those of its token ids"
     if input_ids.shape[1] not in (0, shape[1]):
         return "it is given other token ids than embeddings"
-    if mask is not None and not _only_left_padded(mask):
-        return "padding stands behind or between tokens"
+    if mask is not None and not _only_left_padded(mask) and (refusal := _behind_refusal(call, own_cache)) is not None:
+        return refusal
     columns = call.prompt_columns + call.config.max_length - call.num_columns
     if mask is not None and not bool(mask.all()) and moves_with_padding(call.model, columns):
         return "its attention counts padding in the positions of tokens"
@@ -131,6 +131,24 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if call.has_beams:
         return beams_refusal(call)
     return processors_refusal(call.processors) or together_refusal(call)
+
+
+def _behind_refusal(call: LoopCall, own_cache: bool) -> str | None:
+    """Return why a call whose mask is not of padding on the left cannot run ragged, as one clause; None if it can.
+
+    In transformers' loop, the last column chooses the first token of a row with padding on the right, and the tokens
+    behind it are counted from its position.
+    """
+    mask, positions, form = call.mask, call.inputs.get("position_ids"), call.state.form
+    known = mask is not None and mask.ndim == 2 and is_padded_behind(mask) and positions is not None
+    known = known and model_kinds(call.model.config).distinct == (KeysAndValues(None),)
+    if not known or call.has_encoder or call.has_more_than_ids or form.counts_padding or form.operators is not None:
+        return "padding stands behind or between tokens"
+    if not own_cache or call.has_beams or call.config.return_dict_in_generate:
+        return "padding stands behind tokens, and it has beams, or returns more than tokens"
+    if not reads_scores_alone(call.processors, call.criteria):
+        return "padding stands behind tokens, and its processors read it"
+    return None
 
 
 def drafts_refusal(call: LoopCall) -> str | None:

@@ -88,7 +88,7 @@ class Speculation:
 
     invariant_rows: the largest number of rows for which the model rounds each row as it rounds a single one; None for
     any number. In a larger pass, verified tokens could differ from decoded ones. So drafts do not make a pass larger
-    than that.
+    than that. num_tokens: the tokens that the model may say, of which alone a draft is made; None for any.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class Speculation:
         *,
         invariant_rows: int | None = None,
         agreement: ProcessAgreement = ALONE,
+        num_tokens: int | None = None,
     ) -> None:
+        self.num_tokens = num_tokens
         self.verifier, self.invariant_rows, self.agreement = verifier, invariant_rows, agreement
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or Controller()
@@ -163,6 +165,7 @@ class Speculation:
                     f"the drafter {drafter.name!r} proposed {len(draft)} tokens where {count} were asked for; "
                     "propose at most lengths[i]"
                 )
+            draft = draft if self.num_tokens is None else draft.below(self.num_tokens)
             sequence.cached.truncate(sequence.num_computed + 1 + len(draft))
             if len(draft):
                 self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
