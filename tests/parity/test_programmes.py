@@ -24,8 +24,9 @@ from .families import VOCABULARY, build
 from .programme import Asked, Programme
 from .recurrent_models import LAYERS, delta_rule_of, state_space_of
 
-NEW_TOKENS = 16
-SEEDS_OF_A_TEST, LONG_TESTS = 25, 9
+NEW_TOKENS, NEW_BEHIND_ENCODERS = 16, 26
+MOST_FOR_ENCODERS = 10  # tokens, so that it is not the encoder's output that fills a cache
+SEEDS_OF_A_TEST, LONG_TESTS = 20, 8
 HAPPENS = ("arrived", "finished", "cancelled", "failed", "samples", "preempted", "shared", "accepted")
 NEEDS_KERNELS = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
 IMAGES = {"images": test_media.LLAVA, "images and windows": test_media.GEMMA, "images in grids": test_media.QWEN}
@@ -76,14 +77,21 @@ def asked(kind: str) -> Asked:
             test_media.patched(name), images, cache(lambda number: test_media.expected(name, images[number], 10)),
             longest + 10,
         )  # fmt: skip
-    stock, patched, prompts = MODELS[kind](), MODELS[kind](), texts()
+    stock, patched = MODELS[kind](), hf_accel.patch(MODELS[kind](), weights=None)
+    if kind in ENCODERS:
+        short = [prompt[-MOST_FOR_ENCODERS:] for prompt in texts()]
+        return Asked(patched, short, cache(lambda number: answer(stock, short[number])), NEW_BEHIND_ENCODERS + 1)
+    prompts = texts()
+    longest = max(map(len, prompts))
+    return Asked(patched, prompts, cache(lambda number: answer(stock, prompts[number])), longest + NEW_TOKENS)
 
-    def greedy(number: int) -> list[int]:
-        ids = torch.tensor([prompts[number]])
-        out = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-        return out[0, 1 if kind in ENCODERS else ids.shape[1] :].tolist()
 
-    return Asked(hf_accel.patch(patched, weights=None), prompts, cache(greedy), max(map(len, prompts)) + NEW_TOKENS)
+def answer(stock: Any, prompt: list[int]) -> list[int]:
+    """The tokens that a model of transformers writes behind a prompt."""
+    ids, encodes = torch.tensor([prompt]), stock.config.is_encoder_decoder
+    settings = {"max_new_tokens": NEW_BEHIND_ENCODERS if encodes else NEW_TOKENS, "do_sample": False}
+    tokens: list[int] = stock.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+    return tokens[1 if encodes else len(prompt) :]
 
 
 def happened(kind: str, seeds: range) -> Counter[str]:
@@ -101,7 +109,7 @@ def happened(kind: str, seeds: range) -> Counter[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_programmes(kind: str) -> None:
-    assert happened(kind, range(3))["finished"] > 0
+    assert happened(kind, range(2))["finished"] > 0
 
 
 @pytest.mark.long
@@ -109,4 +117,5 @@ def test_a_few_programmes(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_programmes(kind: str, part: int) -> None:
     counts = happened(kind, range(SEEDS_OF_A_TEST * part, SEEDS_OF_A_TEST * (part + 1)))
-    assert all(counts[name] > 0 for name in HAPPENS), counts
+    # What a decoder behind an encoder is given is one token, which is no block that others could share.
+    assert all(counts[name] > 0 for name in HAPPENS if not (name == "shared" and kind in ENCODERS)), counts
