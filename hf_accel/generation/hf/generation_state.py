@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ...cache.hf import PagedCache
+from ...cache.hf import PagedCache, keeps_states_alone
 from ...cache.step import SharedContext
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ..agreement import ALONE, ProcessAgreement
-from ..prompt_inputs import other_input
+from ..prompt_inputs import other_input, positions_count_tokens
 from ..speculation.controller import Controller
 from .model_watch import ModelWatch
 
@@ -90,7 +90,17 @@ class LoopCall:
         """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
         if self.has_encoder:
             return False
-        return other_input(self.inputs) is not None or self.state.form.prepares
+        return other_input(self.inputs) is not None or self.state.form.prepares or self.moves_tokens
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Return whether the decoder, which reads positions, is to have others than those that count tokens."""
+        form, mask = self.state.form, self.mask
+        operators = form.operators
+        alone = keeps_states_alone(self.model.config)
+        if form.counts_padding or (alone if operators is None else not operators.call.takes_positions):
+            return False
+        return not positions_count_tokens(self.inputs.get("position_ids"), None if mask is None else mask.bool())
 
     @property
     def mask(self) -> Tensor | None:

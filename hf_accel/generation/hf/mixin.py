@@ -8,7 +8,6 @@ import time
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -30,6 +29,7 @@ from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
 from .model_runner import adopt_prefix, weights_salt
+from .processing import way_back
 from .refusals import (
     call_refusal,
     changed_refusal,
@@ -205,13 +205,13 @@ class AcceleratedGeneration(WritesModelCard):
         if without_drafts is not None:
             call = dataclasses.replace(call, speculative=None)
             report_no_drafts(self._generation_state, without_drafts)
-        random_state = torch.get_rng_state()
+        go_back = way_back(call.processors)
         try:
             output, statistics = run(call)
         except NotRaggedError as error:
             if call.streams is not None and call.streams.has_streamed:
                 raise  # tokens that were streamed cannot be taken back
-            torch.set_rng_state(random_state)
+            go_back()
             return None, str(error)
         state.prompt_columns = call.num_columns
         state.statistics |= {"loop": "ragged", **statistics}

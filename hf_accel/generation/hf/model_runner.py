@@ -24,7 +24,7 @@ from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
-from ..prompt_inputs import Rows, other_input
+from ..prompt_inputs import Rows, other_input, positions_count_tokens
 from .mixed_passes import giving_more, planes_of
 
 # PEFT binds these to hooks on its layers during a call.
@@ -114,21 +114,6 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _is_columns(mask: object) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 2
-
-
-def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> bool:
-    """Return whether each token's position is the number of tokens before it, so that equal token ids have equal keys.
-
-    position_ids: [B, Q] or None. mask: [B, Q] bool, False for padding, or None.
-    """
-    if position_ids is None:
-        return mask is None or bool(mask.all())
-    if position_ids.ndim != 2:
-        return False
-    if mask is None or bool(mask.all()):
-        return bool((position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)).all())
-    expected = mask.long().cumsum(1) - 1
-    return bool(((position_ids == expected) | ~mask).all())
 
 
 def weights_salt(model: nn.Module) -> bytes:

@@ -22,14 +22,13 @@ from ..sampling.purity import stateful_refusal
 from .beams import beams_refusal
 from .encoder_source import encoder_refusal
 from .generation_state import GenerationState, LoopCall
-from .joint_rows import together_refusal
+from .joint_rows import together_refusal, why_together
 from .model_runner import (
     attention_refusal,
     is_compiled,
     keyword_for_each_row,
-    positions_count_tokens,
 )
-from .processing import is_users, processors_refusal
+from .processing import is_users
 
 NO_PAGES = "it has no paged cache"
 SWITCHES = "enable_adapters"  # a method that a class's own generate() may call
@@ -121,22 +120,19 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     columns = call.prompt_columns + call.config.max_length - call.num_columns
     if mask is not None and not bool(mask.all()) and moves_with_padding(call.model, columns):
         return "its attention counts padding in the positions of tokens"
-    operators = call.state.form.operators
-    counts = (
-        operators.call.takes_positions if operators is not None else not model_kinds(call.model.config).is_states_alone
-    )
-    counts = counts and not call.state.form.counts_padding
-    if counts and not more and not positions_count_tokens(positions, None if mask is None else mask.bool()):
+    if positions is None and call.moves_tokens:
         return "position_ids do not count tokens"
     if call.has_beams:
         return beams_refusal(call)
-    return processors_refusal(call.processors) or together_refusal(call)
+    return together_refusal(call)
 
 
 def drafts_refusal(call: LoopCall) -> str | None:
     """Return why a call that can run ragged must do without drafts, as one clause; None if it need not."""
     if call.speculative is None:
         return None
+    if (together := why_together(call)) is not None:
+        return together
     own = [processor for processor in call.processors if is_users(processor)]
     return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
 
