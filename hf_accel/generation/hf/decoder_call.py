@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from ...attention.hf.stock import EAGER, name_before_patch
 from ...errors import NotRaggedError
-from ...models import is_within, layers_config
+from ...models import is_within, layers_config, learnt_prompt
 from ...recognition.trial import unwatched_twin
 from ...recognition.unchanged import has_own_forward
 
@@ -46,6 +46,7 @@ class UpToDecoder:
         self.name = decoder_name(model)
         self.decoder = model.get_submodule(self.name)
         self._signature = _signature(type(self.decoder))  # type: ignore[arg-type]
+        self.num_learnt = learnt_prompt(model)  # the embeddings that an adapter puts in front of prompts
         self.model: Any = _around(model, self.name, self._reached, own_hook)
         self.config = layers_config(model.config)
 

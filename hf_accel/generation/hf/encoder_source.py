@@ -44,15 +44,17 @@ def with_encoder(cache: Any) -> Any:
 
 
 def give_stock_cache(call: LoopCall) -> None:
-    """Give a call transformers' own cache instead of one that was made for ragged passes of an encoder-decoder, or of
-    a decoder alone that is given an encoder's output, of which pages without a part of their own keep no keys."""
+    """Give a call transformers' own cache instead of one that was made for ragged passes of an encoder-decoder, of a
+    decoder alone that is given an encoder's output, of which pages without a part of their own keep no keys, or of
+    prompts behind embeddings of an adapter.
+    """
     if not isinstance(call.cache, PagedCache):
         return
     config = layers_config(call.model.config)
     if call.has_encoder:
         call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-    elif call.inputs.get(SOURCE_STATES) is not None:
-        call.inputs["past_key_values"] = DynamicCache(config=config)
+    elif call.num_learnt or call.inputs.get(SOURCE_STATES) is not None:
+        call.inputs[call.state.cache_name] = DynamicCache(config=config)
 
 
 def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:

@@ -57,7 +57,7 @@ def kept_of_passes(rows: JointRows | None) -> dict[str, Any]:
 
 def has_room(call: LoopCall) -> bool:
     """Return whether the pages hold all sequences, none of which may wait until others have ended."""
-    length, count = call.prompt_columns + call.config.max_length - call.num_columns, len(call.input_ids)
+    length, count = call.num_read + call.config.max_length - call.num_columns, len(call.input_ids)
     states = getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)
     source = None if states is None else states[0]
     for group in call.cache.pages.groups:

@@ -18,6 +18,7 @@ from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
 from ...linear.model_card import WritesModelCard
+from ...models import learnt_prompt
 from ...tensors import made_on_host
 from ...undo.state import state_of
 from ..prompt_inputs import other_input
@@ -334,7 +335,7 @@ class AcceleratedGeneration(WritesModelCard):
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         text_only = other_input(model_kwargs) is None and not self._generation_state.form.prepares
-        text_only = text_only and ragged_refusal(self) is None  # type: ignore[arg-type]
+        text_only = text_only and ragged_refusal(self) is None and not learnt_prompt(self)  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

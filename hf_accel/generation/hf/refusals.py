@@ -14,7 +14,7 @@ from ...cache.hf import PagedCache, model_kinds
 from ...cache.kinds import RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
-from ...models import vocabulary_size
+from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, vocabulary_size
 from ...undo.journal import original_class
 from ...undo.state import FUSED, state_of
 from ..prompt_inputs import other_input
@@ -66,8 +66,12 @@ def changed_refusal(model: nn.Module) -> str | None:
     if refusal is not None:
         return refusal
     for name in OWN_METHODS:
-        own = vars(model).get(name)  # PEFT's prompt learning replaces methods on the model itself
-        if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name):
+        own = vars(model).get(name)  # PEFT's prompt learning replaces one on the model itself
+        if own is None or getattr(own, "__func__", None) is getattr(type(model), name):
+            continue
+        if getattr(own, "__func__", None) is not None and learnt_kind(own.__self__) in LEARNT_KEYS:
+            return "its adapter puts keys and values in front of each prompt"
+        if name != OWN_METHODS[0] or not learnt_prompt(model):
             return f"its {name} was replaced on the model itself"
     if any(is_compiled(module) for module in model.modules()):
         return "torch.compile was applied to it, and compiled code cannot read pages"
@@ -113,11 +117,11 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     given = [tensor for tensor in (mask, positions) if tensor is not None]
     if input_ids.is_floating_point() or any(tensor.shape[-2:] != shape for tensor in given):
         return "its mask and position_ids are not those of its token ids"
-    if input_ids.shape[1] not in (0, shape[1]):
+    if input_ids.shape[1] not in (0, shape[1]) or (call.num_learnt and not input_ids.shape[1]):
         return "it is given other token ids than embeddings"
     if mask is not None and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
-    columns = call.prompt_columns + call.config.max_length - call.num_columns
+    columns = call.num_read + call.config.max_length - call.num_columns
     if mask is not None and not bool(mask.all()) and moves_with_padding(call.model, columns):
         return "its attention counts padding in the positions of tokens"
     if positions is None and call.moves_tokens:
