@@ -19,7 +19,7 @@ PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def learnt_prompt(model: Any) -> int:
-    """Return how many embeddings PEFT puts in front of each prompt of this call of generate(); 0 if it puts none there.
+    """Return how many embeddings PEFT puts in front of each prompt in this call of generate(); 0 for none.
 
     PEFT sets a method of its own on the model for the time of a call. Keys and values, which some of its methods put
     there instead, are not meant.
