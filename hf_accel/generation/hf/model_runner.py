@@ -25,7 +25,7 @@ from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
 from ..prompt_inputs import Rows, other_input, positions_count_tokens
-from .mixed_passes import giving_more, planes_of
+from .mixed_passes import PassStates, giving_more, planes_of
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -189,6 +189,7 @@ class ModelRunner:
         self._counts = counts_positions(model)
         self._takes_mask = "attention_mask" in parameters
         state = find_state(model)  # None for a model that is tried before it is patched
+        self.kept = PassStates()
         self._own_masks = state is not None and state.generation.form.makes_masks
 
     @property
@@ -235,7 +236,9 @@ class ModelRunner:
     def _compute(self, inputs: PassInputs, *, everything: bool, rows: Rows) -> Tensor:
         self.cache.step, self.cache.positions = inputs.step, inputs.positions
         self.cache.unread = None  # a pass that failed may have left a layer unread
-        selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
+        selection: dict[str, Any] = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
+        called = self._called(rows, len(inputs.ids))
+        called = self.kept.keeping(self.model, prepare_step, called, selection)
         self.cache.known_pass = known_pass(self.model)
         if self.operators is None:
             given = self._tokens(inputs, rows)
@@ -244,7 +247,7 @@ class ModelRunner:
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         try:
             with nullcontext() if self.operators is None else self.operators.passing(self.cache):
-                output = self._called(rows, len(inputs.ids))(
+                output = called(
                     **given,
                     use_cache=True,
                     return_dict=True,
@@ -256,6 +259,7 @@ class ModelRunner:
         self.cache.check_read()
         if not self.cache.is_kept:
             raise NotRaggedError(f"no layer of {type(self.model).__name__} keeps anything in the cache of a pass")
+        self.kept.keep(output, selection)
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
 
@@ -342,3 +346,7 @@ def adopt_prefix(model: PreTrainedModel, cache: PagedCache, input_ids: Tensor, i
     shareable = shareable and state_of(model).generation.form.operators is None
     if shareable and cache.has_prefixes and positions_count_tokens(inputs.get("position_ids"), mask):
         cache.adopt_prefix(input_ids, mask, weights_salt(model))
+
+
+def every_nth(value: Any, repeats: int, rows: int) -> Any:
+    return value[::repeats] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -76,6 +76,10 @@ def changed_refusal(model: nn.Module) -> str | None:
     if any(is_compiled(module) for module in model.modules()):
         return "torch.compile was applied to it, and compiled code cannot read pages"
     return None
+
+
+def refuse_speculation(refusal: str) -> NoReturn:
+    raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
 
 
 def refuse_clocks(model: nn.Module, config: Any) -> None:
