@@ -28,8 +28,9 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel  
 
 WORDS = 13  # so few that random layers are right now and then
 BASE: dict[str, Any] = {
-    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3,
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    "initializer_range": 0.3,
 }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def made(kind: str) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, Any], S
     return make(), hf_accel.patch(make(), weights=None), settings, SpeculativeConfig(drafter=drafter, num_draft=count)
 
 
-@pytest.mark.parametrize("columns", [2, 7, 40])
+@pytest.mark.parametrize("columns", [4, 7, 40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_and_tokens_are_those_of_stock(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts after the same tokens are the same; both accept others of them, since stock's end with their block."""
@@ -157,14 +158,22 @@ def test_requests_that_share_prefixes_and_wait_for_room(kind: str) -> None:
     stock, model, _, config = made(kind)
     text = asked(1, 24)["input_ids"][0].tolist()
     prompts = [text[: 16 + number] + text[:number] for number in range(6)]
-    expected = [
-        stock.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist() for p in prompts
-    ]
+    outputs = [stock.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0] for prompt in prompts]
+    expected = [output[len(prompt) :].tolist() for output, prompt in zip(outputs, prompts, strict=True)]
     with hf_accel.Engine(model, max_tokens=96, token_budget=16, speculative=config) as engine:
         handles = [engine.submit(prompt, max_new_tokens=20) for prompt in prompts]
         assert [handle.result(60).tokens for handle in handles] == expected
         speculation = engine.stats["speculation"]
     assert speculation["drafted"] > 0
+
+
+@pytest.mark.parametrize("kind", ["3 layers", "blocks"])
+def test_prompts_of_few_tokens(kind: str) -> None:
+    """There are fewer tokens than layers; transformers raises an error then."""
+    stock, model, _, config = made(kind)
+    for columns in (1, 2, 3):
+        given = asked(2, columns)
+        assert torch.equal(model.generate(**given, speculative=config), stock.generate(**given))
 
 
 def test_quantized_weights_and_unpatch() -> None:
@@ -179,16 +188,16 @@ def test_quantized_weights_and_unpatch() -> None:
 
 
 def test_stock_loop_makes_layers_of_its_own_classes() -> None:
-    """A cache of the user's kind keeps the call on transformers' loop, which makes the layers of the model's classes."""
+    """A cache of the user's kind keeps the call on transformers' loop, which makes layers of the classes it finds."""
     model, given = hf_accel.patch(with_heads(2), weights=None), asked(1, 9)
-    with pytest.warns(hf_accel.HfAccelWarning, match="has no paged cache"):
-        found = model.generate(**given, use_mtp=True, cache_implementation="dynamic")
+    found = model.generate(**given, use_mtp=True, cache_implementation="dynamic")
+    assert hf_accel.stats(model)["loop"] == "stock: it has no paged cache"
     assert torch.equal(found, with_heads(2).generate(**given))
 
 
 def test_models_that_have_no_such_layers() -> None:
     model = hf_accel.patch(plain_target(), weights=None)
-    with pytest.raises(UnsupportedError, match="drafter='mtp'.*num_mtp_layers"):
+    with pytest.raises(UnsupportedError, match=r"drafter='mtp'.*num_mtp_layers"):
         model.generate(**asked(1, 5), speculative="mtp")
     with pytest.raises(ValueError, match="num_mtp_layers"), pytest.warns(hf_accel.HfAccelWarning):
         model.generate(**asked(1, 5), use_mtp=True)

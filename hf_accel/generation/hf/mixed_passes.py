@@ -83,8 +83,6 @@ class PassStates:
         arguments: of the call, to which one is added where hooks of transformers keep the states; each layer then runs
         module by module.
         """
-        if not self.layers:
-            return called
         if self.layers == LAST and called is model:
             return hearing_decoder(model, own_hook, self._keep_last)
         arguments["output_hidden_states"] = list(self.layers)

@@ -238,7 +238,8 @@ class ModelRunner:
         self.cache.unread = None  # a pass that failed may have left a layer unread
         selection: dict[str, Any] = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         called = self._called(rows, len(inputs.ids))
-        called = self.kept.keeping(self.model, prepare_step, called, selection)
+        if self.kept.layers:
+            called = self.kept.keeping(self.model, prepare_step, called, selection)
         self.cache.known_pass = known_pass(self.model)
         if self.operators is None:
             given = self._tokens(inputs, rows)
@@ -259,7 +260,8 @@ class ModelRunner:
         self.cache.check_read()
         if not self.cache.is_kept:
             raise NotRaggedError(f"no layer of {type(self.model).__name__} keeps anything in the cache of a pass")
-        self.kept.keep(output, selection)
+        if self.kept.layers:
+            self.kept.keep(output, selection)
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
 
