@@ -227,7 +227,11 @@ class Batcher:
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)
-        return self.runner(ids, positions, step, keep, rows=rows) if rows else self.runner(ids, positions, step, keep)
+        more = {"rows": rows} if rows else {}
+        logits = self.runner(ids, positions, step, keep, **more)
+        if self.speculation is not None:
+            self.speculation.watch(chunks, drafts)
+        return logits
 
     def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft], logits: Tensor) -> list[Progress]:
         """Choose tokens for the chunks that reach their sequence's end, and commit them.

@@ -146,6 +146,21 @@ def other_input(inputs: Mapping[str, Any]) -> str | None:
     return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _says_nothing(value)), None)
 
 
+def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> bool:
+    """Return whether each token's position is the number of tokens before it, so that equal token ids have equal keys.
+
+    position_ids: [B, Q] or None. mask: [B, Q] bool, False for padding, or None.
+    """
+    if position_ids is None:
+        return mask is None or bool(mask.all())
+    if position_ids.ndim != 2:
+        return False
+    if mask is None or bool(mask.all()):
+        return bool((position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)).all())
+    expected = mask.long().cumsum(1) - 1
+    return bool(((position_ids == expected) | ~mask).all())
+
+
 def _says_nothing(value: object) -> bool:
     """Return whether an input is None or an empty dict; transformers passes the latter if there are no images."""
     return value is None or (isinstance(value, Mapping) and not value)

@@ -32,6 +32,14 @@ from .graphed_runner import make_runner
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
 from .refusals import ragged_refusal
+from .states_drafters import (
+    MOST_OF_A_BLOCK,
+    block_drafter,
+    heads_drafter,
+    heads_refusal,
+    is_block_drafter,
+    watching_refusal,
+)
 from .vocabulary import vocabulary_refusal
 
 NO_MODEL_DRAFTS = "no model drafts for an encoder-decoder, or where layers attend to images ('ngram' and 'suffix' do)"
@@ -50,10 +58,19 @@ def make_speculation(
     made = [drafters.make(drafter) for drafter in wanted]
     state = drafters.state
     controller = _controller(config, state) if controller is None else controller
-    return Speculation(
+    speculation = Speculation(
         rule, made, controller, invariant_rows=state.invariant_rows, agreement=state.agreement,
         num_tokens=vocabulary_size(drafters.target),
     )  # fmt: skip
+    layers = {drafter.layers for drafter in made if drafter.layers}
+    if len(layers) > 1:
+        raise UnsupportedError(
+            f"drafters read hidden states of other layers each ({sorted(layers)}); give one of them"
+        )
+    for own in layers:
+        runner.kept.layers = own
+        speculation.states = lambda: runner.kept.states
+    return speculation
 
 
 def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
@@ -108,6 +125,8 @@ class _Drafters:
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
             return CandidateDrafter(wanted, vocabulary_size(self.target))
         model = without_adapters(wanted)
+        if is_block_drafter(model):
+            return block_drafter(self.target, model)
         if isinstance(model, PreTrainedModel):
             return self._model(model)
         raise UnsupportedError(
@@ -122,6 +141,7 @@ class _Drafters:
             "suffix": SuffixDrafter,
             "ngram": lambda: NgramDrafter(fewest, most),
             "self-int4": self._self_int4,
+            "mtp": lambda: heads_drafter(self.target),
         }
         return makers[name]()
 
@@ -216,6 +236,11 @@ def assisted(
         return SpeculativeConfig(), refusal
     if assistant_tokenizer is not None:
         return SpeculativeConfig(), "the draft model has another tokenizer"
+    if getattr(generation_config, "use_mtp", None):
+        return SpeculativeConfig(drafter="mtp"), heads_refusal(model)
+    if getattr(generation_config, "speculation_type", None) == "dflash":
+        drafts = SpeculativeConfig(drafter=assistant_model, max_draft=MOST_OF_A_BLOCK)
+        return drafts, assistant_refusal(model, assistant_model)
     lookup = generation_config.prompt_lookup_num_tokens
     if lookup is not None:
         most = generation_config.max_matching_ngram_size or 2
@@ -232,6 +257,8 @@ def assistant_refusal(model: Any, assistant: Any) -> str | None:
     if attends_to_sources(model.config):
         return NO_MODEL_DRAFTS
     draft = without_adapters(assistant)
+    if is_block_drafter(draft):
+        return watching_refusal(model)
     return draft_refusal(model, draft) if isinstance(draft, PreTrainedModel) else "the assistant is no model"
 
 

@@ -55,14 +55,16 @@ def pages_serve(config: Any, mode: GenerationMode) -> bool:
 
 
 def give_stock_cache(call: LoopCall) -> None:
-    """Give a call transformers' own cache instead of one for ragged passes that cannot hold the keys of sources."""
+    """Give a call transformers' own cache instead of one that was made for ragged passes, where its pages cannot hold
+    what it needs: the keys of sources, or of prompts behind embeddings of an adapter.
+    """
     state = call.state.call
     if state is None or not state.own_cache or not isinstance(call.cache, PagedCache):
         return
     config = layers_config(call.model.config)
     if call.has_encoder:
         call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-    elif call.attends_to_sources or call.inputs.get(SOURCE_STATES) is not None:
+    elif call.num_learnt or call.attends_to_sources or call.inputs.get(SOURCE_STATES) is not None:
         call.inputs[call.state.cache_name] = DynamicCache(config=config)
 
 

@@ -11,6 +11,7 @@ from collections import abc
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
@@ -90,9 +91,9 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
         if (given := inputs[row]) is not None and given.asks:  # the padding behind it is not computed
             ids, padding = ids[: len(given.contents) - 1] + ids[-1:], 0
-        hidden = 0 if ids else call.prompt_columns - padding
+        hidden = call.num_learnt if ids else call.prompt_columns - padding
         sequence = Sequence(
-            ids[padding:] or [0] * hidden,
+            [0] * hidden + ids[padding:],
             max_new_tokens=max(1, call.config.max_length - call.num_columns),
             sampling=sampling,
             stop=stop,
@@ -216,10 +217,11 @@ def _keep(call: LoopCall, sequences: list[Sequence]) -> None:
     token_mask = None
     if call.mask is not None or min(ends) < longest:
         before = torch.ones(len(kept), call.prompt_columns) if call.mask is None else call.mask
+        before = F.pad(before, (call.num_learnt, 0), value=1)
         after = torch.arange(longest)[None] < torch.tensor(ends)[:, None]
         token_mask = torch.cat([before.bool().cpu(), after], dim=1)
         token_mask = None if bool(token_mask.all()) else token_mask
-    call.cache.replace_sequences([cached for _, cached in kept], token_mask, call.prompt_columns + longest)
+    call.cache.replace_sequences([cached for _, cached in kept], token_mask, call.num_read + longest)
 
 
 # -- streamers ---------------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
-"""Passes that hold tokens whose inputs do not follow from their ids, next to tokens of which they do."""
+"""Passes that give a decoder more than ids for some tokens, or keep what it returns besides logits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...errors import NotRaggedError
 from ..marked_inputs import marked_arguments
 from ..prompt_inputs import Rows
 from ..token_arguments import placed_arguments
-from .decoder_call import giving_decoder
+from .decoder_call import giving_decoder, hearing_decoder
 
 
 def giving_more(
@@ -60,3 +62,43 @@ def planes_of(planes: int | None, rows: Rows) -> int | None:
     """Return how many coordinates the positions of a pass have: those of texts, or more that a token is given."""
     given = max((len(each.positions) for each in rows if each.positions is not None), default=1)
     return given if planes is None and given > 1 else planes
+
+
+# -- hidden states, for drafters that read them ------
+
+LAST = (-1,)  # the last hidden states, which a decoder returns
+
+
+class PassStates:
+    """The hidden states of the last pass.
+
+    layers: indices into the hidden states that transformers returns; none are kept without them. states: [N, D] of the
+    tokens of the pass, those of the layers side by side.
+    """
+
+    def __init__(self) -> None:
+        self.layers: tuple[int, ...] = ()
+        self.states = torch.empty(0)
+
+    def keeping(self, model: PreTrainedModel, own_hook: object, called: Any, arguments: dict[str, Any]) -> Any:
+        """Return what a pass calls instead of `called` so that its hidden states are kept.
+
+        arguments: of the call, to which one is added where hooks of transformers keep the states; each layer then runs
+        module by module.
+        """
+        if self.layers == LAST and called is model:
+            return hearing_decoder(model, own_hook, self._keep_last)
+        arguments["output_hidden_states"] = list(self.layers)
+        return called
+
+    def _keep_last(self, output: Any) -> None:
+        self.states = output.last_hidden_state[0]
+
+    def keep(self, output: Any, arguments: dict[str, Any]) -> None:
+        """Keep the states that a call with these arguments has returned. Raises NotRaggedError if it returned none."""
+        if "output_hidden_states" not in arguments:
+            return
+        states = getattr(output, "hidden_states", None) or ()
+        if len(states) <= max(self.layers) or any(states[layer] is None for layer in self.layers):
+            raise NotRaggedError(f"its passes return no hidden states of layers {list(self.layers)}")
+        self.states = torch.cat([states[layer][0] for layer in self.layers], dim=-1)

@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.hf.stock import SDPA
+from ...cache.hf.kinds import model_kinds
+from ...cache.kinds import KeysAndValues
 from ...errors import NotRaggedError
 from ...models import num_embedded
 from ...undo.state import find_state, state_of
@@ -71,6 +74,8 @@ class PromptReader:
         rows, self.columns = self.first.embeddings.shape[:2]
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
         self.sources = read_sources(self.first.source, self.tokens)
+        if calls.num_learnt:
+            self._read_learnt(calls.num_learnt)
         self.seen = tokens_seen(calls.config, self.first.mask, self.tokens, causal=calls.is_causal)
         if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
@@ -82,7 +87,7 @@ class PromptReader:
         self.second = self._call(calls.second(torch.cat([ids, probes], dim=1), inputs, self.columns))
         if self.first.embeddings.dtype is not self.second.embeddings.dtype:
             raise NotRaggedError(f"it is given embeddings of {self.first.embeddings.dtype}")
-        self.of_ids = self._of_ids(ids) if ids.shape[1] else None
+        self.of_ids = self._of_ids(ids) if self.ids.shape[1] else None
         of_probes = self._of_ids(probes)
         refuse_other_source(self.first.source, self.second.source)
         if not torch.equal(self.second.embeddings, of_probes.embeddings) or self.second.marked is not None:
@@ -91,6 +96,20 @@ class PromptReader:
         self._check_arguments(of_probes)
         if self.first.marked is not None:
             self._check_marked(self.first.marked)
+
+    def _read_learnt(self, count: int) -> None:
+        """Read prompts behind `count` embeddings of an adapter as embeddings alone. Padding then stands between them.
+
+        Raises NotRaggedError if a layer keeps something in which columns of padding count.
+        """
+        if self.ids.shape[1] + count != self.columns:
+            raise NotRaggedError(f"its adapter gives it {self.columns} columns for {self.ids.shape[1]}")
+        if self.tokens.shape[1] < self.columns:
+            self.tokens = F.pad(self.tokens, (count, 0), value=True)
+        distinct = model_kinds(self.calls.config).distinct
+        if not bool(self.tokens.all()) and any(each != KeysAndValues(None) for each in distinct):
+            raise NotRaggedError("padding stands between the embeddings of its adapter and its prompt")
+        self.ids = self.ids[:, :0]
 
     def _check_planes(self, state: Any) -> None:
         """Raise NotRaggedError unless positions of so many coordinates mean the same in passes of texts."""

@@ -6,8 +6,11 @@ import sys
 import time
 import warnings
 from collections import Counter, abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from ...cache.pages import Pages
 from ...errors import HfAccelError, HfAccelWarning
@@ -106,6 +109,7 @@ class Speculation:
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
+        self.states: Callable[[], Tensor] | None = None  # returns the hidden states of the last pass, [N, D]
         self._drafts: dict[Sequence, Draft] = {}
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
 
@@ -178,6 +182,17 @@ class Speculation:
 
     def draft_of(self, sequence: Sequence) -> Draft:
         return self._drafts.get(sequence, NO_DRAFT)
+
+    def watch(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft]) -> None:
+        """Give the drafter that reads them the hidden states of a pass, which the model has just computed."""
+        if self.states is None:
+            return
+        states, end = self.states(), 0
+        for chunk, draft in zip(chunks, drafts, strict=True):
+            first, end = end, end + chunk.count + len(draft)
+            for drafter in self.drafters:
+                if drafter.layers and chunk.sequence.sampling.takes_drafts:
+                    drafter.watch(chunk.sequence, chunk.sequence.num_computed, states[first:end])
 
     # -- after the pass --------------------------------------------------------------------------------
 
