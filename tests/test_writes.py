@@ -48,6 +48,7 @@ WRITERS = {
     "recurrent.hf.delta_attention": {"dict"},
     "fused.hf.indexers": {"class", "dict"},
     "fused.hf.operator_models": {"class", "dict"},
+    "patching.sequence_survey": {"class", "dict"},
     "recurrent.hf.selective_scans": {"dict"},
     "recurrent.hf.state_spaces": {"dict"},
     "recurrent.hf.gated_units": {"dict"},
