@@ -50,6 +50,7 @@ WRITERS = {
     "fused.hf.indexers": {"class", "dict"},
     "fused.hf.source_layers": {"class"},
     "fused.hf.operator_models": {"class", "dict"},
+    "patching.sequence_survey": {"class", "dict"},
     "recurrent.hf.selective_scans": {"dict"},
     "recurrent.hf.state_spaces": {"dict"},
     "recurrent.hf.gated_units": {"dict"},

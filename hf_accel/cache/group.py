@@ -68,7 +68,7 @@ class PageGroup:
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
         self.index = PrefixIndex(self.pool) if prefix_sharing else None
-        self.storages: dict[int, KVStorage] = {}
+        self.storages: dict[Any, KVStorage] = {}  # by layer, or by a state of one
         self.has_scratch = False
 
     def table(self, source: Any = None) -> BlockTable:
@@ -147,7 +147,7 @@ class PageGroup:
                 storage.grow(storage.num_blocks + 1)
             self.has_scratch = True
 
-    def storage(self, layer_idx: int, keys: Tensor, values: Tensor) -> KVStorage:
+    def storage(self, layer_idx: Any, keys: Tensor, values: Tensor) -> KVStorage:
         """Return the pages of a layer; the first call creates them. keys [..., H, Dk], values [..., H, Dv].
 
         If keys or values have another dtype than the pages, the pages take the promoted dtype, as with torch.cat.

@@ -228,6 +228,7 @@ class Pages:
             token_columns=None,
             fresh=False,
             contiguous=[True] * len(self.groups),
+            looks_ahead=any(each.seen is not None for each in ranges),
         )
 
     # -- statistics ------------------------------------------------------------------------------------

@@ -35,10 +35,12 @@ from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import encoder_width, layers_config, padding_token
 from ..recognition.asked import answer_once
+from ..recognition.call_form import parameter_names
 from ..recognition.generation_code import only_passes_on
 from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
+from ..undo.journal import original_class
 
 # Whisper's own prepare_inputs_for_generation makes positions where a decoder_attention_mask is given, which the ragged
 # loop makes of its own for all calls that it takes.
@@ -151,7 +153,7 @@ def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
     for hides in (True, False):
         if agree(
             lambda: _stock(model, passes, hides=hides),  # noqa: B023
-            lambda: _paged(model, passes, _sources(model), operators=known),
+            lambda: paged_together(model, passes, _sources(model), operators=known),
             CLOSE,
         ):
             return hides if known is None or complete(model, known) else None
@@ -212,17 +214,23 @@ def counts_padding(model: PreTrainedModel) -> bool:
     """
     if model_device(model).type == "meta":
         return False
-    return agree(lambda: _stock_alone(model, padding=PADDING), lambda: _paged(model, PASSES, first=PADDING), CLOSE)
+    return agree(
+        lambda: stock_alone(model, padding=PADDING), lambda: paged_together(model, PASSES, first=PADDING), CLOSE
+    )
 
 
 def _counts_tokens(model: PreTrainedModel) -> bool:
     register()
-    return agree(lambda: _stock_alone(model, padding=0), lambda: _paged(model, PASSES), CLOSE)
+    return agree(lambda: stock_alone(model, padding=0), lambda: paged_together(model, PASSES), CLOSE)
 
 
-def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
-    """Compute the passes of each sequence alone in a model without an encoder, with padding in front of it."""
-    tried = _tried(model, None)
+def stock_alone(model: PreTrainedModel, *, padding: int, tried: Any = None) -> tuple[Tensor, ...]:
+    """Compute the passes of each sequence alone in a model without an encoder, with padding in front of it.
+
+    tried: the small copy that computes them; None for one of its first layers.
+    """
+    tried = _tried(model, None) if tried is None else tried
+    takes_positions = "position_ids" in parameter_names(original_class(tried).forward)
     outputs = []
     for number in range(len(LENGTHS)):
         cache = DynamicCache(config=layers_config(tried.config))
@@ -230,9 +238,11 @@ def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
         for ids in _tokens(model, number, PASSES):
             shown = ids if mask.any() else [padding_token(model)] * padding + ids
             mask = torch.nn.functional.pad(mask, (0, len(ids)), value=1)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -len(shown) :]
+            given = {"position_ids": positions} if takes_positions else {}
             output = tried(
                 input_ids=torch.tensor([shown]), attention_mask=mask, past_key_values=cache, use_cache=True,
-                return_dict=True,
+                return_dict=True, **given,
             )  # fmt: skip
             outputs.append(output.logits[0, -len(ids) :])
     return tuple(outputs)
@@ -265,20 +275,22 @@ def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tens
     return tuple(outputs)
 
 
-def _paged(
+def paged_together(
     model: PreTrainedModel,
     passes: Passes,
     sources: Sequence[Tensor | None] = (None, None),
     *,
     first: int = 0,
     operators: OperatorModel | None = None,
+    tried: Any = None,
 ) -> tuple[Tensor, ...]:
     """Compute the same passes over pages, those of both sequences in one row.
 
     sources: the encoder's output of each sequence. first: the position of the first token of each. operators: what is
-    to be tried of attention by torch's operators.
+    to be tried of attention by torch's operators. tried: see stock_alone.
     """
-    tried = _tried(model, ATTENTION_NAME if operators is None else None)
+    if tried is None:
+        tried = _tried(model, ATTENTION_NAME if operators is None else None)
     if operators is not None:
         with_operators(tried, operators)
     groups, groups_of_layer = page_groups(tried.config, CacheConfig(), capacity=64)

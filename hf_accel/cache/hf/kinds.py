@@ -196,7 +196,7 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     if name == "conv" and type(layer) is LinearAttentionLayer and isinstance(window, int):
         return (ConvolutionInputs(window),)
     sizes = state_sizes(decoder)
-    if sizes is None or getattr(layer, "number_of_states", 1) != 1:
+    if sizes is None:
         return None
     state = RecurrentStates(WINDOW, sizes, steps_of_prompts_differ(decoder))
     if name == "linear_attention" and type(layer) is LinearAttentionLayer:

@@ -226,7 +226,7 @@ class PagedCache(CacheOverPages):
     @property
     def _is_unfinished(self) -> bool:
         """True if a pass was prepared that did not reach every layer."""
-        return any(layer.num_columns != self.padded.num_columns for layer in self.paged_layers)
+        return any(x.is_followed and x.num_columns != self.padded.num_columns for x in self.paged_layers)
 
     def step_for(self, layer: PagedLayer, keys: Tensor) -> Step:
         """Return the Step for a layer's update.

@@ -169,6 +169,7 @@ class StateGroup(PageGroup):
             quantized=None,
         )
         self.pool.max_cached = MOST_SNAPSHOTS
+        self.shapes: dict[Any, torch.Size] = {}  # of the states that a layer's own code keeps, by their storages
         self._num_rows = FIRST_STATES
 
     @property

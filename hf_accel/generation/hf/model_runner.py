@@ -282,7 +282,7 @@ class ModelRunner:
             return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
-        planes = state_of(self.model).generation.form.planes
+        planes = None if (state := find_state(self.model)) is None else state.generation.form.planes
         planes = planes_of(planes, rows) if rows else planes
         positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
         return _ids(inputs, rows) | {"position_ids": _placed(positions, rows)}
