@@ -146,7 +146,7 @@ def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
     known = tried_operators(model)
     given = _sources(model)
     ours, others = (
-        partial(_paged, model, passes, each, operators=known) for each in (given, [-each for each in given])
+        partial(paged_together, model, passes, each, operators=known) for each in (given, [-each for each in given])
     )
     if agree(ours, others, CLOSE):
         return None  # it does not read the rows that it is given

@@ -27,7 +27,7 @@ from ..fused.hf.counted_positions import counted_sites
 from ..fused.hf.indexers import indexer_sites, is_known_indexer
 from ..fused.hf.operator_models import OperatorModel, operator_model
 from ..fused.hf.own_code import OWN_CODE, OwnCode, PagedSequences, own_code_modules
-from ..fused.hf.source_layers import source_layer_sites
+from ..fused.hf.source_layers import is_source_attention, source_layer_sites
 from ..fused.site import FusedSite
 from ..models import is_within
 from ..recognition.asked import answer_once
@@ -81,7 +81,7 @@ def own_code(model: PreTrainedModel) -> dict[str, OwnCode]:
 def _own_code(model: PreTrainedModel) -> dict[str, OwnCode]:
     if model.config.is_encoder_decoder or not model.can_generate() or model not in settable_parts(model):
         return {}
-    modules = [each for each in own_code_modules(model) if _is_unknown(each[1])]
+    modules = [each for each in own_code_modules(model) if _is_unknown(model, each[1])]
     if not modules or isinstance(answer_once(operator_model, model), OperatorModel):
         return {}
     try:
@@ -96,11 +96,12 @@ def _own_code(model: PreTrainedModel) -> dict[str, OwnCode]:
     return next(filter(None, (_tried(model, found) for found in tried)), {})
 
 
-def _is_unknown(module: nn.Module) -> bool:
+def _is_unknown(model: PreTrainedModel, module: nn.Module) -> bool:
     """Return whether no forward of ours computes a module over pages, for what it or a part of it does."""
     if known_recurrence(module) is not None or is_known_convolution(module):
         return False
-    codes = (code_of(each) for each in module.modules() if not is_known_indexer(each))
+    parts = (each for each in module.modules() if not is_known_indexer(each) and not is_source_attention(model, each))
+    codes = map(code_of, parts)
     return any(code.refusal is not None or code.unpaged is not None for code in codes)
 
 
