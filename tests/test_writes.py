@@ -36,6 +36,7 @@ WRITERS = {
     "linear.nf4": {"dict"},
     "generation.hf.engine": {"config"},
     "generation.hf.batch": {"config"},
+    "generation.hf.states_drafters": {"class", "config", "dict"},
     "generation.hf.request_config": {"config", "setattr"},
     "generation.sampling.purity": {"dict"},  # of a processor
     "recognition.position_attention": {"dict"},
@@ -47,14 +48,16 @@ WRITERS = {
     "recurrent.hf.state_pass": {"dict"},
     "recurrent.hf.delta_attention": {"dict"},
     "fused.hf.indexers": {"class", "dict"},
+    "fused.hf.source_layers": {"class"},
     "fused.hf.operator_models": {"class", "dict"},
+    "patching.sequence_survey": {"class", "dict"},
     "recurrent.hf.selective_scans": {"dict"},
     "recurrent.hf.state_spaces": {"dict"},
     "recurrent.hf.gated_units": {"dict"},
     "recurrent.hf.headed_scans": {"dict"},
     "recurrent.hf.lightning": {"dict"},
     "fused.hf.sites": {"class", "dict"},
-    "generation.hf.head_module": {"hook"},  # within a pass
+    "generation.hf.pass_states": {"hook"},  # within a pass
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},

@@ -6,7 +6,7 @@ Ways:
     checkpoint  patch(keep_original="auto") of a model loaded from the checkpoint NAME
     load        from_pretrained(NAME, quantization_config=AccelConfig(...))
     saved       from_pretrained of the checkpoint NAME that a patched model wrote
-    mapped      the same, where HF_ACCEL_MAP_WEIGHTS=1 lets the weights stay in the file
+    copied      the same, where HF_ACCEL_MAP_WEIGHTS=0 has the weights copied out of the file
     fit         load(NAME, fit=...): room for what the process has, for keys and values, for a pass, and for WEIGHTS
                 times the bytes of the float weights
     stock       from_pretrained(NAME)
@@ -39,7 +39,7 @@ def way_of(way: str, weights: str | None, name: str, layers: int | None) -> Make
         counted = hf_accel.estimate(name, weights=None, bandwidth=1e9, dtype=torch.bfloat16)
         room = process_bytes() + counted.total_bytes - round((1 - float(weights or 1)) * counted.weights_bytes)
         return lambda: hf_accel.load(name, dtype=torch.bfloat16, fit=room)
-    if way in ("stock", "saved", "mapped"):
+    if way in ("stock", "saved", "copied"):
         return lambda: from_pretrained(name)
     if way == "load":
         return lambda: from_pretrained(name, quantization_config=hf_accel.AccelConfig(weights=weights))

@@ -1,6 +1,7 @@
-"""Weights of each stored format on a CPU, in turns with INT8: one row times a weight, and steps of a whole model.
+"""Weights of each stored format on a CPU, in turns with INT8: one row times a weight, and steps of whole models.
 
-No cache holds the weights. The model is one of experts as gpt-oss has them, with a part of its layers and sizes.
+No cache holds the weights. One model is of experts as gpt-oss has them, with a part of its layers and sizes; the other
+is a Llama of a billion parameters in 4, 3 and 2 bits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig
 
 import hf_accel
 from hf_accel.config import Layout
@@ -20,6 +21,7 @@ from hf_accel.linear.experts import WEIGHT_MODULES
 from hf_accel.linear.formats import MXFP4, NVFP4, Mxfp4Weight, QuantizedWeight, state, zeros
 
 from ..harness.bench import Bench
+from ..harness.models import random_model, read_bytes
 from ..harness.tables import Row, Table
 
 SHAPES = ((4096, 2880), (2880, 2880))  # [out, in]
@@ -36,7 +38,19 @@ GPT_OSS = {  # 380 MB of experts in INT8, of which a step reads a half; heads an
     "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 0, "dtype": "bfloat16",
 }  # fmt: skip
 SMALL = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4, "vocab_size": 64}  # for its buffers
+DENSE = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 512, "eos_token_id": None,
+    "pad_token_id": 0,
+}  # fmt: skip
+BITS = (4, 3, 2)
 NEW_TOKENS = 12
+BITS_NOTE = (
+    "A Llama with its weights in groups of 128 and an INT8 head, in turns. Ratio: the median, turn by turn, of the "
+    "seconds in 4 bits over those of the row, with the quarters below and above it; bytes: the same of what a step "
+    "reads, which is what the ratio can be where a step does nothing but read. One thread: processor time; all: "
+    "seconds."
+)
 STEP_NOTE = (
     "Milliseconds of a step at batch 1: processor time of one thread, the median of the turns. Ratio: the median, "
     "turn by turn, of the seconds with experts in INT8 over those of the row. The rest: Linears of attention "
@@ -46,7 +60,30 @@ STEP_NOTE = (
 
 def measure(bench: Bench) -> list[Table]:
     rows = [row(*shape) for shape in SHAPES]
-    return [Table("one row", rows, NOTE), Table("a step of a model of experts", steps(), STEP_NOTE)]
+    tables = [Table("one row", rows, NOTE), Table("a step of a model of experts", steps(), STEP_NOTE)]
+    return [*tables, Table("a step in 4, 3 and 2 bits", steps_by_bits(), BITS_NOTE)]
+
+
+def steps_by_bits() -> list[Row]:
+    """Compare steps of a model in 4, 3 and 2 bits, with one thread and with all."""
+    models = {
+        bits: hf_accel.patch(
+            random_model(LlamaConfig(**DENSE)), weights=hf_accel.WeightConfig(bits), keep_original=False
+        )
+        for bits in BITS
+    }
+    sizes, rows = {bits: read_bytes(model) for bits, model in models.items()}, list[Row]()
+    for threads, clock in ((1, time.thread_time), (torch.get_num_threads(), time.perf_counter)):
+        runs = {str(bits): one_step(model, clock) for bits, model in models.items()}
+        times = in_turns(runs, threads)
+        for bits in BITS:
+            ratios = [first / own for first, own in zip(times[str(BITS[0])], times[str(bits)], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            rows.append({
+                "threads": threads, "bits": bits, "ms": 1e3 * statistics.median(times[str(bits)]), "ratio": middle,
+                "low_ratio": low, "high_ratio": high, "bytes_ratio": sizes[BITS[0]] / sizes[bits],
+            })  # fmt: skip
+    return rows
 
 
 def steps() -> list[Row]:
@@ -101,12 +138,27 @@ def one_call(model: Any) -> Callable[[], float]:
     return run
 
 
-def in_turns(runs: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Return the results of each, called in turn with the others, with one thread; the first ones are left out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rounds = [{name: run() for name, run in runs.items()} for _ in range(ROUNDS + 2)][2:]
+def one_step(model: Any, clock: Callable[[], float]) -> Callable[[], float]:
+    """Return what returns the seconds of a step by this clock, without those of reading the prompt."""
+    ids = torch.tensor([[3, 5, 7, 11]])
+    asked = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
+
+    def run() -> float:
+        times = [clock()]
+        for count in (1, 1 + NEW_TOKENS):
+            model.generate(ids, max_new_tokens=count, **asked)
+            times.append(clock())
+        return (times[2] - 2 * times[1] + times[0]) / NEW_TOKENS
+
+    return run
+
+
+def in_turns(runs: Mapping[str, Callable[[], float]], threads: int = 1) -> dict[str, list[float]]:
+    """Return the results of each, called in turn with the others; the first ones are left out."""
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    rounds = [{name: run() for name, run in runs.items()} for _ in range(ROUNDS + 2)][2:]
+    torch.set_num_threads(before)
     return {name: [one[name] for one in rounds] for name in runs}
 
 

@@ -35,6 +35,7 @@ class KVStorage:
         self.dtype = torch.promote_types(keys.dtype, values.dtype)
         page = (num_blocks, keys.shape[-2], block_size)
         stored, device, dims = quantized or self.dtype, keys.device, (keys.shape[-1], values.shape[-1])
+        self.sizes = (keys.shape[-2], *dims)  # heads, and the numbers of a key and of a value
         columns = list(dims)
         if quantized:
             for refusal in filter(None, (dim_refusal(dim, quantized) for dim in dims)):

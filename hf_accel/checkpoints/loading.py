@@ -23,6 +23,7 @@ from ..config import PatchConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release, trim
 from ..hardware.collecting import collecting_later
+from ..hardware.file_pages import MappedFiles, staying
 from ..linear import LinearSpec, QuantModule, Workers
 from ..linear.backends.cpu import maps_weights
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
@@ -79,14 +80,12 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig, fitted: Fit
     check_loaded(model)
     reader = None if settings.stored_as is None else reader_of(settings.stored_as)
     settings.stored_as = None
-    for name, layer in model.named_modules():
-        if isinstance(layer, QuantModule):
-            check_numbers(name, layer)
-            stored = list(layer.buffers())
-            layer.row_invariant = settings.patch.deterministic
-            layer.pack()
-            for tensor in () if maps_weights() else stored:
-                release(tensor)
+    files = MappedFiles() if maps_weights() else None
+    token = staying.set(files)
+    try:
+        _pack_loaded(model, settings, files)
+    finally:
+        staying.reset(token)
     trim()
     # Where a file holds nothing but experts quantized, weights= says how the rest is held.
     rest = settings.patch.weights if isinstance(reader, ForeignReader) and reader.of_experts else None
@@ -94,7 +93,20 @@ def _finish_quantized(model: PreTrainedModel, settings: AccelConfig, fitted: Fit
     note = () if reader is None or reader.note is None else (Line("linear", "activations", "8 bits", reader.note),)
     todo = replace(todo, config=settings.patch, lines=(*todo.lines, *note))
     apply_plan(todo if fitted is None else fitted.explained(todo))
-    state_of(model).originals.never_there = True
+    state = state_of(model)
+    state.originals.never_there, state.generation.watch.files = True, files
+
+
+def _pack_loaded(model: PreTrainedModel, settings: AccelConfig, files: MappedFiles | None) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantModule):
+            check_numbers(name, layer)
+            stored = list(layer.buffers())
+            layer.row_invariant = settings.patch.deterministic
+            layer.pack()
+            for tensor in stored:
+                if files is None or not files.keeps(tensor):  # what was copied
+                    release(tensor)
 
 
 # -- transformers' part --------------------------------------------------------------------------------

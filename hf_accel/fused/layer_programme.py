@@ -201,8 +201,11 @@ class LayerProgramme(NativeOperations, TracedLayer):
         return out
 
 
-def _addresses(pages: KV) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in pages]
+def _addresses(pages: KV) -> tuple[int, int, int, int]:
+    k, v, k_scales, v_scales = pages
+    if k_scales is None or v_scales is None:
+        return k.data_ptr(), v.data_ptr(), 0, 0
+    return k.data_ptr(), v.data_ptr(), k_scales.data_ptr(), v_scales.data_ptr()
 
 
 def _layers(operations: Iterable[Operation]) -> tuple[nn.Module, ...]:

@@ -122,6 +122,7 @@ class TracedLayer(Traced):
         # Empty K and V, with the shape and the dtype of those that are written.
         shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
         self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
+        self.sizes = (kv["heads"], kv["dim"], kv["value_dim"])
 
     @property
     def limits(self) -> tuple[object, ...]:
@@ -157,10 +158,8 @@ class TracedLayer(Traced):
 
     def fits(self, storage: KVStorage) -> bool:
         """Return whether the pages hold K and V as the layer writes them, and attention reads them."""
-        pages, (keys, values) = storage.pages, self.written
-        dims = (pages.k.shape[1], pages.key_dim, pages.value_dim)
-        same = storage.dtype is self.dtype and pages.k.device == self.device
-        return same and dims == (*keys.shape[1:], values.shape[2])
+        same = storage.dtype is self.dtype and storage.pages.k.device == self.device
+        return same and storage.sizes == self.sizes
 
     def fits_source(self, storage: KVStorage, source: KVStorage) -> bool:
         """Return whether the pages of an encoder's output hold K and V as attention reads them: as the layer's other

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections import abc
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, Self
 
 import torch
@@ -228,10 +227,10 @@ class Batcher:
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)
-        call = partial(self.runner, ids, positions, step, keep)
-        logits = call(rows=rows) if rows else call()
-        if self.speculation is not None and (states := getattr(self.runner, "states", None)) is not None:
-            self.speculation.take_states(chunks, states)
+        more = {"rows": rows} if rows else {}
+        logits = self.runner(ids, positions, step, keep, **more)
+        if self.speculation is not None:
+            self.speculation.watch(chunks, drafts)
         return logits
 
     def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft], logits: Tensor) -> list[Progress]:
@@ -251,6 +250,8 @@ class Batcher:
             if reaches_end:
                 begin, end = end, end + 1 + len(draft.tokens)
                 followers = self.scheduler.fork(sequence) if sequence.followers else []
+                for each in (sequence, *followers):
+                    each.forget_asked()
                 sequences += [sequence, *followers]
                 proposed += [draft, *[NO_DRAFT] * len(followers)]
                 rows += list(range(begin, end)) * (1 + len(followers))

@@ -31,9 +31,10 @@ from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.indexers import is_known_indexer
 from ..fused.hf.operator_models import OperatorModel, operator_model
+from ..fused.hf.source_layers import is_source_attention
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
-from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
+from ..models import head_dim, is_within, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
 from ..recognition.asked import answer_once
 from ..recognition.code import attention_code, code_of
@@ -43,6 +44,7 @@ from ..recurrent.hf.convolutions import is_known_convolution
 from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
 from .decoder_survey import causality_refusal, counting_refusal, decoder_loop_refusal, decoder_refusal
+from .sequence_survey import is_own_code, own_code
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -62,8 +64,8 @@ def _model_attention_refusal(model: PreTrainedModel) -> str | None:
     if not settable_parts(model):
         return f"the attention of {name} does not go through transformers' AttentionInterface"
     parts = stock_parts(model)
-    for _, part, refusal in attention_refusals(model):
-        if part not in parts:
+    for _, part, refusal, module_name in attention_refusals(model):
+        if part not in parts and not is_own_code(model, module_name):
             return refusal
     for module in attention_modules(model):
         implementation = stock_implementation(model, module)
@@ -126,10 +128,14 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
         return operator_refusal(model, refusal)
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
-    for _, module, code in module_codes(model):
+    for module_name, module, code in module_codes(model):
         unpaged = code.unpaged
         if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
             continue
+        if is_source_attention(model, module):
+            continue
+        if is_own_code(model, module_name) or any(is_within(name, module_name) for name in own_code(model)):
+            continue  # a trial has shown what it does, and what those around it do with the cache
         known = known_recurrence(module)
         if known is None:
             return unpaged
@@ -139,10 +145,11 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    refusal = _compression_refusal(model, compressed=kinds.has(CompressedKeys)) or _reuse_refusal(model)
-    refusal = refusal or answer_once(_unknown_recurrences, model)
-    if refusal is not None:
-        return refusal
+    if not own_code(model):  # or a trial has shown what the layers do
+        refusal = _compression_refusal(model, compressed=kinds.has(CompressedKeys)) or _reuse_refusal(model)
+        refusal = refusal or answer_once(_unknown_recurrences, model)
+        if refusal is not None:
+            return refusal
     clauses = (kind.device_refusal(model_device(model)) for kind in kinds.distinct)
     clause = next(filter(None, clauses), None)
     return _bidirectional_refusal(model) if clause is None else f"{name} {clause}"
@@ -178,7 +185,7 @@ def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
     if kinds.distinct == (KeysAndValues(None),):
-        return None
+        return decoder_refusal(model) if model.config.is_encoder_decoder else None
     return refusal or f"{type(model).__name__} keeps other things than keys and values of all tokens"
 
 

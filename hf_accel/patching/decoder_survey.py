@@ -21,24 +21,26 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
 from ..attention.hf.stock import set_implementation, stock_implementation
-from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
 from ..cache.hf.kinds import model_kinds
-from ..cache.kinds import KeysAndValues
+from ..cache.kinds import KeysAndValues, SourceRows
 from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
+from ..fused.hf.operator_models import OperatorModel, complete, operator_model, with_operators
 from ..generation.hf.decoder_call import giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
-from ..generation.hf.encoder_source import HIDING, EncoderOutput
+from ..generation.hf.encoder_source import HIDING, rows_as_output
 from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
-from ..models import layers_config
+from ..models import encoder_width, layers_config, padding_token
 from ..recognition.asked import answer_once
+from ..recognition.call_form import parameter_names
 from ..recognition.generation_code import only_passes_on
 from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
+from ..undo.journal import original_class
 
 # Whisper's own prepare_inputs_for_generation makes positions where a decoder_attention_mask is given, which the ragged
 # loop makes of its own for all calls that it takes.
@@ -141,14 +143,27 @@ def _hides_by_token(model: PreTrainedModel) -> bool | None:
 
 def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
     register()
+    known = tried_operators(model)
+    given = _sources(model)
+    ours, others = (
+        partial(paged_together, model, passes, each, operators=known) for each in (given, [-each for each in given])
+    )
+    if agree(ours, others, CLOSE):
+        return None  # it does not read the rows that it is given
     for hides in (True, False):
         if agree(
             lambda: _stock(model, passes, hides=hides),  # noqa: B023
-            lambda: _paged(model, passes, _sources(model)),
+            lambda: paged_together(model, passes, _sources(model), operators=known),
             CLOSE,
         ):
-            return hides
+            return hides if known is None or complete(model, known) else None
     return None
+
+
+def tried_operators(model: PreTrainedModel) -> OperatorModel | None:
+    """Return the attention by torch's operators that an encoder-decoder is tried with; None if it has none."""
+    known = answer_once(operator_model, model)
+    return known if isinstance(known, OperatorModel) else None
 
 
 def causality_refusal(model: PreTrainedModel) -> str | None:
@@ -167,7 +182,7 @@ def _sees_later(model: PreTrainedModel) -> bool:
     table = getattr(model.get_input_embeddings(), "weight", None)
     if table is None:  # one for each of several channels
         return False
-    for token in (_pad_token(model), len(table) - 1):  # code may embed tokens of its own
+    for token in (padding_token(model), len(table) - 1):  # code may embed tokens of its own
         try:
             tried = _tried(model, None, token=token)
             logits = [tried(input_ids=each, return_dict=True).logits for each in (ids[:, : LENGTHS[0]], ids)]
@@ -199,27 +214,35 @@ def counts_padding(model: PreTrainedModel) -> bool:
     """
     if model_device(model).type == "meta":
         return False
-    return agree(lambda: _stock_alone(model, padding=PADDING), lambda: _paged(model, PASSES, first=PADDING), CLOSE)
+    return agree(
+        lambda: stock_alone(model, padding=PADDING), lambda: paged_together(model, PASSES, first=PADDING), CLOSE
+    )
 
 
 def _counts_tokens(model: PreTrainedModel) -> bool:
     register()
-    return agree(lambda: _stock_alone(model, padding=0), lambda: _paged(model, PASSES), CLOSE)
+    return agree(lambda: stock_alone(model, padding=0), lambda: paged_together(model, PASSES), CLOSE)
 
 
-def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
-    """Compute the passes of each sequence alone in a model without an encoder, with padding in front of it."""
-    tried = _tried(model, None)
+def stock_alone(model: PreTrainedModel, *, padding: int, tried: Any = None) -> tuple[Tensor, ...]:
+    """Compute the passes of each sequence alone in a model without an encoder, with padding in front of it.
+
+    tried: the small copy that computes them; None for one of its first layers.
+    """
+    tried = _tried(model, None) if tried is None else tried
+    takes_positions = "position_ids" in parameter_names(original_class(tried).forward)
     outputs = []
     for number in range(len(LENGTHS)):
         cache = DynamicCache(config=layers_config(tried.config))
         mask = torch.zeros(1, padding, dtype=torch.int64)
         for ids in _tokens(model, number, PASSES):
-            shown = ids if mask.any() else [_pad_token(model)] * padding + ids
+            shown = ids if mask.any() else [padding_token(model)] * padding + ids
             mask = torch.nn.functional.pad(mask, (0, len(ids)), value=1)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -len(shown) :]
+            given = {"position_ids": positions} if takes_positions else {}
             output = tried(
                 input_ids=torch.tensor([shown]), attention_mask=mask, past_key_values=cache, use_cache=True,
-                return_dict=True,
+                return_dict=True, **given,
             )  # fmt: skip
             outputs.append(output.logits[0, -len(ids) :])
     return tuple(outputs)
@@ -243,7 +266,7 @@ def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tens
         for ids in _tokens(model, number, passes):
             output = called(
                 decoder_input_ids=torch.tensor([ids]),
-                encoder_outputs=EncoderOutput(last_hidden_state=source[None]),
+                encoder_outputs=rows_as_output(source[None]),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
@@ -252,18 +275,28 @@ def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool) -> tuple[Tens
     return tuple(outputs)
 
 
-def _paged(
-    model: PreTrainedModel, passes: Passes, sources: Sequence[Tensor | None] = (None, None), *, first: int = 0
+def paged_together(
+    model: PreTrainedModel,
+    passes: Passes,
+    sources: Sequence[Tensor | None] = (None, None),
+    *,
+    first: int = 0,
+    operators: OperatorModel | None = None,
+    tried: Any = None,
 ) -> tuple[Tensor, ...]:
     """Compute the same passes over pages, those of both sequences in one row.
 
-    sources: the encoder's output of each sequence. first: the position of the first token of each.
+    sources: the encoder's output of each sequence. first: the position of the first token of each. operators: what is
+    to be tried of attention by torch's operators. tried: see stock_alone.
     """
-    tried = _tried(model, ATTENTION_NAME)
+    if tried is None:
+        tried = _tried(model, ATTENTION_NAME if operators is None else None)
+    if operators is not None:
+        with_operators(tried, operators)
     groups, groups_of_layer = page_groups(tried.config, CacheConfig(), capacity=64)
     kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
-    pages, runner = Pages(groups), kind(tried, groups, groups_of_layer)
-    cached: list[CachedSequence] = [pages.begin(source=source) for source in sources]
+    pages, runner = Pages(groups), kind(tried, groups, groups_of_layer, operators)
+    cached = [pages.begin(source=None if source is None else SourceRows(source)) for source in sources]
     waiting = [list(_tokens(model, number, passes)) for number in range(len(LENGTHS))]
     outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
     for parts in passes:
@@ -283,8 +316,7 @@ def _paged(
 
 
 def _sources(model: PreTrainedModel) -> list[Tensor]:
-    numbers = RandomNumbers()
-    width = layers_config(model.config).hidden_size
+    numbers, width = RandomNumbers(), encoder_width(model)
     return [numbers(length, width) for length in LENGTHS]
 
 
@@ -294,13 +326,8 @@ def _tokens(model: PreTrainedModel, number: int, passes: Passes) -> Iterator[lis
     ids = iter(range(7 + 20 * number, ROWS))
     tokens = [[next(ids) for _ in range(count)] for count in counts]
     if not model.config.is_encoder_decoder:
-        tokens[0][1] = _pad_token(model)
+        tokens[0][1] = padding_token(model)
     yield from tokens
-
-
-def _pad_token(model: PreTrainedModel) -> int:
-    pad = getattr(layers_config(model.config), "pad_token_id", None)
-    return 0 if pad is None else int(pad)
 
 
 def _tried(model: PreTrainedModel, implementation: str | None, *, token: int | None = None) -> Any:
@@ -313,7 +340,7 @@ def _tried(model: PreTrainedModel, implementation: str | None, *, token: int | N
     lengths = {_name_of(model, decoder): TRIED_LAYERS}
     if model.config.is_encoder_decoder:
         lengths[_name_of(model, model.get_encoder())] = 0
-    small = first_layers_model(model, lengths, token=_pad_token(model) if token is None else token)
+    small = first_layers_model(model, lengths, token=padding_token(model) if token is None else token)
     set_implementation(small, implementation or stock_implementation(model, decoder))
     return small
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..models import is_within
 from ..undo.journal import original_class
@@ -20,6 +21,7 @@ from .trial import RandomNumbers, unwatched_twin
 
 ROWS = 64  # of tables of embeddings
 LAYER_INDICES = ("layer_idx", "layer_id")
+EXPERT_WIDTHS = ("hidden_dim", "hidden_size")  # what experts call the numbers of a token
 
 
 class SparseLinear(nn.Module):
@@ -44,21 +46,45 @@ class SparseLinear(nn.Module):
         return self.factor
 
 
-def one_layer_model(model: nn.Module, name: str, attention: Any = None) -> Any:
+class PlainExperts(nn.Module):
+    """Stands for experts: each number of a token times a factor, so that their weights cost nothing."""
+
+    factor: Tensor
+
+    def __init__(self, width: int, numbers: RandomNumbers) -> None:
+        super().__init__()
+        self.register_buffer("factor", numbers(width), persistent=False)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states * self.factor
+
+
+class FoldedTable(nn.Module):
+    """Stands for a table of embeddings: of few rows, which all ids share."""
+
+    def __init__(self, width: int, numbers: RandomNumbers) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(ROWS, width), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids % ROWS]
+
+
+def one_layer_model(model: nn.Module, name: str, attention: Any = None, token: int = 0) -> Any:
     """Return the model with the layer around its attention module `name` alone, on the CPU, in float32.
 
-    attention: takes the place of that module; None for a copy of it.
+    attention: takes the place of that module; None for a copy of it. token: see first_layers_model.
     """
-    return _around(model, name.split("."), attention, _Copying())
+    return _around(model, name.split("."), attention, _Copying(token=token))
 
 
-def first_layers_model(model: nn.Module, lengths: Mapping[str, int], token: int = 0) -> Any:
+def first_layers_model(model: nn.Module, lengths: Mapping[str, int], token: int = 0, *, plain: bool = False) -> Any:
     """Return the model with the first layers of some parts, on the CPU, in float32.
 
     lengths: by the name of a part, how many modules the outermost lists in it keep. token: an id, besides the first
-    ROWS, that has an embedding.
+    ROWS, that has an embedding. plain: whether PlainExperts take the place of experts, and FoldedTable that of tables.
     """
-    return _copied(model, _Copying(lengths=lengths, token=token))
+    return _copied(model, _Copying(lengths=lengths, token=token, plain=plain))
 
 
 @dataclass
@@ -70,6 +96,7 @@ class _Copying:
 
     lengths: Mapping[str, int] = field(default_factory=dict)
     token: int = 0
+    plain: bool = False
     name: str = ""
     layer: int = 0
     numbers: RandomNumbers = field(default_factory=RandomNumbers)
@@ -103,6 +130,12 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
     own: Any = module
     if isinstance(getattr(own, "in_features", None), int) and isinstance(getattr(own, "out_features", None), int):
         return SparseLinear(own.in_features, own.out_features, copying.numbers)
+    if copying.plain and any(each is not None and each.ndim == 3 for each in own._parameters.values()):
+        width = next((size for name in EXPERT_WIDTHS if isinstance(size := getattr(own, name, None), int)), None)
+        if width is not None:
+            return PlainExperts(width, copying.numbers)
+    if copying.plain and original_class(module) is nn.Embedding:
+        return FoldedTable(own.embedding_dim, copying.numbers)
     if isinstance(module, nn.ModuleList):
         if copying.length is None:
             return nn.ModuleList(_copied(child, copying) for child in module)
@@ -110,6 +143,8 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
         return nn.ModuleList(_copied(child, replace(copying, lengths={}, layer=index)) for index, child in layers)
     if isinstance(module, nn.Dropout):
         return nn.Identity()
+    if is_parametrized(module):
+        module = _with_weights(module)
     children = {
         key: None if child is None else _copied(child, copying.inside(key)) for key, child in module._modules.items()
     }
@@ -117,6 +152,20 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
     for index in LAYER_INDICES:
         if isinstance(vars(made).get(index), int):
             vars(made)[index] = copying.layer
+    return made
+
+
+@torch.no_grad()
+def _with_weights(module: Any) -> nn.Module:
+    """Return a copy that has weights in place of those that the module computes of others, as weight norm does.
+
+    torch makes a class for each such module, and does not let it be copied.
+    """
+    own, kind = vars(module), type(module).__mro__[1]
+    made: nn.Module = object.__new__(kind)
+    weights = {name: nn.Parameter(getattr(module, name), requires_grad=False) for name in module.parametrizations}
+    parts = {key: child for key, child in module._modules.items() if child is not module.parametrizations}
+    vars(made).update(own, _modules=parts, _parameters={**module._parameters, **weights})
     return made
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
 
 from ...kernels.layouts import KV
 from ...recognition.operation import UntraceableError
@@ -151,3 +152,20 @@ class CachedKeys(Cached):
 
 class CachedValues(Cached):
     """The values, which code may multiply by weights."""
+
+
+class CachedLayer(NamedTuple):
+    """Stand-ins for the keys and values of a layer in the cache of an encoder's output."""
+
+    keys: CachedKeys
+    values: CachedValues
+
+
+class BothPasses(EncoderDecoderCache):
+    """A cache for one call of a module that attends to tokens or to an encoder's output."""
+
+    def __init__(self, tokens: CachePass, source: CachePass, is_updated: dict[int, bool]) -> None:
+        # super().__init__() is not called: it asks a cache of transformers how long each layer is.
+        self.self_attention_cache: Any = tokens
+        self.cross_attention_cache: Any = source
+        self.is_updated = is_updated

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedCache
+from ...cache.hf import PAGED_HANDLE, PagedKV, RaggedEncoderDecoderCache
 from ...errors import NotRaggedError
 from ...kernels.layouts import KV, AttentionOptions, PositionBias
 from ...recognition.operation import UntraceableError
@@ -24,7 +24,7 @@ from ...recognition.scores import PRODUCTS, AddedBias, Scores
 from ...tensors import product_dtype
 from .. import AttentionBackend, AttentionSpec, ReferenceBackend
 from ..masking import visible
-from .cached_stand_ins import Cached, CachedKeys, CachedValues, HidingMask
+from .cached_stand_ins import BothPasses, Cached, CachedKeys, CachedLayer, CachedValues, HidingMask
 from .forward import KNOWN_KEYWORDS, choose_again
 from .page_heads import PageHeads, Pairs, page_heads, shared_out
 
@@ -98,8 +98,9 @@ class OperatorPass:
     """
 
     mask_hides = True
+    is_causal = True
 
-    def __init__(self, module: nn.Module, known: OperatorAttention, cache: RaggedCache) -> None:
+    def __init__(self, module: nn.Module, known: OperatorAttention, cache: Any) -> None:
         self.module, self.known, self.cache = module, known, cache
         self.mask = HidingMask()
         self.columns = ONE_COLUMN
@@ -167,12 +168,14 @@ class OperatorPass:
 
     def attend_by(self, scores: Scores, values: Any) -> Tensor:
         """Attend over the pages; returns [1, H, N, Dv], or [H, N, Dv] for values without the first dimension."""
-        if not scores.is_masked or self.used is not None:
+        if (self.is_causal and not scores.is_masked) or self.used is not None:
             raise UntraceableError("it attends without a mask, or more than once")
         if self.known.layer is not None and isinstance(values, Tensor) and values.ndim == 4:
             values = CachedValues(self, values)
         query = scores.query.reshape(1, -1, *scores.query.shape[-2:])
-        options = AttentionOptions(scores.factor, window=self.window, bias=self._bias_of(scores))
+        options = AttentionOptions(
+            scores.factor, causal=self.is_causal, window=self.window, bias=self._bias_of(scores)
+        )
         out = self._attend(query, scores.key, values, options)
         return out[0] if values.flat else out
 
@@ -213,8 +216,9 @@ class OperatorPass:
     def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
         """Write the keys and values of the pass to the pages, with the heads that are read together in one."""
         assert self.layer_idx is not None
-        self.heads = heads
-        keys, self.values = self.cache.update(heads.stored(keys), heads.stored(values), self.layer_idx)
+        self.heads, self.values = heads, values
+        if not hasattr(keys, PAGED_HANDLE):  # they are not in the pages yet
+            keys, self.values = self.cache.update(heads.stored(keys), heads.stored(values), self.layer_idx)
         self.paged: PagedKV = getattr(keys, PAGED_HANDLE)
 
     def _over_pages(self, query: Tensor, options: AttentionOptions) -> Tensor:
@@ -252,31 +256,73 @@ class OperatorPass:
         )  # fmt: skip
 
 
+class SourcePass(OperatorPass):
+    """An OperatorPass over the pages of an encoder's output, all of which each token sees.
+
+    The mask of the call is not read: what it hides has no slots.
+    """
+
+    is_causal = False
+
+    @property
+    def layers(self) -> SourcePass:
+        return self
+
+    def __getitem__(self, layer_idx: int) -> CachedLayer:
+        """Return the keys and values of a layer, which an earlier pass has stored."""
+        if self.layer_idx not in (None, layer_idx):
+            raise UntraceableError("it reads its cache for more than one layer")
+        if self.layer_idx is None:
+            layer = self.cache.layers[layer_idx]
+            self.layer_idx, self.dtype = layer_idx, product_dtype(layer.values)
+            self._stored = CachedLayer(CachedKeys(self, layer.keys), CachedValues(self, layer.values))
+        return self._stored
+
+    def _store(self, keys: Tensor, values: Tensor, heads: PageHeads) -> None:
+        if not heads.is_plain:
+            raise UntraceableError("it reads some heads of an encoder's output with others")
+        super()._store(keys, values, heads)
+
+
+def _passes(module: nn.Module, known: OperatorAttention, cache: Any) -> tuple[Any, list[OperatorPass]]:
+    """Return what stands for the cache of a ragged pass in a call of a module, and its OperatorPasses."""
+    if not isinstance(cache, RaggedEncoderDecoderCache):
+        own = OperatorPass(module, known, cache)
+        return own, [own]
+    tokens = OperatorPass(module, known, cache.self_attention_cache)
+    source = SourcePass(module, known, cache.cross_attention_cache)
+    return BothPasses(tokens, source, cache.is_updated), [tokens, source]
+
+
 def run_over_pages(
-    module: nn.Module, known: OperatorAttention, cache: RaggedCache, given: dict[str, Any], *, forward: Any
+    module: nn.Module, known: OperatorAttention, cache: Any, given: dict[str, Any], *, forward: Any
 ) -> Any:
     """Call the forward of a module that attends by operators in a ragged pass.
 
     given: its arguments by name, of which the cache is one if it takes one. Raises NotRaggedError if it does what is
     not known.
     """
-    own = OperatorPass(module, known, cache)
-    named: dict[str, Any] = {name: own if value is cache else value for name, value in given.items()}
+    stands_in, passes = _passes(module, known, cache)
+    own = passes[0]
+    named: dict[str, Any] = {name: stands_in if value is cache else value for name, value in given.items()}
     if known.mask is not None and named.get(known.mask) is not None:
-        named[known.mask] = own.mask = HidingMask(named[known.mask])
+        named[known.mask] = HidingMask(named[known.mask])
+        for each in passes:
+            each.mask = named[known.mask]
     if known.bias is not None and isinstance(named.get(known.bias), Tensor):
         named[known.bias] = own.bias = AddedBias(named[known.bias])
     try:
         with nullcontext() if known.layer is None else WithoutCache(own):
             result = forward(**named)
-        if own.used is None:
-            raise UntraceableError("it does not attend")
+        used = [each.used for each in passes if each.used is not None]
+        if len(used) != 1:
+            raise UntraceableError("it does not attend, or attends more than once")
     except UntraceableError as error:
         raise NotRaggedError(
             f"{type(module).__name__} cannot read pages: {error}; patch this model with cache=None"
         ) from error
     if known.backend is None:
-        known.spec = own.used
+        known.spec = used[0]
     return without_weights(result)
 
 

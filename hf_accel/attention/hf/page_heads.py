@@ -7,7 +7,6 @@ one wider head: a query has zeros where the keys of others stand, and of a resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,6 +41,7 @@ class PageHeads:
             return x
         return x[:, list(self.sets)].transpose(2, 3).flatten(-2)
 
+    @lru_cache(maxsize=256)  # noqa: B019, each layer of a model asks for the same ones
     def reading(self, pairs: Pairs) -> PageReading:
         """Return how heads of queries read the pages. Raises UntraceableError if one reads two of their heads, or not
         as many read each."""
@@ -105,7 +105,8 @@ def page_heads(pairs: Pairs, count: int) -> PageHeads:
     return PageHeads(found)
 
 
-def shared_out(heads: Sequence[int], count: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def shared_out(heads: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Return the head that each of `count` heads of queries reads, as many of them each of `heads`, in order.
 
     Raises UntraceableError if they cannot be shared out.

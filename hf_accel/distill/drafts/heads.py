@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from ...errors import UnsupportedError
-from ...generation.hf.head_module import HeadModule, tapped
+from ...generation.hf.head_module import HeadModule
+from ...generation.hf.pass_states import tapped
 from ...hardware.atomic import replaced_file
 from ...models import layers_config
 from ..losses.distillation_loss import distillation_loss

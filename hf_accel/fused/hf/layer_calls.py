@@ -20,8 +20,9 @@ from ...attention import PlannedAttention
 from ...attention.cpu import CpuBackend
 from ...attention.hf.mask import window_of
 from ...cache.group import PageGroup
-from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, SourceLayer
+from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
+from ...cache.hf.ragged import SourceLayer
 from ...cache.step import GroupStep, Step
 from ...kernels.cpu.library import native
 from ...recognition.call_form import CACHES, SOURCE_STATES, TENSORS, bound, parameter_names
@@ -184,9 +185,11 @@ class LayerCalls(ABC, Generic[Layer]):
             if len(args) - 1 > len(names) or not given.keys().isdisjoint(kwargs):
                 return None
             args, kwargs = args[:1], given | kwargs
-        cache = _tokens_part(_cache_of(kwargs))
-        if not isinstance(cache, CacheOverPages):
-            return self.run_without_pages(layer, args, kwargs)
+        cache = kwargs.get(CACHES[0])
+        if not isinstance(cache, CacheOverPages):  # which most are: two calls less
+            cache = _tokens_part(_cache_of(kwargs))
+            if not isinstance(cache, CacheOverPages):
+                return self.run_without_pages(layer, args, kwargs)
         if len(args) != 1 or not self.computes(args[0]):
             return None
         x, known = args[0], cache.known_pass

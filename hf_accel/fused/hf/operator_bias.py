@@ -1,7 +1,8 @@
-"""Look at what a model gives to its attention by operators: masks, and a bias of positions."""
+"""Look at what a model gives to its attention by operators: masks, and a bias of positions; and to which modules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ from ...attention.hf.operator_pass import OperatorAttention
 from ...cache.hf import TokensBefore
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
+from ...models import layers_config
 from ...recognition.call_form import parameter_names
-from ...recognition.small_model import one_layer_model
+from ...recognition.small_model import LAYER_INDICES, one_layer_model
 from ...undo.journal import original_class
 
 
@@ -120,3 +122,48 @@ def aligned_bias(shorter: PositionBias | None, longer: PositionBias | None) -> P
     if torch.equal(shorter.table, longer.table[:, -count:]):
         return longer._replace(by_distance=True)
     raise UnsupportedError("its bias depends on more than positions or distances")
+
+
+# -- which modules attend ------------------------------------------------------------------------------
+
+
+def layer_index(module: nn.Module) -> int:
+    found = (vars(module).get(name) for name in LAYER_INDICES)
+    return next((index for index in found if isinstance(index, int)), -1)
+
+
+def one_in_each_layer(model: PreTrainedModel, names: list[str], call: OperatorCall) -> bool:
+    """Return whether as many modules attend as the decoder has layers, one in each."""
+    layers = getattr(layers_config(model.config), "num_hidden_layers", None)
+    if call.without_cache:
+        return len(names) == layers
+    return sorted(layer_index(model.get_submodule(name)) for name in names) == list(range(layers or 0))
+
+
+@torch.no_grad()
+def called_for_tokens(model: PreTrainedModel, names: list[str]) -> Iterator[str]:
+    """Yield the names of modules that tokens alone are given to. Others wait for an encoder's output.
+
+    Modules that stand in the same place of their layers are tried once.
+    """
+    called: dict[str, bool] = {}
+    for name in names:
+        place = place_of(name)
+        if place not in called:
+            called[place] = _is_called(model, name)
+        if called[place]:
+            yield name
+
+
+def place_of(name: str) -> str:
+    """Return the place of a module in its layer, whichever layer that is."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
+
+
+def _is_called(model: PreTrainedModel, name: str) -> bool:
+    """Return whether the model calls an attention module for tokens alone, or cannot be asked."""
+    try:
+        one_layer_model(model, name, _Catch())(input_ids=torch.ones(1, 1, dtype=torch.int64), use_cache=False)
+    except Exception:  # of the module, or of code that is not known
+        return True
+    return False

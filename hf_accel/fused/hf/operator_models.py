@@ -24,13 +24,13 @@ from ...attention.hf.forward import register
 from ...attention.hf.operator_pass import OperatorAttention, run_over_pages
 from ...attention.hf.stock import ATTENTION_NAME, set_implementation
 from ...cache.group import PageGroup
-from ...cache.hf import RaggedCache, TokensBefore
+from ...cache.hf import RaggedCache, RaggedEncoderDecoderCache, TokensBefore, model_kinds
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...config import PatchConfig
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
-from ...models import layers_config
+from ...models import padding_token
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
 from ...recognition.operator_code import attends_by_operators, attends_to_changed_keys, attends_without_cache
@@ -40,7 +40,15 @@ from ...tensors import model_device
 from ...undo.journal import Mixin, mixed_class, original_class
 from ...undo.state import FUSED
 from ..site import FusedSite, SiteKind
-from .operator_bias import OperatorCall, aligned_bias, bias_given
+from .operator_bias import (
+    OperatorCall,
+    aligned_bias,
+    bias_given,
+    called_for_tokens,
+    layer_index,
+    one_in_each_layer,
+    place_of,
+)
 
 OPERATORS = SiteKind("operators", "attention modules by operators", "over pages")
 BIASES = ("alibi", "position_bias")  # the names of parameters that take a bias of positions
@@ -49,10 +57,9 @@ CLOSE = Tolerance(of_largest=1e-4)
 COUNTS = 5, 1, 3  # the tokens of each sequence in the passes of a trial
 PADDING = 3  # the columns in front of prompts in a trial
 LEAST_COLUMNS = 1024  # of a bias's table
-
-
 # The cache of the ragged pass that is under way in this thread, for code that takes none.
 PASSED: ContextVar[RaggedCache | None] = ContextVar("PASSED", default=None)
+RAGGED = RaggedCache, RaggedEncoderDecoderCache
 
 
 class PagedOperators(Mixin):
@@ -62,7 +69,7 @@ class PagedOperators(Mixin):
         """Return what the module returns. Raises NotRaggedError in a ragged pass if its code is not known."""
         given = dict(zip(parameter_names(original_class(self).forward), args, strict=False)) | kwargs
         known: OperatorAttention = self.__dict__[FUSED]
-        cache = next((value for value in given.values() if isinstance(value, RaggedCache)), None)
+        cache = next((value for value in given.values() if isinstance(value, RAGGED)), None)
         cache = PASSED.get() if known.layer is not None else cache
         if cache is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -144,19 +151,64 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
         without_cache = bool(names)
     if not names:
         return None
-    layers = getattr(layers_config(model.config), "num_hidden_layers", None)
-    indices = [_layer_index(model.get_submodule(name)) for name in names]
-    if without_cache:
-        indices = list(range(len(names)))
-    if model.config.is_encoder_decoder or sorted(indices) != list(range(layers or 0)):
-        return f"{type(model).__name__} attends by itself in other places than its decoder's layers"
     takes_positions = "position_ids" in parameter_names(original_class(model).forward)
     call = OperatorCall(takes_positions, by_interface=by_interface, without_cache=without_cache)
+    elsewhere = f"{type(model).__name__} attends by itself in other places than its decoder's layers"
+    if model.config.is_encoder_decoder:
+        return elsewhere if by_interface else _over_source(model, names) or elsewhere
+    if not one_in_each_layer(model, names, call):
+        names = list(called_for_tokens(model, names))
+    if not one_in_each_layer(model, names, call):
+        return elsewhere
     known = _known(model, names, call)
     if takes_positions or isinstance(known, OperatorModel):
         return known
     counting = _known(model, names, replace(call, counts=True))
     return counting if isinstance(counting, OperatorModel) else known
+
+
+def _over_source(model: PreTrainedModel, names: list[str]) -> OperatorModel | None:
+    """Return what is to be tried of a decoder whose modules attend to tokens, and to an encoder's output.
+
+    None if not each of its layers has the same of them. `with_operators` is for the trial, and `complete` for what it
+    has shown.
+    """
+    decoder = set(model.get_decoder().modules())
+    names = [name for name in names if model.get_submodule(name) in decoder]
+    layers = list(range(len(model_kinds(model.config).layers)))
+    for place in {place_of(name) for name in names}:
+        if sorted(layer_index(model.get_submodule(name)) for name in names if place_of(name) == place) != layers:
+            return None
+    sites = {name: _untried(model.get_submodule(name)) for name in names}
+    return OperatorModel(sites, OperatorCall(takes_positions=False, counts=True))
+
+
+def with_operators(tried: nn.Module, known: OperatorModel) -> None:
+    """Make the attention modules of a small copy of a model attend over pages, where it has them.
+
+    A pass of the copy adds to `known` what each asks of its backend.
+    """
+    modules = dict(tried.named_modules())
+    for name, site in known.sites.items():
+        if name in modules:
+            _attend_over_pages(modules[name], site)
+
+
+def _attend_over_pages(module: Any, site: OperatorAttention) -> None:
+    module.__class__ = mixed_class(PagedOperators, type(module))
+    vars(module)[FUSED] = site
+
+
+def complete(model: PreTrainedModel, known: OperatorModel) -> bool:
+    """Add what a trial of the first layers has shown to the modules of others with the same code and settings.
+
+    Returns whether something is known of each.
+    """
+    kinds = {name: (place_of(name), _kind(model.get_submodule(name))) for name in known.sites}
+    shown = {kinds[name]: site.spec for name, site in known.sites.items() if site.spec is not None}
+    for name, site in known.sites.items():
+        site.spec = shown.get(kinds[name])
+    return all(site.spec is not None for site in known.sites.values())
 
 
 def _known(model: PreTrainedModel, names: list[str], call: OperatorCall) -> OperatorModel | str:
@@ -183,16 +235,12 @@ def operator_sites(model: PreTrainedModel, known: OperatorModel | None, config: 
     device_type = model_device(model).type
     quantized_kv = config.cache is not None and config.cache.dtype != "auto"
     for name, site in ({} if known is None else known.sites).items():
-        assert site.spec is not None
+        if site.spec is None:
+            continue  # nothing can be tried before the weights are there
         spec = replace(site.spec, dtype=model.dtype, device_type=device_type, quantized_kv=quantized_kv)
         backend, _ = choose_backend(spec, config.attention or "auto", row_invariant=config.deterministic)
         state = replace(site, spec=spec, backend=backend)
         yield FusedSite(name, model.get_submodule(name), OPERATORS, PagedOperators, state)
-
-
-def _layer_index(module: nn.Module) -> int:
-    found = (vars(module).get(name) for name in LAYER_INDICES)
-    return next((index for index in found if isinstance(index, int)), -1)
 
 
 def _kind(module: nn.Module) -> Any:
@@ -211,9 +259,7 @@ def _kind(module: nn.Module) -> Any:
 def _tried(model: PreTrainedModel, name: str, call: OperatorCall) -> OperatorModel | str:
     """Try an attention module; returns what is known of the model with it alone, or why nothing is, as one clause."""
     module: Any = model.get_submodule(name)
-    parameters = parameter_names(original_class(module).forward)
-    mask = next((each for each in parameters if "mask" in each and "encoder" not in each), None)
-    known = OperatorAttention(None, None, mask, next((each for each in parameters if each in BIASES), None))
+    known = _untried(module)
     unknown = f"{type(module).__name__} computes attention in a way that is not known"
     known.layer = 0 if call.without_cache else None
     trial = OperatorModel({name: known}, call)
@@ -221,30 +267,39 @@ def _tried(model: PreTrainedModel, name: str, call: OperatorCall) -> OperatorMod
         bias, shorter = (bias_given(model, (name, known), call, length) for length in (2 * SHORT, SHORT))
         bias_given(model, (name, known), call, LONG)  # where a window in a mask shows
         trial.bias = aligned_bias(shorter, bias)
-        stock, ours = one_layer_model(model, name), one_layer_model(model, name)
+        pad = padding_token(model)
+        stock, ours = (one_layer_model(model, name, token=pad) for _ in range(2))
         if call.by_interface:
             register()
             set_implementation(ours, ATTENTION_NAME)
-        inner = ours.get_submodule(_path(model, name))
-        inner.__class__ = mixed_class(PagedOperators, type(inner))
-        vars(inner)[FUSED] = known
+        _attend_over_pages(ours.get_submodule(_path(model, name)), known)
     except (UnsupportedError, Exception) as error:
         return f"{unknown} ({_first_line(error)})"
     ids = (RandomNumbers()(2, 9) * 1e3).long() % ROWS
+    if call.counts:  # code may count no token that pads
+        ids[:, 1] = pad
     same = agree(lambda: stock(input_ids=ids, use_cache=False).logits, lambda: _in_passes(ours, trial, ids), CLOSE)
     if not same or known.spec is None:
         return unknown
-    if agree(lambda: _padded(stock, ids, call), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE):
+    padding = torch.full((2, PADDING), pad) if call.counts else ids[:, :PADDING]
+    if agree(lambda: _padded(stock, padding, ids, call), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE):
         return trial
     trial.counts_padding = call.counts and agree(
-        lambda: _padded(stock, ids, call), lambda: _in_passes(ours, trial, ids, first=PADDING), CLOSE
+        lambda: _padded(stock, padding, ids, call), lambda: _in_passes(ours, trial, ids, first=PADDING), CLOSE
     )
     return trial if trial.counts_padding else unknown
 
 
-def _padded(model: Any, ids: Tensor, call: OperatorCall) -> Tensor:
+def _untried(module: Any) -> OperatorAttention:
+    """Return what the code of a module shows before it is tried."""
+    parameters = parameter_names(original_class(module).forward)
+    mask = next((each for each in parameters if "mask" in each and "encoder" not in each), None)
+    return OperatorAttention(None, None, mask, next((each for each in parameters if each in BIASES), None))
+
+
+def _padded(model: Any, padding: Tensor, ids: Tensor, call: OperatorCall) -> Tensor:
     """Return the logits of ids [B, Q] with padding on the left, the last of them computed as generated tokens are."""
-    padding, cache, results = ids[:, :PADDING], DynamicCache(), []
+    cache, results = DynamicCache(), []
     shown = torch.cat([padding, ids], dim=1)
     mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)

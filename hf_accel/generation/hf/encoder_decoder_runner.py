@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedEncoderDecoderCache
 from ...cache.step import PassInputs
-from ...models import layers_config
+from ...fused.hf.operator_models import OperatorModel, attends_alone
+from ...models import encoder_width
 from ..prompt_inputs import PassRows
-from .encoder_source import EncoderOutput
+from .encoder_source import rows_as_output
 from .model_runner import ModelRunner, known_pass
 
 POSITIONS = "decoder_position_ids"
@@ -34,13 +35,15 @@ class EncoderDecoderRunner(ModelRunner):
     """A ModelRunner of an encoder-decoder. The encoder has run before, and its output is in the sequences' tables."""
 
     def __init__(
-        self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]
-    ) -> None:
-        super().__init__(model, groups, groups_of_layer)
-        self.cache: Any = RaggedEncoderDecoderCache(groups, groups_of_layer)
+        self, model: PreTrainedModel, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]],
+        operators: OperatorModel | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, groups, groups_of_layer, operators)
+        one_column = attends_alone(self.operators)
+        self.cache: Any = RaggedEncoderDecoderCache(groups, groups_of_layer, one_column=one_column)
         self.takes_positions = takes_positions(model)
         # Stands for the encoder's output where all layers have its keys: code asks whether there is one.
-        self._stands_in = torch.zeros(1, 1, layers_config(model.config).hidden_size, dtype=model.dtype)
+        self._stands_in = torch.zeros(1, 1, encoder_width(model), dtype=model.dtype)
 
     def _compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows] = ()) -> Tensor:
         assert not rows, "an encoder-decoder is served token ids alone"
@@ -50,8 +53,8 @@ class EncoderDecoderRunner(ModelRunner):
         try:
             output = self.model(
                 decoder_input_ids=ids,
-                decoder_attention_mask=torch.ones_like(ids),
-                encoder_outputs=EncoderOutput(last_hidden_state=self._stands_in if sources is None else sources),
+                decoder_attention_mask=torch.ones_like(ids if self.operators is None else ids[:, :1]),
+                encoder_outputs=rows_as_output(self._stands_in if sources is None else sources),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,

@@ -10,24 +10,29 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from ...cache.hf import PagedCache
+from ...cache.hf import PagedCache, attends_to_sources
+from ...cache.kinds import SourceRows
 from ...errors import NotRaggedError, UnsupportedError
 from ...models import layers_config
+from ...recognition.call_form import SOURCE_STATES
+from ...recognition.unchanged import PLAIN_TYPES
 from ...tensors import model_device
-from ..prompt_inputs import RequestInputs
+from ..prompt_inputs import TEXT_INPUTS, RequestInputs, other_input
 from .decoder_call import UpToDecoder
 from .generation_state import LoopCall
 from .model_runner import prepare_step
 
+RAGGED_MODES = {GenerationMode[name] for name in ("GREEDY_SEARCH", "SAMPLE", "BEAM_SEARCH", "BEAM_SAMPLE")}
 HIDING = "encoder_attention_mask"  # the argument of a decoder that says which rows of an encoder's output there are
 
 
 @dataclass
-class EncoderOutput(BaseModelOutput):
+class EncoderOutput(BaseModelOutputWithPooling):
     """The output of an encoder without padding. Code asks some encoders, of sound, for the mask of their output, and
-    those with experts for the logits of their routers.
+    those with experts for the logits of their routers. It may call what it reads the pooled output.
     """
 
     attention_mask: Tensor | None = None
@@ -42,19 +47,36 @@ def with_encoder(cache: Any) -> Any:
     return EncoderDecoderCache(cache, DynamicCache()) if isinstance(cache, PagedCache) else cache
 
 
+def pages_serve(config: Any, mode: GenerationMode) -> bool:
+    """Return whether a paged cache serves a mode of generate(): transformers' own loops use no keys of sources."""
+    if not attends_to_sources(config) or mode in RAGGED_MODES:
+        return True
+    return mode == GenerationMode.ASSISTED_GENERATION and not config.is_encoder_decoder
+
+
 def give_stock_cache(call: LoopCall) -> None:
-    """Give a call transformers' own cache instead of one that was made for ragged passes of an encoder-decoder."""
-    if call.has_encoder and isinstance(call.cache, PagedCache):
-        config = layers_config(call.model.config)
+    """Give a call transformers' own cache instead of one that was made for ragged passes, where its pages cannot hold
+    what it needs: the keys of sources, or of prompts behind embeddings of an adapter.
+    """
+    state = call.state.call
+    if state is None or not state.own_cache or not isinstance(call.cache, PagedCache):
+        return
+    config = layers_config(call.model.config)
+    if call.has_encoder:
         call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    elif call.num_learnt or call.attends_to_sources or call.inputs.get(SOURCE_STATES) is not None:
+        call.inputs[call.state.cache_name] = DynamicCache(config=config)
 
 
 def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     """Return why a call of an encoder-decoder cannot run ragged, as one clause; None if it can."""
-    states = _states(call)
     rows, columns = call.input_ids.shape
     if not own_cache:
         return "a cache that is passed along says nothing of the encoder's output"
+    try:
+        states = _states(call)
+    except NotRaggedError as error:
+        return str(error)
     if not isinstance(states, Tensor) or states.ndim != 3 or len(states) != rows:
         return "it is not given the encoder's output of each row"
     if call.mask is not None and not bool(call.mask.all()):
@@ -74,12 +96,41 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     return None if bool((mask != 0).any(1).all()) else "its attention_mask hides all of the encoder's output of a row"
 
 
-def sources(call: LoopCall) -> list[Tensor]:
-    """Return the encoder's output [T, C] that each row of a call of an encoder-decoder attends to."""
+@torch.no_grad()
+def others_refusal(call: LoopCall) -> str | None:
+    """Return why an encoder-decoder cannot run ragged with other inputs than an encoder's output, as one clause; None
+    if it is given no others, or if they reach the encoder alone, whose output is there.
+
+    With and without them, the model's own code gives its decoder the same, and says the same of the prompt.
+    """
+    known = {name: value for name, value in call.inputs.items() if name in (*call.encoder_inputs, "attention_mask")}
+    others = {name: value for name, value in call.inputs.items() if name not in {*known, *TEXT_INPUTS}}
+    name = other_input(others)
+    if name is None:
+        return None
+    given = {**known, "decoder_input_ids": call.input_ids, "use_cache": False}
+    try:
+        calls = UpToDecoder(call.model, prepare_step)
+        called, alone = calls(**given, **others), calls(**given)
+    except NotRaggedError as error:
+        return f"it is given {name}, and {error}"
+    same = called.keys() == alone.keys() and all(_is_same(value, alone[key]) for key, value in called.items())
+    same = same and _is_same(*(call.model(**given, **more).logits for more in (others, {})))
+    return None if same else f"it is given {name}"
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return first is second or (type(first) is type(second) and isinstance(first, PLAIN_TYPES) and first == second)
+
+
+def sources(call: LoopCall) -> list[SourceRows]:
+    """Return the encoder's output that each row of a call of an encoder-decoder attends to."""
     states, mask = _states(call), _mask(call)
     if mask is None:
-        return list(states)
-    return [row[kept != 0] for row, kept in zip(states, mask, strict=True)]
+        return list(map(SourceRows, states))
+    return [SourceRows(row[kept != 0]) for row, kept in zip(states, mask, strict=True)]
 
 
 @torch.no_grad()
@@ -115,13 +166,28 @@ def decoder_prompt(model: PreTrainedModel, config: Any, ids: list[int]) -> tuple
 
 
 @torch.no_grad()
-def encoder_output(model: Any, given: Mapping[str, Any]) -> Tensor:
-    """Run the encoder of a model on the T input_ids of one request; returns its output [T, C]."""
+def encoder_output(model: Any, given: Mapping[str, Any]) -> SourceRows:
+    """Run the encoder of a model on the input_ids of one request; returns its output."""
     inputs = torch.tensor([given["input_ids"]], device=model_device(model))
     output = model.get_encoder()(input_ids=inputs, attention_mask=torch.ones_like(inputs), return_dict=True)
-    states: Tensor = output.last_hidden_state[0]
-    return states
+    return SourceRows(output.last_hidden_state[0])
 
 
+def rows_as_output(states: Tensor) -> EncoderOutput:
+    """Return the output of an encoder whose rows [B, T, C] its decoder reads, under whatever name it reads them."""
+    return EncoderOutput(last_hidden_state=states, pooler_output=states)
+
+
+@torch.no_grad()
 def _states(call: LoopCall) -> Any:
-    return getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)
+    """Return the rows [B, T, C] of the encoder's output that the decoder reads. Raises NotRaggedError if it is not
+    known where the decoder begins.
+    """
+    output = call.inputs.get("encoder_outputs")
+    states, pooled = (getattr(output, name, None) for name in ("last_hidden_state", "pooler_output"))
+    if isinstance(pooled, Tensor) and pooled.ndim == 3:
+        called = UpToDecoder(call.model, prepare_step)(
+            decoder_input_ids=call.input_ids, use_cache=False, encoder_outputs=output
+        )
+        return pooled if any(value is pooled for value in called.values()) else states
+    return states

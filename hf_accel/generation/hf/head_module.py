@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedError
-from ...models import layer_lists, layers_config
+from ...models import layers_config
 from ...undo.journal import original_class
 
 
@@ -82,40 +81,3 @@ def check_draft_head(head: HeadModule, target: Any) -> None:
         raise UnsupportedError(
             f"the head reads states of {read} numbers, and {layers} layers of the target give {size}; {way_out}"
         )
-
-
-def tapped(model: Any, target_layers: Sequence[int]) -> list[nn.Module]:
-    """Return the modules of a model whose outputs are the hidden states with these numbers.
-
-    Raises UnsupportedError for numbers that the model does not have.
-    """
-    decoder = model.get_decoder()
-    count = layers_config(model.config).num_hidden_layers
-    layers = next(iter(layer_lists(decoder, count).values()), None)
-    if layers is None:
-        raise UnsupportedError(f"{type(model).__name__} has no list of {count} layers whose states a head could read")
-    if not target_layers or not all(1 <= number <= count for number in target_layers):
-        raise UnsupportedError(f"target_layers={list(target_layers)}: the model has states 1 to {count}")
-    return [decoder if number == count else layers[number - 1] for number in target_layers]
-
-
-@contextmanager
-def read_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Give a list that has what each of these modules returned when the block has ended: [B, T, C], in their order.
-
-    The hooks are there within the block alone and change nothing, so a pass that is known stays known.
-    """
-    found: dict[int, Tensor] = {}
-    outputs: list[Tensor] = []
-
-    def reader(place: int) -> Callable[..., None]:
-        def read(module: nn.Module, args: Any, output: Any) -> None:
-            found[place] = output if isinstance(output, Tensor) else output[0]
-
-        return read
-
-    with ExitStack() as hooks:
-        for place, module in enumerate(modules):
-            hooks.callback(module.register_forward_hook(reader(place)).remove)
-        yield outputs
-        outputs += [found[place] for place in range(len(modules))]

@@ -11,18 +11,19 @@ from ...tensors import integers
 from ..prompt_inputs import Rows
 from .head_module import HeadModule
 from .model_runner import ModelRunner
+from .pass_states import LAST
 
 
 class HeadRunner(ModelRunner):
     """A ModelRunner for the decoder of a draft head, which is given fused embeddings instead of ids.
 
-    `states` are its own last hidden states, which the head reads for the tokens that it has drafted.
+    Its own last hidden states are kept, which the head reads for the tokens that it has drafted.
     """
 
     def __init__(self, head: HeadModule, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.head = head
-        self.taps = [self.model.get_decoder()]
+        self.kept.layers = LAST
         self._embeddings: Tensor | None = None
 
     def read(self, states: Tensor, ids: list[int], positions: list[int], *, step: Step, keep: list[int]) -> Tensor:
@@ -34,6 +35,10 @@ class HeadRunner(ModelRunner):
         """Return the states [N, H] that the head reads for those of the target, [N, C]."""
         narrowed: Tensor = self.head.narrow(states)
         return narrowed
+
+    def own_states(self) -> Tensor:
+        """Return the head's own last hidden states of the last call, [N, H]."""
+        return self.kept.states
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         given = super()._tokens(inputs, rows)

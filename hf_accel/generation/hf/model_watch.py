@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ...errors import HfAccelError
+from ...hardware.file_pages import MappedFiles
 from ...linear import QuantModule
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, is_known_code
 from ...tensors import PLAIN, plain_tensors
@@ -31,10 +33,12 @@ READ_OF_CODE = (bool, int, float, Tensor, nn.Module, *FUNCTIONS)
 class ModelWatch:
     """Gives a model a salt, which changes as soon as the model is seen to have changed.
 
-    declared: how often a program has said that the weights changed. A copy or a pickle of a watch has seen nothing.
+    declared: how often a program has said that the weights changed. files: those that the model's weights stay in, if
+    there are any. A copy or a pickle of a watch has seen nothing, and its weights are in memory.
     """
 
     declared = 0
+    files: MappedFiles | None = None
     _last: Reading | None = None
     _salt: bytes
 
@@ -53,6 +57,16 @@ class ModelWatch:
         """Take another salt, whatever can be seen."""
         self._salt = os.urandom(16)
         return self._salt
+
+    def check_files(self) -> None:
+        """Raise HfAccelError if a file was written to that weights are read from."""
+        path = None if self.files is None else self.files.written()
+        if path is not None:
+            raise HfAccelError(
+                f"{path!r} was written to while a model runs from it, whose weights may have changed; load the model "
+                "again. Replace such a file by a new one, as save_pretrained does, or set HF_ACCEL_MAP_WEIGHTS=0, so "
+                "that weights are copied into memory"
+            )
 
     def declare(self) -> None:
         """Note that the weights have changed."""

@@ -103,6 +103,7 @@ class Session(Batcher):
         What the request brings besides its tokens is read here, so that no tower and no encoder runs during a pass.
         """
         if not self.has_work:
+            state_of(self.model).generation.watch.check_files()
             self._fit_windows()
             self._look()
         if self.agreement.size > 1:

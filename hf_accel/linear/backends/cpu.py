@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import WeightConfig
+from ...hardware.file_pages import staying
 from ...hardware.large_pages import in_large_pages
 from ...kernels import cpu as kernels
 from ...kernels.cpu.integer_linear import (
@@ -80,10 +81,10 @@ class CpuExperts(GroupedExperts):
 def maps_weights() -> bool:
     """Return whether weights stay in the file that they were saved in, so that processes share them.
 
-    Otherwise they are copied into memory with large pages, which kernels read faster than the small pages of a file.
-    Raises UnsupportedError for a bad HF_ACCEL_MAP_WEIGHTS.
+    Otherwise they are copied into memory with large pages, which kernels read faster than the small pages that a file
+    may have. Raises UnsupportedError for a bad HF_ACCEL_MAP_WEIGHTS.
     """
-    asked = os.environ.get(MAP_WEIGHTS) or "0"
+    asked = os.environ.get(MAP_WEIGHTS) or "1"
     one_of(MAP_WEIGHTS, asked, ("0", "1"))
     return asked == "1"
 
@@ -164,8 +165,10 @@ class Cpu(Backend):
         return Blocks(weight.packed.view(outputs, -1), scales, weight.zeros, weight.minima)
 
     def adopt(self, blocks: Blocks, layout: Layout, shape: tuple[int, int]) -> CpuWeight | None:
-        if not maps_weights() or blocks.weight_blocks.data_ptr() % ALIGNMENT:  # in a checkpoint of several files
-            blocks = Blocks(**{name: _in_large_pages(tensor) for name, tensor in tensors_of(blocks).items()})
+        files, tensors = staying.get(), tensors_of(blocks)
+        # In a checkpoint of several files, blocks may begin elsewhere.
+        if files is None or blocks.weight_blocks.data_ptr() % ALIGNMENT or not files.keep(tensors.values()):
+            blocks = Blocks(**{name: _in_large_pages(tensor) for name, tensor in tensors.items()})
         scales, group_size = blocks.weight_scale, shape[1] // blocks.weight_scale.shape[1]
         if layout.bits == 8 and group_size == shape[1] and blocks.weight_minimum is None:
             scales = scales.float().flatten()

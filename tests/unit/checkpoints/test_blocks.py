@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from transformers.core_model_loading import WeightRenaming
 
 import hf_accel
 from hf_accel.checkpoints.readers import reader
+from hf_accel.hardware.file_pages import MAPS
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.linear.backends.cpu import Cpu
@@ -129,7 +131,6 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("make", "shape"), [*OTHERS, *OF_32])
-@pytest.mark.usefixtures("shared")
 def test_plain_torch_reads_what_kernels_packed(make: Callable[..., QuantizedWeight], shape: tuple[int, int]) -> None:
     weight, backend = make(*shape), Cpu()
     blocks = backend.blocks(backend.pack(weight))
@@ -139,7 +140,6 @@ def test_plain_torch_reads_what_kernels_packed(make: Callable[..., QuantizedWeig
     assert type(again) is type(weight)
     adopted = backend.adopt(blocks, weight.layout, shape)
     assert adopted is not None
-    assert adopted.weight.packed.data_ptr() == blocks.weight_blocks.data_ptr()
     x = torch.randn(3, shape[1])
     assert torch.equal(backend.run(x, adopted, None), backend.run(x, backend.pack(weight), None))
     assert adopted.layout == backend.pack(weight).layout
@@ -266,18 +266,48 @@ def test_copies_have_memory_of_their_own(tmp_path: Path) -> None:
     assert contents(AutoModelForCausalLM.from_pretrained(tmp_path)) != contents(model)  # nothing went to the file
 
 
-def test_weights_are_copied_unless_they_are_to_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stay_in_their_file_unless_they_are_to_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = hf_accel.patch(build("qwen2"), weights=GROUPS)
     model.save_pretrained(tmp_path)
-    again, layer = AutoModelForCausalLM.from_pretrained(tmp_path), model.get_submodule(Q)
-    weight: Any = again.get_submodule(Q)
-    for tensor in (weight._packed.weight.packed, weight._packed.weight.scales):
-        assert not mapped(tensor, (tmp_path / "model.safetensors").resolve())
-    assert torch.equal(logits(again), logits(model))
-    assert repr(weight) == repr(layer)
+    layer, file = model.get_submodule(Q), (tmp_path / "model.safetensors").resolve()
+    for asked, stays in (("", Path(MAPS).exists()), ("0", False)):
+        monkeypatch.setenv("HF_ACCEL_MAP_WEIGHTS", asked)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        weight: Any = again.get_submodule(Q)
+        for tensor in (weight._packed.weight.packed, weight._packed.weight.scales):
+            assert mapped(tensor, file) == stays
+        assert torch.equal(logits(again), logits(model))
+        assert repr(weight) == repr(layer)
     monkeypatch.setenv("HF_ACCEL_MAP_WEIGHTS", "yes")
     with pytest.raises(hf_accel.UnsupportedError, match="HF_ACCEL_MAP_WEIGHTS='yes' is not known"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.skipif(not Path(MAPS).exists(), reason="no /proc says which files are mapped")
+def test_a_file_that_is_written_to_is_not_run_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_accel.patch(build("qwen2"), weights=GROUPS).save_pretrained(tmp_path)
+    file, ids = tmp_path / "model.safetensors", torch.tensor([[5, 6, 7]])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with monkeypatch.context() as context:
+        context.setenv("HF_ACCEL_MAP_WEIGHTS", "0")
+        copied = AutoModelForCausalLM.from_pretrained(tmp_path)
+    asked: Any = {"max_new_tokens": 2, "do_sample": False}
+    expected, twin = model.generate(ids, **asked), copy.deepcopy(model)
+    with file.open("r+b") as opened:  # the same bytes, at another time
+        content = opened.read(8)
+        opened.seek(0)
+        opened.write(content)
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(hf_accel.HfAccelError, match=r"model\.safetensors' was written to while a model runs from"):
+        model.generate(ids, **asked)
+    with pytest.raises(hf_accel.HfAccelError, match="was written to"), hf_accel.Engine(model) as engine:
+        engine.submit([5, 6, 7], max_new_tokens=2).result()
+    for other in (copied, twin, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert torch.equal(other.generate(ids, **asked), expected)
+    file.unlink()
+    assert torch.equal(copied.generate(ids, **asked), expected)
 
 
 def test_a_file_is_opened_once_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

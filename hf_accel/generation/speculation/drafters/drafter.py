@@ -18,12 +18,12 @@ class Drafter(ABC):
     A drafter reads `sequence.tokens`. This list only grows, and rejected tokens are never in it.
 
     name: identifies the drafter; acceptance and cost are learnt for each name. is_free: whether it needs no pass of a
-    model. reads_states: whether `take_states` is called.
+    model. layers: the hidden states that `watch` is called with, as indices into those that transformers returns.
     """
 
     name: str
     is_free: bool = False
-    reads_states: bool = False
+    layers: tuple[int, ...] = ()
 
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
@@ -39,9 +39,10 @@ class Drafter(ABC):
         This is called before `propose`. Its time does not count as the cost of drafted tokens.
         """
 
-    def take_states(self, sequence: Sequence, start: int, states: Tensor) -> None:  # noqa: B027
-        """Take the target's hidden states [N, C] of the N tokens of a sequence that a pass computed, from position
-        `start` on. Those of drafted tokens are among them, of which later passes begin behind the accepted ones.
+    def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:  # noqa: B027 - most read none
+        """Take the hidden states of tokens from index `start` on, which a pass has computed, drafted ones included.
+
+        states: [n, D], those of `layers` side by side.
         """
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027 - most have nothing to free

@@ -18,9 +18,10 @@ MOST_WAITING = 4096  # tokens whose states wait to be read while nothing is draf
 
 
 class HeadCalls(Protocol):
-    """Calls a draft head. states: its own last hidden states of the last call, [N, H]."""
+    """Calls a draft head."""
 
-    states: Tensor | None
+    def own_states(self) -> Tensor:
+        """Return the head's own last hidden states of the last call, [N, H]."""
 
     def narrow(self, states: Tensor) -> Tensor:
         """Return the states [N, H] that the head reads for those of the target, [N, C]."""
@@ -69,19 +70,18 @@ class HeadDrafter(ModelDrafter):
     A sequence whose first tokens came from a shared prefix has no states of them; the head then attends to fewer
     tokens than the target does.
 
-    calls: the runner of the head, which is the runner of this ModelDrafter.
+    calls: the runner of the head, which is the runner of this ModelDrafter. layers: the target's states that it reads.
     """
 
     name = "draft head"
-    reads_states = True
 
-    def __init__(self, calls: HeadCalls, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, calls: HeadCalls, layers: tuple[int, ...], *arguments: Any, **keywords: Any) -> None:
         runner: Any = calls
         super().__init__(runner, *arguments, **keywords)
-        self.calls = calls
+        self.calls, self.layers = calls, layers
         self._read: dict[Sequence, ReadStates] = {}
 
-    def take_states(self, sequence: Sequence, start: int, states: Tensor) -> None:
+    def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:
         past = self._read.get(sequence)
         if past is not None:
             past.cut(start)
@@ -170,8 +170,7 @@ class HeadDrafter(ModelDrafter):
             keep.append(len(ids) - 1)
         states = torch.cat([part.states for part in parts])
         logits = self.calls.read(states, ids, positions, step=self.pages.step(ranges), keep=keep)
-        assert self.calls.states is not None
-        return logits, self.calls.states[keep]
+        return logits, self.calls.own_states()[keep]
 
 
 @dataclass

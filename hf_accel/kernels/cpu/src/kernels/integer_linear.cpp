@@ -15,40 +15,23 @@ namespace {
 
 constexpr int64_t CHUNK = 48;             // the rows of a chunk, whose float sums have 12 KB
 constexpr int64_t MOST_ROWS = 512;        // the most rows whose float sums are kept at once when tiles multiply
-constexpr int FEW_AHEAD = 2048;           // how many bytes ahead to prefetch for a small batch
-constexpr int ITS_OWN = -1;               // a value of LINES: prefetch as much as is read, FEW_AHEAD bytes ahead
 
-// The rows and vectors of a tile, whose sums are in registers. FEW_LINES: the value of LINES for a small batch. On an
-// EPYC with AVX2, the CPU's own prefetching is better: one row of large INT8 weights is 1.1 to 1.2 times as fast.
+// The rows and vectors of a tile, whose sums are in registers. Nothing is prefetched: on EPYCs with AVX2 and with
+// AVX-512 the CPU's own prefetching is better, and one row of INT4 took up to 1.4 times as long with ours.
 #if defined(HFA_AVX512)
-constexpr int TILE_ROWS = 6, TILE_VECTORS = 4, FEW_LINES = ITS_OWN;
+constexpr int TILE_ROWS = 6;
 constexpr int wide_for(int) { return 4; }
 #else
-constexpr int TILE_ROWS = 4, FEW_LINES = 0;
+constexpr int TILE_ROWS = 4;
 constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 #endif
 
-// Prefetches weights: LINES cache lines at each step, and the next ones `step` bytes further on.
-struct Fetch {
-  const uint8_t* at;
-  int64_t step;
-};
-
-template <int LINES>
-inline HFA_INLINE void fetch_lines(Fetch& fetch) {
-  if constexpr (LINES != 0) {
-    for (int i = 0; i < LINES; ++i) prefetch(fetch.at + i * LINE);
-    fetch.at += fetch.step;
-  }
-}
-
-template <int ROWS, int WIDE, int LINES>
-inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
+template <int ROWS, int WIDE>
+inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride,
                                 I (&sums)[ROWS][WIDE]) {
   for (int64_t k = 0; k < steps; ++k, weight += STEP, x += 4) {
     I w[WIDE];
     unrolled<WIDE>([&](auto v) HFA_INLINE { w[v] = load_bytes(weight + v * LANES * 4); });
-    fetch_lines<LINES>(fetch);
     unrolled<ROWS>([&](auto r) HFA_INLINE {
       const I a = broadcast4(x + r * x_stride);
       unrolled<WIDE>([&](auto v) HFA_INLINE { sums[r][v] = dot4(sums[r][v], w[v], a); });
@@ -56,13 +39,12 @@ inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8
   }
 }
 
-template <int FORMAT, int ROWS, int WIDE, int LINES>
-inline HFA_INLINE void sum_levels(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Fetch fetch,
+template <int FORMAT, int ROWS, int WIDE>
+inline HFA_INLINE void sum_levels(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride,
                                   I (&sums)[ROWS][WIDE]) {
   constexpr int WORDS = Levels<FORMAT>::WORDS, PLANES = Levels<FORMAT>::PLANES;
   const Levels<FORMAT> levels;
   for (int64_t k = 0; k < steps; k += WORDS, weight += PLANES * STEP, x += 4 * WORDS) {
-    unrolled<PLANES>([&](auto) HFA_INLINE { fetch_lines<LINES>(fetch); });
     unrolled<WIDE>([&](auto v) HFA_INLINE {
       levels.each(weight + lane_offset<FORMAT>(v * LANES), [&](auto word, I bytes) HFA_INLINE {
         unrolled<ROWS>([&](auto r) HFA_INLINE {
@@ -73,10 +55,41 @@ inline HFA_INLINE void sum_levels(const uint8_t* weight, int64_t steps, const in
   }
 }
 
-// Adds the sums over one group to `out`, which holds nothing before the first one, for ROWS rows and outputs [start, start + WIDE * LANES) of the block.
-template <int FORMAT, int ROWS, int WIDE, int LINES>
-inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0, Fetch fetch,
-                       float* out) {
+#if defined(HFA_AVX512)
+// The same for one row, whose sums leave registers free: numbers stay at their place in the byte, those of each place
+// have sums of their own, and only these are shifted. So one row of 3 bits waits for memory alone, as one of 4 does.
+template <int FORMAT, int WIDE>
+inline HFA_INLINE void sum_in_place(const uint8_t* weight, int64_t steps, const int8_t* x, I (&sums)[1][WIDE]) {
+  constexpr int WORDS = Levels<FORMAT>::WORDS, PLANES = Levels<FORMAT>::PLANES, COUNT = Levels<FORMAT>::SHIFTS.size();
+  const Levels<FORMAT> levels;
+  I parts[WIDE][COUNT];
+  unrolled<WIDE>([&](auto v) HFA_INLINE {
+    unrolled<COUNT>([&](auto i) HFA_INLINE { parts[v][i] = i == 0 ? sums[0][v] : iset1(0); });
+  });
+  for (int64_t k = 0; k < steps; k += WORDS, weight += PLANES * STEP, x += 4 * WORDS) {
+    unrolled<WIDE>([&](auto v) HFA_INLINE {
+      levels.each_in_place(weight + lane_offset<FORMAT>(v * LANES), [&](auto word, auto i, I bytes) HFA_INLINE {
+        parts[v][i] = dot4(parts[v][i], bytes, broadcast4(x + 4 * word));
+      });
+    });
+  }
+  unrolled<WIDE>([&](auto v) HFA_INLINE {
+    sums[0][v] = parts[v][0];
+    unrolled<COUNT - 1>([&](auto i) HFA_INLINE {
+      sums[0][v] = add_i32(sums[0][v], shift_right<Levels<FORMAT>::SHIFTS[i + 1]>(parts[v][i + 1]));
+    });
+  });
+}
+
+template <int FORMAT, int ROWS>
+constexpr bool IN_PLACE = ROWS == 1 && !IN_BYTES<FORMAT> && FORMAT != FP4;  // whose numbers are looked up
+#endif
+
+// Adds the sums over one group to `out`, which holds nothing before the first one, for ROWS rows and outputs [start,
+// start + WIDE * LANES) of the block.
+template <int FORMAT, int ROWS, int WIDE>
+inline void group_tile(const GroupTask& group, int start, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
+  const GroupTask task = group;  // in registers: what is written to `out` cannot change it
   I sums[ROWS][WIDE];
   const int32_t* x_sums = x.sums + g * x.rows + r0;
   const float* x_scales = x.scales + g * x.rows + r0;
@@ -90,8 +103,11 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
     });
   });
   const uint8_t* weight = task.weight + lane_offset<FORMAT>(start);
-  if constexpr (IN_BYTES<FORMAT>) sum_int8<ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
-  else sum_levels<FORMAT, ROWS, WIDE, LINES>(weight, task.steps, x.row(g, r0), x.group, fetch, sums);
+  if constexpr (IN_BYTES<FORMAT>) sum_int8<ROWS, WIDE>(weight, task.steps, x.row(g, r0), x.group, sums);
+#if defined(HFA_AVX512)
+  else if constexpr (IN_PLACE<FORMAT, ROWS>) sum_in_place<FORMAT, WIDE>(weight, task.steps, x.row(g, r0), sums);
+#endif
+  else sum_levels<FORMAT, ROWS, WIDE>(weight, task.steps, x.row(g, r0), x.group, sums);
   unrolled<WIDE>([&](auto v) HFA_INLINE {
     const GroupFactors<FORMAT> factors(task, start + v * LANES);
     unrolled<ROWS>([&](auto r) HFA_INLINE {
@@ -102,63 +118,36 @@ inline void group_tile(const GroupTask& task, int start, const QuantizedRows& x,
   });
 }
 
-// The same for all outputs of the block. It prefetches its own next weights (ITS_OWN), or LINES lines of `fetch` per
-// step.
-template <int FORMAT, int ROWS, int LINES>
-inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, Fetch fetch, float* out) {
+// The same for all outputs of the block.
+template <int FORMAT, int ROWS>
+inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, float* out) {
   constexpr int WIDE = wide_for(ROWS);
-  constexpr int ALL = WIDE * LANES * 4 / LINE;
-  for (int start = 0; start < BLOCK; start += WIDE * LANES) {
-    if constexpr (LINES == ITS_OWN)
-      group_tile<FORMAT, ROWS, WIDE, ALL>(task, start, x, g, r0, {task.weight + start * 4 + FEW_AHEAD, STEP}, out);
-    else
-      group_tile<FORMAT, ROWS, WIDE, LINES>(task, start, x, g, r0, fetch, out);
-  }
+  for (int start = 0; start < BLOCK; start += WIDE * LANES)
+    group_tile<FORMAT, ROWS, WIDE>(task, start, x, g, r0, out);
 }
 
-template <int FORMAT, int LINES>
+template <int FORMAT>
 inline void group_tile_of(int64_t rows, const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0,
-                          Fetch fetch, float* out) {
+                          float* out) {
   switch (rows) {
-    case 1: return group_rows<FORMAT, 1, LINES>(task, x, g, r0, fetch, out);
-    case 2: return group_rows<FORMAT, 2, LINES>(task, x, g, r0, fetch, out);
-    case 3: return group_rows<FORMAT, 3, LINES>(task, x, g, r0, fetch, out);
-    case 4: return group_rows<FORMAT, 4, LINES>(task, x, g, r0, fetch, out);
+    case 1: return group_rows<FORMAT, 1>(task, x, g, r0, out);
+    case 2: return group_rows<FORMAT, 2>(task, x, g, r0, out);
+    case 3: return group_rows<FORMAT, 3>(task, x, g, r0, out);
+    case 4: return group_rows<FORMAT, 4>(task, x, g, r0, out);
 #if defined(HFA_AVX512)
-    case 5: return group_rows<FORMAT, 5, LINES>(task, x, g, r0, fetch, out);
-    case 6: return group_rows<FORMAT, 6, LINES>(task, x, g, r0, fetch, out);
+    case 5: return group_rows<FORMAT, 5>(task, x, g, r0, out);
+    case 6: return group_rows<FORMAT, 6>(task, x, g, r0, out);
 #endif
   }
 }
 
-// Computes a tile of a larger batch. The first tiles share the prefetching of the next group, whose weights have
-// `bytes` bytes. So memory is busy while they compute. If one tile prefetched all, memory would be idle during the
-// others.
 template <int FORMAT>
-void group_tile_at([[maybe_unused]] int64_t tile, [[maybe_unused]] int64_t tiles, int64_t height,
-                   const GroupTask& task, [[maybe_unused]] int64_t bytes, const QuantizedRows& x, int64_t g,
-                   int64_t r0, float* out) {
-#if defined(HFA_AVX512)
-  const uint8_t* next = task.weight + bytes;
-  if (tiles == 2)
-    return group_tile_of<FORMAT, 2>(height, task, x, g, r0, {next + tile * bytes / 2, 2 * LINE}, out);
-  if (tiles == 3 && tile == 0) return group_tile_of<FORMAT, 2>(height, task, x, g, r0, {next, 2 * LINE}, out);
-  const int64_t quarter = tiles == 3 ? tile + 1 : tile;
-  if (quarter < 4)
-    return group_tile_of<FORMAT, 1>(height, task, x, g, r0, {next + quarter * bytes / 4, LINE}, out);
-#endif
-  group_tile_of<FORMAT, 0>(height, task, x, g, r0, {}, out);
-}
-
-template <int FORMAT>
-void group_chunk(const GroupTask& task, int64_t bytes, const QuantizedRows& x, int64_t g, int64_t r0, int64_t rows,
-                 float* out) {
-  if (rows <= TILE_ROWS) return group_tile_of<FORMAT, FEW_LINES>(rows, task, x, g, r0, {}, out);
+void group_chunk(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, int64_t rows, float* out) {
   // Tiles have nearly equal height. For example, 7 rows are tiles of 4 and 3, not of 6 and 1.
   const int64_t tiles = ceil_div(rows, TILE_ROWS);
   for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
     const int64_t height = ceil_div(rows - r, tiles - tile);
-    group_tile_at<FORMAT>(tile, tiles, height, task, bytes, x, g, r0 + r, out + r * BLOCK);
+    group_tile_of<FORMAT>(height, task, x, g, r0 + r, out + r * BLOCK);
     r += height;
   }
 }
@@ -181,7 +170,7 @@ void block_chunk(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, in
   for (int64_t g = 0; g < x.groups; ++g) {
     const int64_t first = rows * g / x.groups, last = rows * (g + 1) / x.groups;
     if (results) fetch_results(*results, weights.matrix.column + weights.b * BLOCK, r0 + first, r0 + last);
-    group_chunk<FORMAT>(weights.group(g), weights.group_bytes, x, g, r0, rows, sums);
+    group_chunk<FORMAT>(weights.group(g), x, g, r0, rows, sums);
   }
 }
 

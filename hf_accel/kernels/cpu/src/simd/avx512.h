@@ -161,6 +161,8 @@ inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
 template <int PLACE> inline I bits_from(I x, int mask) {
   return _mm512_and_si512(PLACE ? _mm512_srli_epi16(x, PLACE) : x, _mm512_set1_epi8(static_cast<char>(mask)));
 }
+inline I add_i32(I a, I b) { return _mm512_add_epi32(a, b); }
+template <int BITS> inline I shift_right(I x) { return _mm512_srai_epi32(x, BITS); }
 inline I held(I x) { __asm__("" : "+v"(x)); return x; }
 inline I either(I a, I b) { return _mm512_or_si512(a, b); }
 inline I table16(const uint8_t* p) {

@@ -17,6 +17,7 @@
 //   bits_from<PLACE>(x, mask)  x >> PLACE & mask for each byte of x; the mask has 8 - PLACE bits at most
 //   held       x, which is read from memory once and at this place: gcc would read it again for each use
 //   either     the bits that one of both has
+//   shift_right<BITS>, add_i32  (AVX-512 only) of each lane of I
 //   lookup16   for each byte of x from 0 to 15, that byte of table16(p), which holds 16 of them
 //   bits_of    the bits of F as integers; max_i32 and reduce_max compare these
 //   store_bytes, sub_bytes  (where a level with tiles is made of it) the bytes of I
