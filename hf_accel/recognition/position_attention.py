@@ -65,7 +65,7 @@ class PositionAttention(NamedTuple):
 
 SEPARATE = ("query_proj", "key_proj", "value_proj")
 FIRST = PositionAttention(("in_proj",), ("q_bias", "v_bias"), "pos_proj", "pos_q_proj", "max_relative_positions", True)
-KINDS = (
+POSITION_KINDS = (
     PositionAttention(SEPARATE, (), "key_proj", "query_proj", "pos_ebd_size", by_tokens=False),
     PositionAttention(SEPARATE, (), "pos_key_proj", "pos_query_proj", "pos_ebd_size", by_tokens=False),
     FIRST,
@@ -80,7 +80,7 @@ def position_attention(module: nn.Module) -> PositionAttention | None:
     """
     own = vars(module)
     held = {name for name, part in own["_modules"].items() if isinstance(part, nn.Linear)}
-    parts = next((each for each in KINDS[::-1] if held == {*each.layers}), None)
+    parts = next((each for each in POSITION_KINDS[::-1] if held == {*each.layers}), None)
     if type(module).__name__ != POSITION_ATTENTION or parts is None or not own.keys() >= {*HEADS, parts.span}:
         return None
     kinds, shares = own.get("pos_att_type"), own.get("share_att_key")

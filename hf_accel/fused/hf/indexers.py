@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...attention.hf.selected import RaggedSelection
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
-from ...cache.hf.sequence_cache import MOST_DRAFTED
+from ...cache.hf.pass_sequences import MOST_DRAFTED
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...recognition.source import lines_of

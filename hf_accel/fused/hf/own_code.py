@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ...attention.hf.mask import CausalMask, Meaning
 from ...cache.hf import CacheOverPages
-from ...cache.hf.sequence_cache import EqualLengths, PassSequences, SequenceCache, columns_of_tokens
+from ...cache.hf.pass_sequences import EqualLengths, PassSequences, columns_of_tokens
+from ...cache.hf.sequence_cache import SequenceCache
 from ...errors import NotRaggedError
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
