@@ -72,8 +72,8 @@ def distill_draft(
     """Make and train a draft model for `target`: draft, before, after = distill_draft(target, dataset, num_layers=1).
 
     The draft begins as some of the target's layers (`init_student`; one, if nothing is said). With kind="eagle" it is
-    a head of one layer instead, which reads the target's own hidden states (EAGLE-3, 2503.01840): it is accepted more
-    often, and drafts for this target alone, on a CPU. It learns the target's
+    a head of one layer instead, which reads the target's own hidden states (EAGLE-3, 2503.01840) and drafts for this
+    target alone, on a CPU. It learns the target's
     distribution, by a loss that is about acceptance (loss="lk", 2602.23881), on text that the target itself writes
     after the beginnings of the dataset's rows (DistillSpec, 2310.08461). `model.generate(..., speculative=draft)` of a
     patched target uses it, and draft.save_pretrained keeps it; `DraftHead.from_pretrained(folder, target)` loads a
