@@ -25,6 +25,7 @@ class PassStates:
     def __init__(self) -> None:
         self.layers: tuple[int, ...] = ()
         self.states = torch.empty(0)
+        self._known: tuple[Any, tuple[int, ...], list[nn.Module]] = (None, (), [])  # a decoder, layers, and their taps
 
     def taps(self, model: Any, called: Any, arguments: dict[str, Any]) -> list[nn.Module]:
         """Return the modules of which a pass has to keep the outputs.
@@ -34,13 +35,20 @@ class PassStates:
         """
         if not self.layers:
             return []
-        try:
-            if called is model:
-                return tapped(model, self.layers)
-        except UnsupportedError:
-            pass  # transformers knows where its states are
+        if called is model:
+            decoder = model.get_decoder()
+            if self._known[0] is not decoder or self._known[1] != self.layers:
+                self._known = decoder, self.layers, self._taps(model)
+            if self._known[2]:
+                return self._known[2]
         arguments["output_hidden_states"] = list(self.layers)
         return []
+
+    def _taps(self, model: Any) -> list[nn.Module]:
+        try:
+            return tapped(model, self.layers)
+        except UnsupportedError:
+            return []  # transformers knows where its states are
 
     def keep(self, output: Any, found: Sequence[Tensor]) -> None:
         """Keep the states that the taps of a pass have found, or that it has returned.
