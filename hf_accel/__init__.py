@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .checkpoints.writers.save_gguf import save_gguf
     from .config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
     from .distill.drafts.draft import distill_draft
+    from .distill.drafts.heads import DraftHead
     from .distill.drafts.measuring import measure_acceptance
     from .distill.drafts.student import init_student
     from .distill.losses.distillation_loss import distillation_loss
@@ -56,6 +57,7 @@ __all__ = [
     "DistillationSettings",
     "DistillationTrainer",
     "Draft",
+    "DraftHead",
     "Drafter",
     "Engine",
     "Estimate",
@@ -99,6 +101,7 @@ _LAZY = {
     "DistillationSettings": "distill.trainer.settings",
     "DistillationTrainer": "distill.trainer.distillation_trainer",
     "Draft": "generation.sequence",
+    "DraftHead": "distill.drafts.heads",
     "Drafter": "generation.speculation.drafters.drafter",
     "Engine": "generation.hf",
     "Estimate": "estimate",

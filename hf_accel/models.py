@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -14,7 +14,31 @@ from .errors import UnsupportedError
 from .tensors import is_sharded
 from .undo.journal import original_class
 
+LEARNT_KEYS = ("PREFIX_TUNING", "CARTRIDGE")  # adapters of PEFT that put keys in front of a prompt
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def learnt_prompt(model: Any) -> int:
+    """Return how many embeddings PEFT puts in front of each prompt in this call of generate(); 0 for none.
+
+    PEFT sets a method of its own on the model for the time of a call. Keys and values, which some of its methods put
+    there instead, are not meant.
+    """
+    own = vars(model).get("prepare_inputs_for_generation")
+    code, outer = getattr(own, "__func__", None), cast(Any, getattr(own, "__self__", None))
+    if code is None or code.__module__ != "peft.peft_model" or model.config.is_encoder_decoder:
+        return 0
+    config, inner = outer.active_peft_config, outer.base_model_prepare_inputs_for_generation
+    known = getattr(inner, "__func__", None) is type(model).prepare_inputs_for_generation and inner.__self__ is model
+    if not known or not config.is_prompt_learning or config.peft_type in LEARNT_KEYS:
+        return 0
+    return int(config.num_virtual_tokens)
+
+
+def learnt_kind(model: Any) -> str | None:
+    """Return what PEFT calls the active adapter of its model, if generate() alone applies it; None for any other."""
+    config: Any = getattr(model, "active_peft_config", None)
+    return str(config.peft_type.value) if getattr(config, "is_prompt_learning", False) else None
 
 
 def without_adapters(model: Any) -> Any:
@@ -138,6 +162,14 @@ def positions_depend_on_length(config: Any) -> bool:
 def vocabulary_size(model: Any) -> int:
     """Return the number of tokens that a transformers model knows."""
     return int(layers_config(model.config).vocab_size)
+
+
+def num_embedded(model: Any) -> int:
+    """Return the number of token ids that a prompt may hold: the table of embeddings may have rows for tokens that a
+    model never says, as for an image.
+    """
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", 0)
+    return max(vocabulary_size(model), rows if isinstance(rows, int) else 0)
 
 
 def head_dim(config: Any) -> int:

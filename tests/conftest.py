@@ -5,12 +5,16 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ["HF_ACCEL_MEASURE"] = "0"  # seconds for each model on a GPU, and a file in the cache folder of the user
+# Threads that have nothing to do sleep: as many test processes as processors run, and those that wait for a turn would
+# keep a processor from the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start; a test may set another number
 
 import torch
 
@@ -38,6 +42,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
+def _seed() -> None:
+    # torch.manual_seed() writes a traceback for each kind of device that is not there: longer than most tests take.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)

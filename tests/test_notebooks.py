@@ -63,6 +63,7 @@ def test_your_model() -> None:
     assert sizes[0] == sizes[1] > sizes[2] > sizes[3]
 
 
+@pytest.mark.long  # it trains two models
 def test_distil() -> None:
     shown = executed("distil")
     losses = [float(number) for number in re.findall(r"(?:untrained|text alone|distilled) (\d+\.\d+)", shown)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,11 +68,11 @@ class PageGroup:
         self.quantized = quantized
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
         self.index = PrefixIndex(self.pool) if prefix_sharing else None
-        self.storages: dict[int, KVStorage] = {}
+        self.storages: dict[Any, KVStorage] = {}  # by layer, or by a state of one
         self.has_scratch = False
 
-    def table(self, source: Tensor | None = None) -> BlockTable:
-        """Return the empty table of a new sequence. source: the output of an encoder that the sequence attends to."""
+    def table(self, source: Any = None) -> BlockTable:
+        """Return the empty table of a new sequence. source: the kinds.SourceRows that the sequence attends to."""
         return BlockTable(self.pool)
 
     @property
@@ -79,10 +80,10 @@ class PageGroup:
         """True if a sequence of any length fits, because a block is always free before a new one is needed."""
         return self.window is not None and self.pool.num_blocks > -(-(self.window - 1) // self.pool.block_size)
 
-    def num_blocks_of(self, num_tokens: int, source: Tensor | None) -> int:
+    def num_blocks_of(self, num_tokens: int, source: Any) -> int:
         """Return the blocks that a sequence of so many tokens needs at most, of which one is copied for a fork.
 
-        source: the output [T, C] of the encoder that its tokens attend to; None if there is none.
+        source: what its tokens attend to besides each other; None if there is nothing.
         """
         return -(-num_tokens // self.pool.block_size) + 1
 
@@ -146,7 +147,7 @@ class PageGroup:
                 storage.grow(storage.num_blocks + 1)
             self.has_scratch = True
 
-    def storage(self, layer_idx: int, keys: Tensor, values: Tensor) -> KVStorage:
+    def storage(self, layer_idx: Any, keys: Tensor, values: Tensor) -> KVStorage:
         """Return the pages of a layer; the first call creates them. keys [..., H, Dk], values [..., H, Dv].
 
         If keys or values have another dtype than the pages, the pages take the promoted dtype, as with torch.cat.

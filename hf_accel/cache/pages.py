@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from .cached_sequence import CachedSequence
 from .group import PageGroup
+from .kinds.once import SourceRows
 from .pool import BlockTable
 from .prefixes import NO_MATCH, Prefixes, PrefixMatch, chain
 from .step import Step, TokenRange, offsets
@@ -70,12 +71,12 @@ class Pages:
         return self.prefixes.match(token_ids, keeps_last=keeps_last)
 
     def begin(
-        self, match: PrefixMatch = NO_MATCH, num_tokens: int | None = None, *, source: Tensor | None = None
+        self, match: PrefixMatch = NO_MATCH, num_tokens: int | None = None, *, source: SourceRows | None = None
     ) -> CachedSequence:
         """Start a sequence with the first `num_tokens` tokens of a prefix (None: with all of it), or an empty one.
 
-        Only if `keeps_all`, these may be fewer than all. source: the output of an encoder, [T, C], that its tokens
-        attend to.
+        Only if `keeps_all`, these may be fewer than all. source: what its tokens attend to besides each
+        other.
         """
         size = self.sharing_size
         num_tokens = len(match.digests) * size if num_tokens is None else num_tokens
@@ -91,7 +92,7 @@ class Pages:
         sequence.digests = digests[: num_tokens // size]
         return sequence
 
-    def begin_with_prefix(self, token_ids: Sequence[int], source: Tensor | None = None) -> CachedSequence:
+    def begin_with_prefix(self, token_ids: Sequence[int], source: SourceRows | None = None) -> CachedSequence:
         """Start a sequence with the cached blocks of these tokens. At least the last token is left to compute.
 
         Only whole blocks are used. A block of which only a part is used would be copied before it is written to; but
@@ -227,6 +228,7 @@ class Pages:
             token_columns=None,
             fresh=False,
             contiguous=[True] * len(self.groups),
+            looks_ahead=any(each.seen is not None for each in ranges),
         )
 
     # -- statistics ------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ class Step:
         attention over its columns. If not (padding on the right, or inside a sliding window), attention needs all
         columns and a mask.
     gathers: whether the cache returns K and V of all columns, as an unpatched model expects, and not its pages.
+    looks_ahead: whether some tokens see later ones.
     """
 
     groups: list[GroupStep]
@@ -132,6 +133,7 @@ class Step:
     fresh: bool
     contiguous: list[bool]
     gathers: bool = False
+    looks_ahead: bool = False
 
     def tokens(self, states: Tensor) -> Tensor:
         """Select the N tokens of the pass from [B, H, Q, D]; returns [N, H, D]."""

@@ -201,6 +201,13 @@ def _drafter(word: str | None) -> Any:
     """Return a drafter's name unchanged; load a draft model from its path."""
     if word is None or word in DRAFTERS:
         return word
+    from hf_accel.distill.drafts.heads import SETTINGS
+
+    if (Path(word) / SETTINGS).is_file():
+        raise BadInputError(
+            f"--speculative {word} is a draft head, which is loaded for a model: in Python, "
+            "DraftHead.from_pretrained(folder, model); name a draft model here"
+        )
     return load_float(word)
 
 

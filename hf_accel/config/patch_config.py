@@ -92,7 +92,7 @@ class Proposals(Protocol):
     def propose(self, *args: Any, **keywords: Any) -> Any: ...
 
 
-DrafterName = Literal["auto", "ngram", "suffix", "self-int4"]
+DrafterName = Literal["auto", "ngram", "suffix", "self-int4", "mtp"]
 Drafting = DrafterName | DraftModel | Candidates | Proposals
 Drafters = Drafting | Sequence[Drafting]
 
@@ -110,9 +110,9 @@ class SpeculativeConfig:
     output stays.
 
     drafter: "auto" (looked up in the text so far), "ngram", "suffix" (longest repeated ending), "self-int4" (the
-        model's own weights in INT4, for a model that is not quantized), a draft model with the same tokenizer, a
-        transformers CandidateGenerator, a hf_accel Drafter, or a list of these, of which the first that has a proposal
-        is taken.
+        model's own weights in INT4, for a model that is not quantized), "mtp" (layers of its checkpoint that were
+        trained to predict several tokens), a draft model with the same tokenizer or one for DFlash, a transformers
+        CandidateGenerator, a hf_accel Drafter, or a list of these, of which the first that has a proposal is taken.
     num_draft: tokens to draft; "auto" finds out what pays for each sequence, none included.
     max_draft: the most that "auto" takes.
     verify: "token" (Leviathan et al. 2023, Chen et al. 2023), "block" (Sun et al. 2025), or "seeded" (Daliri et al.

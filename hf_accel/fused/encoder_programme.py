@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.call_form import BIAS
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
-from ..recognition.position_attention import BOTH
+from ..recognition.position_attention import BOTH, rows_of_positions
 from ..recognition.stand_ins import Computed
 from ..recognition.trace import WEIGHTS, Trace
 from .encoder_rows import (
@@ -81,6 +81,7 @@ class EncoderProgramme(NativeOperations):
         if BIAS in (self.others or ()) and not attends["biased"]:
             raise UntraceableError("it returns a bias that it does not add")
         self.max_tokens = UNLIMITED
+        self._unread = unread_after(self.operations)
         self.compile(trace.widths)
 
     # -- while it is used ------------------------------------------------------------------------------
@@ -118,7 +119,8 @@ class EncoderProgramme(NativeOperations):
             return None
         if distances is None or type(embeddings) not in (Tensor, nn.Parameter) or embeddings.dtype is not self.dtype:
             return None
-        rows = (distances + span).clamp(0, 2 * span - 1)
+        by_tokens = self.positions.values["by_tokens"]
+        rows = rows_of_positions(distances, span, layout.shape[1] if by_tokens else None)
         first, last = int(rows.min()), int(rows.max())
         table = embeddings[first : last + 1]
         if not embeddings.is_cpu or table.ndim != 2 or len(table) != last + 1 - first:
@@ -165,9 +167,11 @@ class EncoderProgramme(NativeOperations):
     def _one_by_one(self, x: Tensor, layout: RowLayout, tensors: CallTensors) -> Tensor:
         """Compute the layer with the products of its linear layers, of which torch's are faster for many rows."""
         rows = HeldRows(self, x, layout, tensors)
-        for operation in self.operations:
+        for operation, unread in zip(self.operations, self._unread, strict=True):
             results = NATIVE[operation.kind].compute(operation, rows)
             rows.buffers |= {span.buffer: out for span, out in zip(operation.outputs, results, strict=True)}
+            for buffer in unread:  # the next result gets its memory, which the caches still hold
+                del rows.buffers[buffer]
         return rows.buffers[OUTPUT]
 
 
@@ -177,3 +181,14 @@ def attended_window(operations: Iterable[Operation]) -> int | None:
     if window is not None and (type(window) is not int or window < 1):
         raise UntraceableError("its window is not a number of tokens")
     return window
+
+
+def unread_after(operations: Sequence[Operation]) -> list[list[int]]:
+    """Return the buffers that no operation reads any more after each of these."""
+    last = dict[int, int]()
+    for place, operation in enumerate(operations):
+        last |= {span.buffer: place for span in (*operation.outputs, *operation.inputs)}
+    return [
+        [buffer for buffer, end in last.items() if end == place and buffer != OUTPUT]
+        for place in range(len(operations))
+    ]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cpu.attention import EVERY_KEY, attend, position_scores, write_pages
@@ -54,9 +56,19 @@ class ProductOperation(NativeOperation):
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         linears: Any = operation.modules
         x = rows.columns(operation.inputs[0], linears[0].in_features)
-        first, *others = (linear(x) for linear in linears)
+        first, *others = (_product(linear, x) for linear in linears)
         function = operation.values.get("epilogue", operation.values.get("activation"))
         return [first if function is None else activate(first, function, y=others[0] if others else None)]
+
+
+def _product(layer: Any, x: Tensor) -> Tensor:
+    """Return what a layer returns for more rows than its native call takes; its hooks are known to be none."""
+    if not isinstance(layer, NativeLinear):
+        result: Tensor = layer(x)
+        return result
+    # Small products, as MobileBERT's, take about as long as the code of the module around them.
+    parameters: dict[str, Any] = vars(layer)["_parameters"]
+    return F.linear(x, parameters["weight"], parameters["bias"])
 
 
 def _most_rows(layer: nn.Module, parts: NativeParts) -> int:
@@ -108,7 +120,7 @@ class LayerNormOperation(NativeOperation):
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         (norm,) = operation.modules
-        fields: dict[str, Any] = {"dim": operation.values["dim"], "eps": norm.eps}
+        fields: dict[str, Any] = {"dim": operation.values["dim"], "eps": operation.values["eps"]}
         for name in ("weight", "bias"):
             tensor = norm._parameters.get(name)
             parts.note(norm._parameters, name)
@@ -129,8 +141,8 @@ class LayerNormOperation(NativeOperation):
         assert x is not None
         if len(operation.outputs) == 2:
             assert y is not None
-            return list(add_layer_norm(x, y, norm.weight, norm.bias, eps=norm.eps))
-        return [layer_norm(x, norm.weight, norm.bias, norm.eps, y=y)]
+            return list(add_layer_norm(x, y, norm.weight, norm.bias, eps=operation.values["eps"]))
+        return [layer_norm(x, norm.weight, norm.bias, operation.values["eps"], y=y)]
 
 
 class RotationOperation(NativeOperation):
@@ -233,15 +245,17 @@ def _address(vector: Vector, parts: NativeParts) -> int:
 
 
 class AffineOperation(NativeOperation):
-    """vector * x + bias, by the kernel of sums."""
+    """vector * x + bias, or x + bias where there is no vector, by the kernel of sums."""
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        weight, bias = (_address(operation.values[name], parts) for name in ("vector", "bias"))
-        return {"kind": KINDS["add"], "dim": operation.values["dim"], "weight": weight, "bias": bias}
+        vector, bias = operation.values["vector"], operation.values["bias"]
+        weight = parts.address(torch.ones_like(bias.parameter)) if vector is None else _address(vector, parts)
+        return {"kind": KINDS["add"], "dim": operation.values["dim"], "weight": weight, "bias": _address(bias, parts)}
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         values, x = operation.values, rows.columns(operation.inputs[0], operation.values["dim"])
-        return [add(values["bias"].parameter, x, values["vector"].parameter)]
+        vector, bias = values["vector"], values["bias"].parameter
+        return [x + bias if vector is None else add(bias, x, vector.parameter)]
 
 
 class GateOperation(NativeOperation):
@@ -286,6 +300,19 @@ class JoinOperation(NativeOperation):
         return {name: operation.values[name] for name in ("heads", "dim", "value_dim")}
 
 
+class TakeHeadsOperation(NativeOperation):
+    """Columns of each head, end to end: a join with nothing behind them."""
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        return {"kind": KINDS["join"], "heads": operation.values["heads"], "dim": operation.values["dim"]}
+
+    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
+        (span,), dim = operation.inputs, operation.values["dim"]
+        buffer = rows.buffers[span.buffer]
+        heads = buffer.view(len(buffer), operation.values["heads"], span.head)
+        return [heads.narrow(2, span.offset, dim).flatten(1)]
+
+
 NATIVE: dict[Kind, NativeOperation] = {
     "linear": ProductOperation(),
     "gated": ProductOperation(),
@@ -298,6 +325,7 @@ NATIVE: dict[Kind, NativeOperation] = {
     "affine": AffineOperation(),
     "gate": GateOperation(),
     "join": JoinOperation(),
+    "take_heads": TakeHeadsOperation(),
     "position_scores": PositionScoresOperation(),
     "attend_source": AttendSourceOperation(),
     **STATE_OPERATIONS,
@@ -318,5 +346,5 @@ def refuse_over_rows(operations: Iterable[Operation]) -> None:
         dim = operation.values.get("dim")
         if not NATIVE[operation.kind].over_rows or operation.values.get("value_dim", dim) != dim:
             raise UntraceableError(f"{operation.kind} has no native call over rows")
-        if any(span.head for span in operation.inputs):
+        if operation.kind != "take_heads" and any(span.head for span in operation.inputs):
             raise UntraceableError("it takes parts of heads")

@@ -227,7 +227,11 @@ class Batcher:
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)
-        return self.runner(ids, positions, step, keep, rows=rows) if rows else self.runner(ids, positions, step, keep)
+        more = {"rows": rows} if rows else {}
+        logits = self.runner(ids, positions, step, keep, **more)
+        if self.speculation is not None:
+            self.speculation.watch(chunks, drafts)
+        return logits
 
     def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft], logits: Tensor) -> list[Progress]:
         """Choose tokens for the chunks that reach their sequence's end, and commit them.
@@ -246,6 +250,8 @@ class Batcher:
             if reaches_end:
                 begin, end = end, end + 1 + len(draft.tokens)
                 followers = self.scheduler.fork(sequence) if sequence.followers else []
+                for each in (sequence, *followers):
+                    each.forget_asked()
                 sequences += [sequence, *followers]
                 proposed += [draft, *[NO_DRAFT] * len(followers)]
                 rows += list(range(begin, end)) * (1 + len(followers))

@@ -14,6 +14,7 @@ from .sequence import Sequence
 
 Process = Callable[[Tensor, Tensor], Tensor]
 Stops = Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
+Hears = Callable[[int, list[int], bool], None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class RowSettings:
     process: makes scores [B, V] float32 of token ids [B, T] and logits [B, V] float32. stops: which of the rows with
     token ids [B, T], and scores of each pass if they are kept, end: [B] bool. pad_token: follows the end of a row;
     None if rows that have ended go on with tokens of their own. samples: whether tokens are drawn. keeps_scores,
-    keeps_logits: whether those of each pass are kept.
+    keeps_logits: whether those of each pass are kept. hears: is called with the index of each row that has not ended,
+    its new token, and whether the row ends with it.
     """
 
     process: Process
@@ -75,6 +77,7 @@ class RowSettings:
     samples: bool
     keeps_scores: bool = False
     keeps_logits: bool = False
+    hears: Hears | None = None
 
 
 class JointRows(JointChoice):
@@ -116,15 +119,27 @@ class JointRows(JointChoice):
         if settings.pad_token is not None:
             tokens = tokens * self._goes_on + settings.pad_token * (1 - self._goes_on)
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=-1)
+        went_on = self._goes_on
         self._goes_on = self._goes_on & ~settings.stops(
             self._ids, tuple(self.scores) if settings.keeps_scores else None
         )
         for row, token in zip(rows, tokens.tolist(), strict=True):
             row.tokens.append(token)
         is_over = not bool(self._goes_on.any())
+        self._tell(went_on, tokens, is_over)
         if is_over:
             self._rows = []
         return Moves(rows, rows, rows if is_over else [])
+
+    def _tell(self, went_on: Tensor, tokens: Tensor, is_over: bool) -> None:
+        """Call `hears` with the new tokens. went_on: which rows had not ended before these, [B]."""
+        hears, pads = self.settings.hears, self.settings.pad_token is not None
+        if hears is None:
+            return
+        goes_on = self._goes_on.tolist()
+        for row, (had_gone_on, token) in enumerate(zip(went_on.tolist(), tokens.tolist(), strict=True)):
+            if had_gone_on or not pads:
+                hears(row, [token], is_over or (pads and not goes_on[row]))
 
 
 def _is_computed(sequence: Sequence) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..cache.kinds import SourceRows
 from .marked_inputs import MarkedInputs
 from .token_arguments import TokenArguments, as_bytes
 
@@ -55,6 +57,8 @@ class PromptInputs:
     whether only layers with a sliding window let tokens see later ones.
     marked: the features that the decoder is given for some of the tokens; None if it is given none.
     arguments: what else the decoder is given for each token; None for what follows from the ids.
+    source: what the tokens attend to besides each other, such as images; None if there is nothing.
+    asks: whether the last token is there to choose the first new one by, and no token sees it: padding on the right.
     """
 
     embeddings: Tensor | None
@@ -65,6 +69,18 @@ class PromptInputs:
     marked: MarkedInputs | None = None
     arguments: TokenArguments | None = None
     seen_in_windows: bool = False
+    source: SourceRows | None = None
+    asks: bool = False
+
+    def without_asked(self) -> PromptInputs:
+        """Return the inputs of the tokens that others see, once the last one was asked."""
+        positions = None if self.positions is None else self.positions[:, :-1]
+        return replace(self, positions=positions, contents=self.contents[:-1], seen=None, asks=False)
+
+    @property
+    def is_of_ids(self) -> bool:
+        """Return whether the decoder is given for each token, at its index, what its id says."""
+        return self.embeddings is None and self.positions is None and self.marked is None and not self.arguments
 
     def seen_by(self, start: int, count: int) -> list[int] | None:
         """Return how many tokens each of the tokens start..start+count-1 sees; None if it sees those up to itself."""
@@ -90,6 +106,8 @@ class PromptInputs:
 
     def rows(self, first: int, start: int, count: int) -> Iterator[PassRows]:
         """Yield the inputs of the tokens start..start+count-1, of which the pass has the first one at `first`."""
+        if self.is_of_ids:
+            return
         end = len(self.contents)
         given = max(0, min(start + count, end) - start)
         if given:
@@ -111,14 +129,14 @@ class RequestInputs:
     unread: inputs that the model's own code has still to read, by name, as a processor makes them for one prompt:
         pixel_values, or the input_ids of an encoder; None if there are none.
     prompt: what the decoder is given for the prompt besides its ids; None for a text.
-    source: the output of an encoder, [T, C], that the tokens attend to; None without an encoder.
+    source: the output of an encoder that the tokens attend to; None without an encoder.
     encoder_ids: the token ids that the encoder reads, which are those that the user gave.
     num_hidden: how many of the first tokens have no ids that anybody gave; logits processors do not see them.
     """
 
     unread: Mapping[str, Any] | None = None
     prompt: PromptInputs | None = None
-    source: Tensor | None = None
+    source: SourceRows | None = None
     encoder_ids: Sequence[int] = ()
     num_hidden: int = 0
 
@@ -126,6 +144,21 @@ class RequestInputs:
 def other_input(inputs: Mapping[str, Any]) -> str | None:
     """The name of an input other than token ids on which keys and values may depend; None if there is none."""
     return next((name for name, value in inputs.items() if name not in TEXT_INPUTS and not _says_nothing(value)), None)
+
+
+def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> bool:
+    """Return whether each token's position is the number of tokens before it, so that equal token ids have equal keys.
+
+    position_ids: [B, Q] or None. mask: [B, Q] bool, False for padding, or None.
+    """
+    if position_ids is None:
+        return mask is None or bool(mask.all())
+    if position_ids.ndim != 2:
+        return False
+    if mask is None or bool(mask.all()):
+        return bool((position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)).all())
+    expected = mask.long().cumsum(1) - 1
+    return bool(((position_ids == expected) | ~mask).all())
 
 
 def _says_nothing(value: object) -> bool:
@@ -165,11 +198,40 @@ def _number(*parts: bytes) -> int:
     return -1 - (int.from_bytes(digest.digest(), "little") >> 1)
 
 
+def contents_with(contents: list[int], everything: bytes) -> list[int]:
+    """Return other numbers for tokens that see something besides tokens. everything: says what that is."""
+    return [_number(everything, repr(each).encode()) for each in contents]
+
+
+def text_with_source(ids: list[int], source: SourceRows, everything: bytes) -> PromptInputs:
+    """Return the inputs of a prompt of ids that attend to a source. everything: says what that is."""
+    return PromptInputs(None, None, (0,), contents_with(ids, everything), source=source)
+
+
+def is_padded_behind(mask: Tensor) -> bool:
+    """Return whether each row [T] of a mask begins with a token, and some have padding behind all of their tokens."""
+    return bool((mask[:, :1] != 0).all()) and bool((mask[:, 1:] <= mask[:, :-1]).all()) and not bool(mask.all())
+
+
 def moved(ids: list[int], columns: int) -> PromptInputs:
     """Return the inputs of a prompt whose tokens, with those behind it, stand so many columns later."""
     contents = [_number(repr((token, columns + index)).encode()) for index, token in enumerate(ids)]
     positions = torch.arange(columns, columns + len(ids))[None]
     return PromptInputs(None, positions, (columns,), contents)
+
+
+def asked_behind(ids: list[int], position: int) -> PromptInputs:
+    """Return the inputs of a prompt of ids and a token that stands behind them, for padding on the right.
+
+    position: of that token, which is asked, and sees all before it; new tokens stand behind this position.
+    """
+    count, shift = len(ids), position + 1 - len(ids)
+    positions = torch.tensor([[*range(count), position]])
+    contents = [_number(repr((token, index, shift)).encode()) for index, token in enumerate(ids)]
+    seen = [*range(1, count + 1), count]
+    return PromptInputs(
+        None, positions, (shift,), [*contents, _number(os.urandom(CONTENT_BYTES))], seen, asks=True
+    )  # fmt: skip
 
 
 def contents_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..cache.cached_sequence import CachedSequence
+    from ..cache.kinds import SourceRows
     from .prompt_inputs import PromptInputs, RequestInputs
     from .sampling.sampling import Sampling
 
@@ -87,10 +88,22 @@ class Sequence:
         """Return what the decoder is given for the prompt besides its ids; None for a text."""
         return None if self.inputs is None else self.inputs.prompt
 
+    def forget_asked(self) -> None:
+        """Take the last token out of a prompt if it was there to be asked alone, before a new one takes its place."""
+        prompt = self.prompt_inputs
+        if prompt is None or not prompt.asks:
+            return
+        assert self.inputs is not None
+        self.tokens.pop()
+        self.num_prompt, self.num_prefilled = self.num_prompt - 1, self.num_prefilled - 1
+        self.inputs = replace(self.inputs, prompt=prompt.without_asked())
+
     @property
-    def source(self) -> Tensor | None:
-        """Return the output of an encoder, [T, C], that the tokens attend to; None without an encoder."""
-        return None if self.inputs is None else self.inputs.source
+    def source(self) -> SourceRows | None:
+        """Return what the tokens attend to besides each other: an encoder's output, or images; None for nothing."""
+        if self.inputs is None:
+            return None
+        return self.inputs.source if self.inputs.prompt is None else self.inputs.prompt.source
 
     @property
     def num_hidden(self) -> int:
@@ -145,6 +158,14 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def below(self, limit: int) -> Draft:
+        """Return the draft up to its first token that is `limit` or larger, as one that stands for an image may be."""
+        count = next((index for index, token in enumerate(self.tokens) if token >= limit), len(self))
+        if count == len(self):
+            return self
+        probabilities = None if self.probabilities is None else self.probabilities[:count]
+        return Draft(self.tokens[:count], probabilities, self.source)
 
     def accepted(self, chosen: list[int]) -> list[int]:
         """Return the accepted tokens (the drafted tokens that equal the model's own) and the model's next token.

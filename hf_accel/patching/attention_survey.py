@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,10 +30,11 @@ from ..cache.quantized import QUANTIZED, dim_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.indexers import is_known_indexer
-from ..fused.hf.operator_models import OperatorModel, operator_model
+from ..fused.hf.operator_models import OperatorModel
+from ..fused.hf.source_layers import is_source_attention
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
-from ..models import head_dim, layers_config, num_kv_heads, positions_depend_on_length
+from ..models import head_dim, is_within, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
 from ..recognition.asked import answer_once
 from ..recognition.code import attention_code, code_of
@@ -41,13 +43,8 @@ from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
 from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
-from .decoder_survey import (
-    causality_refusal,
-    counting_refusal,
-    decoder_loop_refusal,
-    decoder_refusal,
-    tried_operators,
-)
+from .decoder_survey import causality_refusal, counting_refusal, decoder_loop_refusal, decoder_refusal, tried_operators
+from .sequence_survey import is_own_code, own_code
 from .survey import split_of
 
 # The implementations that our attention and mask functions can replace.
@@ -63,7 +60,7 @@ def model_attention_refusal(model: PreTrainedModel) -> str | None:
 
 
 def _model_attention_refusal(model: PreTrainedModel) -> str | None:
-    refusal = refused_attention(model)
+    refusal = refused_attention(model, partial(is_own_code, model))
     if refusal is not None:
         return refusal
     name = type(model).__name__
@@ -128,10 +125,14 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
         return operator_refusal(model, refusal)
     if not getattr(layers_config(model.config), "is_causal", True):
         return f"{name} is configured for bidirectional attention"
-    for _, module, code in module_codes(model):
+    for module_name, module, code in module_codes(model):
         unpaged = code.unpaged
         if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
             continue
+        if is_source_attention(model, module):
+            continue
+        if is_own_code(model, module_name) or any(is_within(name, module_name) for name in own_code(model)):
+            continue  # a trial has shown what it does, and what those around it do with the cache
         known = known_recurrence(module)
         if known is None:
             return unpaged
@@ -141,10 +142,11 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    refusal = _compression_refusal(model, compressed=kinds.has(CompressedKeys)) or _reuse_refusal(model)
-    refusal = refusal or answer_once(_unknown_recurrences, model)
-    if refusal is not None:
-        return refusal
+    if not own_code(model):  # or a trial has shown what the layers do
+        refusal = _compression_refusal(model, compressed=kinds.has(CompressedKeys)) or _reuse_refusal(model)
+        refusal = refusal or answer_once(_unknown_recurrences, model)
+        if refusal is not None:
+            return refusal
     clauses = (kind.device_refusal(model_device(model)) for kind in kinds.distinct)
     clause = next(filter(None, clauses), None)
     return _bidirectional_refusal(model) if clause is None else f"{name} {clause}"
@@ -163,12 +165,8 @@ def known_operators(model: PreTrainedModel) -> OperatorModel | None:
     )
     if not is_rare or split_of(model) is not None:
         return None
-    known = _operators(model)
+    known = answer_once(tried_operators, model)
     return known if isinstance(known, OperatorModel) else None
-
-
-def _operators(model: PreTrainedModel) -> OperatorModel | str | None:
-    return answer_once(tried_operators if model.config.is_encoder_decoder else operator_model, model)
 
 
 def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
@@ -177,7 +175,7 @@ def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
     refusal: why its attention cannot be ours; None if it can, and code between it and the cache is its own.
     """
     if known_operators(model) is None:
-        known = _operators(model)
+        known = answer_once(tried_operators, model)
         return f"{refusal}, and {known}" if isinstance(known, str) else refusal
     try:
         kinds = model_kinds(model.config)

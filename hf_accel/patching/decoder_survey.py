@@ -21,25 +21,26 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
 from ..attention.hf.stock import set_implementation, stock_implementation
-from ..cache.cached_sequence import CachedSequence
 from ..cache.hf import page_groups
 from ..cache.hf.kinds import model_kinds
-from ..cache.kinds import KeysAndValues
+from ..cache.kinds import KeysAndValues, SourceRows
 from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
-from ..fused.hf.operator_models import OperatorModel, decoder_operators, read_by_operators, with_tried
+from ..fused.hf.operator_models import OperatorModel, decoder_operators, operator_model, read_by_operators, with_tried
 from ..generation.hf.decoder_call import UpToDecoder, giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
-from ..generation.hf.encoder_source import EncoderOutput
+from ..generation.hf.encoder_source import rows_as_output
 from ..generation.hf.model_runner import ModelRunner
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import encoder_width, layers_config, padding_token
 from ..recognition.asked import answer_once
+from ..recognition.call_form import parameter_names
 from ..recognition.generation_code import only_passes_on
 from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
+from ..undo.journal import original_class
 
 # Whisper's own prepare_inputs_for_generation makes positions where a decoder_attention_mask is given, which the ragged
 # loop makes of its own for all calls that it takes.
@@ -49,12 +50,7 @@ PADDING = 2  # the columns in front of a prompt
 LENGTHS = (5, 3)  # of the encoder's output of two sequences
 Passes = tuple[tuple[tuple[int, int], ...], ...]  # the sequences of each pass, and their tokens in it
 PASSES: Passes = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))
-BY_TOKEN: Passes = (
-    ((0, 1),),
-    ((0, 1), (1, 1)),
-    ((0, 1), (1, 1)),
-    ((0, 1), (1, 1)),
-)
+BY_TOKEN: Passes = (((0, 1),), *[((0, 1), (1, 1))] * 3)
 CAPACITY = "expert_capacity"  # what routers call the number of tokens that an expert takes of a pass
 MOST_TOKENS = 4096  # of a trial of experts
 CLOSE = Tolerance(of_largest=1e-4)
@@ -85,9 +81,14 @@ def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
     return None
 
 
-def tried_operators(model: PreTrainedModel) -> OperatorModel | None:
-    """Return what is known of a decoder with an encoder whose modules attend by operators; None if a trial
-    gives something else than stock. Within a function that is `reading_once`, which keeps what the trial shows."""
+def tried_operators(model: PreTrainedModel) -> OperatorModel | str | None:
+    """Return operator_model of a model without an encoder. Of a decoder with one, return what is known if its modules
+    attend by operators; None if a trial gives something else than stock.
+
+    Within a function that is `reading_once`, which keeps what the trial shows.
+    """
+    if not model.config.is_encoder_decoder:
+        return answer_once(operator_model, model)
     known = answer_once(decoder_operators, model)
     if known is None or model_device(model).type == "meta":
         return known  # nothing can be tried before the weights are there
@@ -151,10 +152,14 @@ def _hides_by_token(model: PreTrainedModel) -> bool | None:
 
 def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
     register()
+    given = _sources(model)
+    ours, others = (partial(paged_together, model, passes, each) for each in (given, [-each for each in given]))
+    if agree(ours, others, CLOSE):
+        return None  # it does not read the rows that it is given
     for hides in (True, False):
         if agree(
             lambda: _stock(model, passes, hides=hides),  # noqa: B023
-            lambda: _paged(model, passes, _sources(model)),
+            ours,
             CLOSE,
         ):
             return hides if hides or not _shows_less(model, passes) else None
@@ -217,17 +222,23 @@ def counts_padding(model: PreTrainedModel) -> bool:
     """
     if model_device(model).type == "meta":
         return False
-    return agree(lambda: _stock_alone(model, padding=PADDING), lambda: _paged(model, PASSES, first=PADDING), CLOSE)
+    return agree(
+        lambda: stock_alone(model, padding=PADDING), lambda: paged_together(model, PASSES, first=PADDING), CLOSE
+    )
 
 
 def _counts_tokens(model: PreTrainedModel) -> bool:
     register()
-    return agree(lambda: _stock_alone(model, padding=0), lambda: _paged(model, PASSES), CLOSE)
+    return agree(lambda: stock_alone(model, padding=0), lambda: paged_together(model, PASSES), CLOSE)
 
 
-def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
-    """Compute the passes of each sequence alone in a model without an encoder, with padding in front of it."""
-    tried = _tried(model, None)
+def stock_alone(model: PreTrainedModel, *, padding: int, tried: Any = None) -> tuple[Tensor, ...]:
+    """Compute the passes of each sequence alone in a model without an encoder, with padding in front of it.
+
+    tried: the small copy that computes them; None for one of its first layers.
+    """
+    tried = _tried(model, None) if tried is None else tried
+    takes_positions = "position_ids" in parameter_names(original_class(tried).forward)
     outputs = []
     for number in range(len(LENGTHS)):
         cache = DynamicCache(config=layers_config(tried.config))
@@ -235,9 +246,11 @@ def _stock_alone(model: PreTrainedModel, *, padding: int) -> tuple[Tensor, ...]:
         for ids in _tokens(model, number, PASSES):
             shown = ids if mask.any() else [padding_token(model)] * padding + ids
             mask = torch.nn.functional.pad(mask, (0, len(ids)), value=1)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -len(shown) :]
+            given = {"position_ids": positions} if takes_positions else {}
             output = tried(
                 input_ids=torch.tensor([shown]), attention_mask=mask, past_key_values=cache, use_cache=True,
-                return_dict=True,
+                return_dict=True, **given,
             )  # fmt: skip
             outputs.append(output.logits[0, -len(ids) :])
     return tuple(outputs)
@@ -266,7 +279,7 @@ def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool, masked: bool 
         for ids in _tokens(model, number, passes):
             output = called(
                 decoder_input_ids=torch.tensor([ids]),
-                encoder_outputs=EncoderOutput(last_hidden_state=source[None]),
+                encoder_outputs=rows_as_output(source[None]),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
@@ -276,21 +289,24 @@ def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool, masked: bool 
     return tuple(outputs)
 
 
-def _paged(
-    model: PreTrainedModel, passes: Passes, sources: Sequence[Tensor | None] = (None, None), *, first: int = 0
-) -> tuple[Tensor, ...]:
+def paged_together(
+    model: PreTrainedModel, passes: Passes, sources: Sequence[Tensor | None] = (None, None), *, first: int = 0,
+    tried: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the same passes over pages, those of both sequences in one row.
 
-    sources: the encoder's output of each sequence. first: the position of the first token of each.
+    sources: the encoder's output of each sequence. first: the position of the first token of each. tried: see
+    stock_alone.
     """
     operators = answer_once(decoder_operators, model) if model.config.is_encoder_decoder else None
-    tried = _tried(model, None if operators is not None else ATTENTION_NAME)
+    if tried is None:
+        tried = _tried(model, None if operators is not None else ATTENTION_NAME)
     if operators is not None:
         read_by_operators(tried, operators)
     groups, groups_of_layer = page_groups(tried.config, CacheConfig(), capacity=64)
     kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
     pages, runner = Pages(groups), kind(tried, groups, groups_of_layer, operators)
-    cached: list[CachedSequence] = [pages.begin(source=source) for source in sources]
+    cached = [pages.begin(source=None if source is None else SourceRows(source)) for source in sources]
     waiting = [list(_tokens(model, number, passes)) for number in range(len(LENGTHS))]
     outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
     for parts in passes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from ..cache.hf import attends_to_sources
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import JOINED, JOINS
 from ..generation import graphs
@@ -166,7 +167,7 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         return
     dtype = str(plan.model.dtype).removeprefix("torch.") if cache.dtype == "auto" else cache.dtype
     capacity = "grows as needed" if cache.max_tokens is None else f"{cache.max_tokens} tokens"
-    shares = cache.prefix_sharing and not plan.model.config.is_encoder_decoder
+    shares = cache.prefix_sharing and not attends_to_sources(plan.model.config)
     sharing = "prefixes shared" if shares else "prefixes not shared"
     yield Line("cache", "keys and values", f"paged, block {cache.block_size}, {dtype}", f"{capacity}; {sharing}")
     if plan.context is not None:
@@ -182,10 +183,9 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         yield Line("generate", "all modes", "stock's loops", f"over the paged cache: {plan.stock_loop}")
         return
     yield Line("generate", "greedy, sampling", "ragged", "no padding; a sequence that has ended costs nothing")
-    if plan.model.config.is_encoder_decoder:
-        yield Line(
-            "generate", "encoder's output", "computed once", "its keys and values are in pages, without padding"
-        )
+    if attends_to_sources(plan.model.config):
+        what = "encoder's output" if plan.model.config.is_encoder_decoder else "images"
+        yield Line("generate", what, "computed once", "its keys and values are in pages, without padding")
     yield Line("generate", "beams", "ragged", "pages shared until they differ; a prompt that has ended costs nothing")
     yield Line("generate", "init_continuous_batching()", "ragged", "by the loop that an Engine runs")
     yield _speculation_line(plan)

@@ -5,31 +5,25 @@ forward of ours.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..cache.hf import model_kinds
-from ..cache.kinds import CompressedKeys, ConvolutionInputs, IndexKeys, RecurrentStates
 from ..config import PatchConfig
-from ..fused.hf.compressed import compressed_sites
-from ..fused.hf.counted_positions import counted_sites
 from ..fused.hf.dtype_readers import dtype_readers
-from ..fused.hf.indexers import indexer_sites
 from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.part_activations import part_activations
-from ..fused.site import FusedSite
+from ..fused.hf.source_layers import source_argument
 from ..generation.hf.drafting import refuse_drafts
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
-from ..recurrent.hf.convolutions import convolution_sites
-from ..recurrent.hf.recurrences import recurrence_sites
 from .attention_survey import cache_refusal, known_operators, loop_refusal, pages_refusal
 from .decoder_survey import counts_padding, reads_ahead, rows_hidden_in
 from .plan import FusedPlan, LinearPlan
+from .sequence_survey import state_sites
 
 
 @dataclass(frozen=True)
@@ -91,6 +85,7 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         counts_padding=stock_loop is None and _counts_padding(model, operators),
         operators=operators,
         makes_masks=texts is not None and texts.makes_masks,
+        source=None if stock_loop is not None else source_argument(model),
     )
 
 
@@ -108,19 +103,6 @@ def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, fo
     taken = {site.module for site in sites}  # a module has one mixin
     kept = (site for site in fused.sites if site.module not in taken)
     return replace(fused, sites=(*kept, *sites))
-
-
-def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
-    """Find the layers of a model whose pages are read by no other forward than ours, whatever fuse= says."""
-    kinds = model_kinds(model.config)
-    yield from counted_sites(model)
-    if kinds.has(IndexKeys):
-        yield from indexer_sites(model)
-    if kinds.has(ConvolutionInputs, RecurrentStates):
-        yield from convolution_sites(model)
-        yield from recurrence_sites(model)
-    if kinds.has(CompressedKeys):
-        yield from compressed_sites(model)
 
 
 def with_dtype_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan) -> FusedPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch import nn
 Kind = Literal[
     "linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate", "scale", "join",
     "position_scores", "affine", "attend_source", "short_conv", "delta_rule", "state_scan", "gated_norm",
+    "take_heads",
 ]  # fmt: skip
 
 INPUT, OUTPUT = 0, 1  # the buffers of a layer's input and output, by their numbers in the kernels
@@ -21,6 +23,25 @@ class UntraceableError(Exception):
 
 class WidthError(UntraceableError):
     """A linear layer takes another number of inputs than it is given: the states may have another width."""
+
+
+def reason_of_failure(error: Exception) -> str:
+    """Return why code has no trace that fails on a stand-in by an error of its own, as a clause on one line."""
+    message = next(iter(str(error).splitlines()), "").rstrip(" :")
+    missing = re.search(r"missing \d+ required positional arguments?: (.+)", message)
+    if missing:
+        return f"it is given {missing[1].replace(chr(39), '')} too, which no trace follows"
+    for name, asked in ASKED_OF_STAND_INS.items():
+        if re.search(rf"\b{name}\b", message):
+            return f"it does more with {asked} than a trace follows"
+    return f"its code needs values where a trace has none: {type(error).__name__}, {message}"
+
+
+# What code has in its hands, by the names of the stand-ins, and of tuples that stand for tables.
+ASKED_OF_STAND_INS = {
+    "Count": "the number of tokens", "Vector": "a parameter", "StandIn": "a tensor", "ModuleStandIn": "a module",
+    "Opaque": "a tensor that it is given", "Scores": "the scores of its attention", "NoneType": "what it is not given",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from torch import nn
 
 from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_MASK, as_usual
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
-from .position_attention import READ_SETTINGS, PositionAttention
+from .position_attention import ABSENT_PARTS, READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
 from .source_stand_ins import KEYS, VALUES, SourceKeys, as_source
 from .stand_ins import BATCH, SOURCE, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector, require
-from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name
+from .trial import NAMES_OF_EPS, PLAIN_ACTIVATIONS, GatedNames, activation_name, settings_of_norm
 from .unchanged import HOOKS, Read, has_own_forward
 
 
@@ -100,14 +100,19 @@ class Record:
         require(replace(x, apart=1) if heads > 1 else x, heads=False)
         return self.put("activation", [x], x.width, activation=name, heads=heads)
 
-    def layer_norm(self, module: nn.LayerNorm, x: Any) -> StandIn:
+    def layer_norm(self, module: nn.Module, x: Any) -> StandIn:
+        """Record a LayerNorm, of torch or of code that is tried to be one, which has no such settings."""
         require(x, heads=False)
-        if module.normalized_shape != (x.width,):
+        own = vars(module)
+        weight = module._parameters.get("weight")
+        sizes = own.get("normalized_shape") if isinstance(module, nn.LayerNorm) else tuple(weight.shape)  # type: ignore[union-attr]
+        if sizes != (x.width,):
             raise UntraceableError("a norm takes another number of inputs")
         self.visit(module)
-        for name in ("eps", "normalized_shape", "elementwise_affine"):
-            self.note(vars(module), name, vars(module).get(name))
-        return self.put("layer_norm", [x], x.width, modules=(module,), dim=x.width)
+        for name, value in settings_of_norm(module).items():
+            self.note(own, name, value)
+        eps = next(own[name] for name in NAMES_OF_EPS if name in own)
+        return self.put("layer_norm", [x], x.width, modules=(module,), dim=x.width, eps=eps)
 
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
@@ -317,17 +322,17 @@ class Record:
         self.visit(module)
         for name in READ_SETTINGS:
             self.note(own, name, own.get(name))
-        for name in {*parts}:
-            self.note(held, name, held[name])
+        for name in (*held, *ABSENT_PARTS):
+            self.note(held, name, held.get(name))
         heads, dim = own["num_attention_heads"], own["attention_head_size"]
-        query, key, value, position_key, position_query = (held[name] for name in parts)
+        position_key, position_query = held[parts.position_key], held[parts.position_query]
         for each in (position_key, position_query):
             self.visit(each)
-        sizes = (BATCH, TOKENS, heads, dim)
-        q, k, v = (self.linear(each, x).view(*sizes).transpose(1, 2) for each in (query, key, value))
+        q, k, v = parts.recorded(self, x, module, (heads, dim))
         scale = (3 * dim) ** -0.5
         values = {
-            "heads": heads, "dim": dim, "scale": scale, "span": own["pos_ebd_size"], "kinds": own["pos_att_type"],
+            "heads": heads, "dim": dim, "scale": scale, "span": own[parts.span], "kinds": own["pos_att_type"],
+            "by_tokens": parts.by_tokens,
         }  # fmt: skip
         self.operations.append(
             Operation("position_scores", [q.span, k.span], [], (position_key, position_query), values)

@@ -22,6 +22,7 @@ from .trial import RandomNumbers, unwatched_twin
 
 ROWS = 64  # of tables of embeddings
 LAYER_INDICES = ("layer_idx", "layer_id")
+EXPERT_WIDTHS = ("hidden_dim", "hidden_size")  # what experts call the numbers of a token
 
 
 class SparseLinear(nn.Module):
@@ -46,6 +47,30 @@ class SparseLinear(nn.Module):
         return self.factor
 
 
+class PlainExperts(nn.Module):
+    """Stands for experts: each number of a token times a factor, so that their weights cost nothing."""
+
+    factor: Tensor
+
+    def __init__(self, width: int, numbers: RandomNumbers) -> None:
+        super().__init__()
+        self.register_buffer("factor", numbers(width), persistent=False)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states * self.factor
+
+
+class FoldedTable(nn.Module):
+    """Stands for a table of embeddings: of few rows, which all ids share."""
+
+    def __init__(self, width: int, numbers: RandomNumbers) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(ROWS, width), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids % ROWS]
+
+
 def one_layer_model(model: nn.Module, name: str, attention: Any = None, token: int = 0) -> Any:
     """Return the model with the layer around its attention module `name` alone, on the CPU, in float32.
 
@@ -54,13 +79,13 @@ def one_layer_model(model: nn.Module, name: str, attention: Any = None, token: i
     return _around(model, name.split("."), attention, _Copying(token=token))
 
 
-def first_layers_model(model: nn.Module, lengths: Mapping[str, int], token: int = 0) -> Any:
+def first_layers_model(model: nn.Module, lengths: Mapping[str, int], token: int = 0, *, plain: bool = False) -> Any:
     """Return the model with the first layers of some parts, on the CPU, in float32.
 
     lengths: by the name of a part, how many modules the outermost lists in it keep. token: an id, besides the first
-    ROWS, that has an embedding.
+    ROWS, that has an embedding. plain: whether PlainExperts take the place of experts, and FoldedTable that of tables.
     """
-    return _copied(model, _Copying(lengths=lengths, token=token))
+    return _copied(model, _Copying(lengths=lengths, token=token, plain=plain))
 
 
 @dataclass
@@ -72,6 +97,7 @@ class _Copying:
 
     lengths: Mapping[str, int] = field(default_factory=dict)
     token: int = 0
+    plain: bool = False
     name: str = ""
     layer: int = 0
     numbers: RandomNumbers = field(default_factory=RandomNumbers)
@@ -105,6 +131,12 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
     own: Any = module
     if isinstance(getattr(own, "in_features", None), int) and isinstance(getattr(own, "out_features", None), int):
         return SparseLinear(own.in_features, own.out_features, copying.numbers)
+    if copying.plain and any(each is not None and each.ndim == 3 for each in own._parameters.values()):
+        width = next((size for name in EXPERT_WIDTHS if isinstance(size := getattr(own, name, None), int)), None)
+        if width is not None:
+            return PlainExperts(width, copying.numbers)
+    if copying.plain and original_class(module) is nn.Embedding:
+        return FoldedTable(own.embedding_dim, copying.numbers)
     if isinstance(module, nn.ModuleList):
         if copying.length is None:
             return nn.ModuleList(_copied(child, copying) for child in module)

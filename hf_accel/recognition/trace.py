@@ -23,13 +23,21 @@ from .call_form import BIAS, CACHES, MASK, SOURCE_MASK, SOURCE_STATES, TABLES, C
 from .code import ROTATION, with_functions
 from .folding import folded
 from .model_stand_ins import CacheStandIn, ConfigStandIn
-from .operation import INPUT, OUTPUT, Span, UntraceableError
+from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .position_attention import POSITION_ATTENTION, position_attention
 from .record import Record
 from .scores import Scores
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import BATCH, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
-from .trial import PLAIN_ACTIVATIONS, GatedNames, activation_name, gated_names, name_of_function, seems_rms_norm
+from .trial import (
+    PLAIN_ACTIVATIONS,
+    GatedNames,
+    activation_name,
+    gated_names,
+    is_layer_norm,
+    name_of_function,
+    seems_rms_norm,
+)
 from .unchanged import PLAIN_TYPES
 
 CPU = torch.device("cpu")
@@ -115,8 +123,7 @@ class Trace(Record):
         except UntraceableError:
             raise
         except Exception as error:  # the code fails on a stand-in with an error of its own
-            first = next(iter(str(error).splitlines()), "")
-            raise UntraceableError(f"its code fails on a stand-in ({type(error).__name__}: {first})") from error
+            raise UntraceableError(reason_of_failure(error)) from error
 
     def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:
         """Return what the code reads as self.name."""
@@ -155,7 +162,7 @@ class Trace(Record):
             return [self.child(each) for each in module]
         if isinstance(module, nn.Linear) or is_conv1d(module):
             return LinearStandIn(self, module)
-        if type(module) is nn.LayerNorm:
+        if is_layer_norm(module):
             return lambda x: self.layer_norm(module, x)
         if seems_rms_norm(module):
             return lambda x: self.norm(module, x)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..undo.journal import original_class
 from .asked import answer_once
 from .code import gated_code
 from .unchanged import HOOKS, PLAIN_TYPES, is_known_code, is_unobserved
@@ -104,6 +105,50 @@ def seems_rms_norm(module: nn.Module) -> bool:
     is_t5s = name.endswith("LayerNorm") and not isinstance(module, nn.LayerNorm)
     return is_t5s and "variance_epsilon" in own and list(own["_parameters"]) == ["weight"]
 
+
+NAMES_OF_EPS = ("eps", "variance_epsilon")
+
+
+def is_layer_norm(module: nn.Module) -> bool:
+    """Return whether a module is torch's LayerNorm, or code of its own that computes the same, as DeBERTa's."""
+    if type(module) is nn.LayerNorm:
+        return True
+    own = vars(module)
+    plain = not own["_modules"] and not own["_buffers"] and list(own["_parameters"]) == ["weight", "bias"]
+    if not plain or not type(module).__name__.endswith("LayerNorm") or isinstance(module, nn.LayerNorm):
+        return False
+    if any(each is None or each.ndim != 1 for each in own["_parameters"].values()):
+        return False
+    settings = settings_of_norm(module)
+    if not all(isinstance(value, PLAIN_TYPES) for value in settings.values()):
+        return False
+    if type(settings.get("variance_epsilon")) is not float:
+        return False
+    return answer_once(_computes_layer_norm, module, equal=(original_class(module), *sorted(settings.items())))
+
+
+def settings_of_norm(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that a module has besides those of all modules: a trial shows their effect."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+
+
+_OF_MODULES = vars(nn.Module()).keys()
+
+
+def _computes_layer_norm(module: nn.Module) -> bool:
+    """Return whether the code of a module's class computes a LayerNorm of float32, with weights of a trial."""
+    kind, numbers, eps = original_class(module), RandomNumbers(), vars(module)["variance_epsilon"]
+    weight, bias = (nn.Parameter(numbers(12), requires_grad=False) for _ in range(2))
+    twin = unwatched_twin(module, _parameters={"weight": weight, "bias": bias})
+    # eps counts at the smallest magnitude
+    tried = [numbers(2, 3, 12) * eps**0.5, numbers(3, 12), numbers(2, 2, 12) * 300 + 7]
+    return all(
+        agree(lambda x=x: kind.forward(twin, x), lambda x=x: F.layer_norm(x, (12,), weight, bias, eps), NEAR_NORM)  # type: ignore[misc]
+        for x in tried
+    )
+
+
+NEAR_NORM = Tolerance(of_largest=1e-5)
 
 # -- gated MLPs ----------------------------------------------------------------------------------------
 

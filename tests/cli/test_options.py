@@ -136,3 +136,9 @@ def test_texts_that_are_none(tmp_path: Path, name: str, content: bytes | None, m
 def test_messages_in_the_words_of_the_command_line(said: str, shown: str) -> None:
     options = [*(option.name for option in PATCH_OPTIONS), "kv_dtype", "bandwidth", "compute", "format"]
     assert as_options(said, options) == shown
+
+
+def test_a_draft_head_is_loaded_in_python(tmp_path: Path) -> None:
+    (tmp_path / "draft_head.json").write_text("{}")
+    with pytest.raises(BadInputError, match=r"DraftHead\.from_pretrained\(folder, model\)"):
+        asked(speculative=str(tmp_path))

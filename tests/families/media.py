@@ -132,7 +132,8 @@ def _counts(model: PreTrainedModel, tensors: dict[str, Tensor], medium: Medium) 
 def _prompts(model: PreTrainedModel, tensors: dict[str, Tensor], count: int, medium: Medium) -> dict[str, Tensor]:
     config, generator = model.config, torch.Generator().manual_seed(3)
     parameters = inspect.signature(type(model).forward).parameters
-    if "input_ids" not in parameters:  # an encoder's, that reads no words
+    reads_words = not config.is_encoder_decoder or model.get_encoder().main_input_name == "input_ids"
+    if "input_ids" not in parameters or not reads_words:
         return tensors
     token = next((t for name in medium.tokens if (t := getattr(config, name, None)) is not None), FIRST_SPECIAL)
     start, end = (getattr(config, name, None) for name in medium.around)

@@ -36,6 +36,10 @@ CONFORMER = {"input_dim": 16, "hidden_dim": 64, "context_size": 16, "max_pos_emb
 STACKED = {"deepstack_visual_indexes": [0, 1]}
 NO_EXPERTS = {"num_experts": None, "num_experts_per_tok": None, "top_k_experts": None}
 
+# As all published checkpoints have them.
+POSITIONS = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+BUCKETS = {"position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+
 # By the name of the config's class.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "AlbertConfig": {"embedding_size": 32},
@@ -55,6 +59,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "DbrxAttentionConfig": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
     "DbrxFFNConfig": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     "GraniteDoclingVisionConfig": STACKED,
+    "DebertaConfig": POSITIONS,
+    "DebertaV2Config": POSITIONS | BUCKETS,
     "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 64]},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
@@ -212,7 +218,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     | {"pronunciation_embed_dim": 32},
     "Step3p7TextConfig": {"sliding_window": 6},
     "SamVisionConfig": {"global_attn_indexes": [1]},
-    "UdopConfig": {"relative_attention_num_buckets": 32},
+    "UdopConfig": {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
     "UnlimitedOcrSamVisionConfig": {"downsample_channels": [32, 64]},
     "VibeVoiceAcousticTokenizerEncoderConfig": TOKENIZER,
     "VibeVoiceAcousticTokenizerConfig": TOKENIZER,

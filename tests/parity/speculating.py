@@ -14,6 +14,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 import hf_accel
 from hf_accel import Draft, Drafter, SpeculativeConfig
+from hf_accel.distill.drafts.heads import DraftHead
 
 from .families import VOCABULARY, build
 
@@ -105,6 +106,16 @@ def near(family: str, vocabulary: int = VOCABULARY, noise: float = 0.02, seed: i
     return model.eval()
 
 
+def head(family: str) -> DraftHead:
+    """A head of the target with some noise, which is right now and then."""
+    made = DraftHead.of(stock(family))
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(7)
+        for parameter in made.own_parameters().values():
+            parameter += 0.02 * torch.randn_like(parameter)
+    return made
+
+
 def assisted(family: str) -> AssistedCandidateGenerator:
     config = GenerationConfig(max_length=200, min_length=0, do_sample=False)
     assistant = near(family)
@@ -124,6 +135,7 @@ MAKERS: dict[str, abc.Callable[[str], Any]] = {
     "self-int4": lambda family: "self-int4",
     "far model": lambda family: build(family, seed=1),
     "near model": near,
+    "draft head": head,
     "larger vocabulary": lambda family: near(family, VOCABULARY + 9),
     "smaller vocabulary": lambda family: near(family, VOCABULARY - 9),
     "random": lambda family: RandomDrafter(),

@@ -148,6 +148,82 @@ def test_other_kinds_of_adapters(kind: str) -> None:
     assert torch.equal(tokens(patched=True), tokens(patched=False))
 
 
+# -- prompts behind what an adapter has learnt ---------------------------------------------------------------
+
+LEARNT: dict[str, Any] = {
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "encoder": lambda: peft.PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=16, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+PASSED_ON = "ignore:Position ids are not supported for parameter efficient tuning"
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"repetition_penalty": 1.4},
+    "beams": {"num_beams": 2, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "scores": {
+        "output_scores": True,
+        "return_dict_in_generate": True,
+        "eos_token_id": list(range(40)),
+        "pad_token_id": 0,
+    },
+}
+
+
+def learnt(family: str, kind: str) -> Any:
+    outer = peft.get_peft_model(build(family), LEARNT[kind]()).eval()
+    randomize({name: p for name, p in outer.named_parameters() if p.requires_grad})
+    return outer
+
+
+@pytest.mark.filterwarnings(PASSED_ON, "ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
+@pytest.mark.parametrize(
+    ("family", "kind", "layout", "reason"),
+    [
+        ("llama", "prompt", "left", "ragged"),
+        ("llama", "encoder", "left", "ragged"),
+        ("llama", "prompt", "single", "ragged"),
+        ("mistral", "prompt", "single", "ragged"),
+        ("mistral", "prompt", "left", "stock: padding stands between the embeddings of its adapter and its prompt"),
+        ("gpt2", "prompt", "left", "stock: GPT2Model gives its layers more than hidden states"),
+        ("llama", "prefix", "left", "stock: its adapter puts keys and values in front of each prompt"),
+    ],
+)
+def test_prompts_behind_what_an_adapter_has_learnt(family: str, kind: str, layout: str, reason: str) -> None:
+    expected, model = learnt(family, kind), learnt(family, kind)
+    hf_accel.patch(model, weights=None)
+    for way in WAYS.values():
+        found = []
+        for each in (expected, model):
+            torch.manual_seed(0)
+            output = each.generate(**inputs(layout), max_new_tokens=7, **{"do_sample": False} | way)
+            found.append(getattr(output, "sequences", output))
+        assert torch.equal(*found) and hf_accel.stats(model)["loop"] == reason
+    if family == "llama" and reason == "ragged":
+        drafted = greedy(model, prompt_lookup_num_tokens=3)
+        assert torch.equal(drafted, greedy(expected)) and hf_accel.stats(model)["loop"] == "ragged"
+    hf_accel.unpatch(model)
+    assert torch.equal(greedy(model), greedy(expected))
+
+
+@pytest.mark.filterwarnings(PASSED_ON)
+def test_a_cache_is_kept_with_what_the_adapter_has_learnt() -> None:
+    """Its columns are those of the embeddings, of the padding behind them, of the prompt and of what was generated."""
+    model = learnt("llama", "prompt")
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    expected = model.generate(**inputs("left"), **settings).past_key_values
+    hf_accel.patch(model, weights=None)
+    kept = model.generate(**inputs("left"), **settings).past_key_values
+    assert kept.get_seq_length() == expected.get_seq_length() == 3 + 13 + 5
+
+
+@pytest.mark.filterwarnings(PASSED_ON)
+def test_an_engine_does_not_leave_out_what_an_adapter_has_learnt() -> None:
+    model = learnt("llama", "prompt")
+    hf_accel.patch(model, weights=None)
+    with pytest.raises(hf_accel.UnsupportedError, match=r"PROMPT_TUNING.*in front of each prompt.*generate"):
+        hf_accel.Engine(model)
+
+
 # -- an adapter for each row ---------------------------------------------------------------------------------
 
 NAMES = ["default", "other", "__base__"]

@@ -13,14 +13,13 @@ import transformers
 from torch import Tensor, distributed, nn
 
 import hf_accel
-from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+from hf_accel import Engine, PagedCache, SpeculativeConfig, UnsupportedError
 from hf_accel.attention.hf.latents import Expansion, is_known_expansion
 from hf_accel.fused.hf.compressed import PagedLatents
 from hf_accel.kernels.layouts import Ragged
 
 from .families import VOCABULARY
 from .snapshot import snapshot
-from .speculating import OracleDrafter, requests
 from .together import (
     NEW_TOKENS,
     PROMPTS,
@@ -28,6 +27,7 @@ from .together import (
     alone,
     check_forks,
     check_preemption,
+    check_programme,
     check_sampling,
     check_together,
     check_weights_of_attention,
@@ -82,20 +82,7 @@ def test_random_programmes_of_requests(seed: int) -> None:
     numbers = random.Random(seed)
     sizes = {"kv_lora_rank": (8, 18, 40), "qk_nope_head_dim": (3, 16), "v_head_dim": (4, 17)}
     model = model_of(numbers.choice([*KINDS]), **{name: numbers.choice(given) for name, given in sizes.items()})
-    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
-    lengths = [numbers.randint(1, 30) for _ in prompts]
-    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
-    cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([160, 400]))
-    hf_accel.patch(model, weights=None, cache=cache)
-    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
-    speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 3, 6])) if seed % 2 else None
-    with Engine(model, speculative=speculative, token_budget=numbers.choice([None, 7, 64])) as engine:
-        jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
-        engine.submit(prompts[0], max_new_tokens=40).cancel()
-        assert [job.result(WAIT).tokens for job in jobs] == expected
-        samples = engine.submit(prompts[1], max_new_tokens=lengths[1], n=3)
-        assert [sample.tokens for sample in samples.results(WAIT)] == [expected[1]] * 3
-    assert engine.stats["blocks_used"] == 0
+    check_programme(model, numbers, block_sizes=[1, 4, 16], seed=seed)
 
 
 @pytest.mark.parametrize("drafter", ["self-int4", "ngram"])

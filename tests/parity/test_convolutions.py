@@ -12,14 +12,23 @@ from torch import Tensor, nn
 from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM
 
 import hf_accel
-from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+from hf_accel import PagedCache, UnsupportedError
 from hf_accel.cache.hf import model_kinds
 from hf_accel.recurrent.hf.convolutions import PagedConvolution, is_known_convolution
 
 from .families import VOCABULARY
 from .snapshot import snapshot
-from .speculating import OracleDrafter, requests
-from .together import PROMPTS, WAIT, alone, check_forks, check_sampling, check_together, in_passes, padded, together
+from .together import (
+    PROMPTS,
+    alone,
+    check_forks,
+    check_programme,
+    check_sampling,
+    check_together,
+    in_passes,
+    padded,
+    together,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
@@ -50,17 +59,7 @@ def test_random_programmes_of_requests(seed: int) -> None:
     numbers = random.Random(seed)
     layers = [*numbers.choices(["conv", "full_attention"], [3, 2], k=3), "full_attention", "conv"]
     model = model_of(layers=layers, tokens=numbers.choice([2, 3, 4]))
-    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
-    lengths = [numbers.randint(1, 30) for _ in prompts]
-    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
-    cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([160, 400]))
-    hf_accel.patch(model, weights=None, cache=cache)
-    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
-    with Engine(model, speculative=SpeculativeConfig(drafter=drafter) if seed % 2 else None) as engine:
-        jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
-        stopped = engine.submit(prompts[0], max_new_tokens=40)
-        stopped.cancel()
-        assert [job.result(WAIT).tokens for job in jobs] == expected
+    check_programme(model, numbers, block_sizes=[1, 4, 16], seed=seed)
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])

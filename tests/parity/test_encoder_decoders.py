@@ -473,8 +473,8 @@ def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of recomputed tokens, samples and preemption change no request's tokens."""
     numbers = random.Random(seed)
     model = model_of(TEXT[seed + 2])
-    rows = requests(8, longest=30, seed=seed, shared=0)
-    lengths = [numbers.randint(1, 40) for _ in rows]
+    rows = requests(7, longest=30, seed=seed, shared=0)
+    lengths = [numbers.randint(1, 24) for _ in rows]
     expected = [alone(model, row, count) for row, count in zip(rows, lengths, strict=True)]
     cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([64, 96]))
     hf_accel.patch(model, weights=None, cache=cache)

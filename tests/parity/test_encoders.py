@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import platform
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import hf_accel
 from hf_accel.fused import encoder_rows
 from hf_accel.fused.encoder_programme import EncoderProgramme
 from hf_accel.fused.hf.encoder_calls import MOST_KINDS, EncoderCalls, EncoderLayerCalls
+from hf_accel.fused.operations import ProductOperation
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.build import levels_for
 from hf_accel.recognition.trace import Trace
@@ -237,6 +239,42 @@ def test_many_rows_of_float_weights_are_torchs_products(family: str, monkeypatch
             found = ours(**given)
         assert calls == NATIVE
         same(found, stock(**given), given["attention_mask"])
+
+
+@pytest.mark.parametrize(("family", "most"), [("Bert", 5), ("MobileBert", 7)])
+@torch.no_grad()
+def test_results_are_let_go_when_nothing_reads_them_again(
+    family: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each later one would else take memory that no cache holds: MobileBERT's layers have 40 small results."""
+    ours, held, counts = hf_accel.patch(build(family), weights=None), list[Any](), list[int]()
+    compute = ProductOperation.compute
+
+    def watched(self: ProductOperation, *args: Any) -> list[Tensor]:
+        results = compute(self, *args)
+        held.extend(map(weakref.ref, results))
+        counts.append(sum(each() is not None for each in held))
+        return results
+
+    monkeypatch.setattr(ProductOperation, "compute", watched)
+    ours(**batch([64, 64, 64]))
+    assert len(counts) > 3 * 5 and max(counts) <= most
+
+
+@torch.no_grad()
+def test_products_of_many_rows_do_not_call_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code around a small product takes as long as the product."""
+    ours = hf_accel.patch(build("MobileBert"), weights=None)
+    states = ours.embeddings(batch([64, 64, 64])["input_ids"])
+    expected = ours.encoder(states).last_hidden_state
+    linears = [module for module in ours.encoder.modules() if isinstance(module, nn.Linear)]
+    with monkeypatch.context() as patch:
+        for kind in {type(linear) for linear in linears}:
+            patch.setattr(kind, "forward", lambda *args: pytest.fail("a module was called"))
+        assert torch.equal(ours.encoder(states).last_hidden_state, expected)
+    seen = list[nn.Module]()
+    linears[5].register_forward_hook(lambda module, args, out: seen.append(module))
+    assert torch.allclose(ours.encoder(states).last_hidden_state, expected, atol=1e-5) and seen == [linears[5]]
 
 
 @pytest.mark.parametrize("tokens", [256, 257, 1100])

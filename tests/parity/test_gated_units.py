@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_accel
-from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+from hf_accel import Engine, PagedCache, UnsupportedError
 from hf_accel.kernels.cpu import refusal
 from hf_accel.recognition.trial import Tolerance, agree
 from hf_accel.recurrent.hf import state_pass
@@ -20,8 +20,17 @@ from hf_accel.recurrent.hf.gated_units import PagedUnit, known_gated_unit
 from .families import VOCABULARY
 from .recurrent_models import gated_unit_of
 from .snapshot import snapshot
-from .speculating import OracleDrafter, requests
-from .together import NEW_TOKENS, PROMPTS, WAIT, alone, check_forks, check_preemption, check_served, padded, together
+from .together import (
+    NEW_TOKENS,
+    PROMPTS,
+    WAIT,
+    alone,
+    check_forks,
+    check_preemption,
+    check_programme,
+    padded,
+    together,
+)
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
 
@@ -74,14 +83,7 @@ def test_random_programmes_of_requests(seed: int) -> None:
     numbers = random.Random(seed)
     blocks = (*numbers.choices(["recurrent", "attention"], k=3), "attention", "recurrent")
     model = model_of(blocks, tokens=numbers.choice([2, 3, 4]), window=numbers.choice([8, 64]))
-    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
-    lengths = [numbers.randint(1, 30) for _ in prompts]
-    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
-    cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([160, 400]))
-    hf_accel.patch(model, weights=None, cache=cache)
-    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
-    speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 3, 6])) if seed % 2 else None
-    check_served(model, prompts, expected, speculative=speculative, token_budget=numbers.choice([None, 7, 64]))
+    check_programme(model, numbers, block_sizes=[1, 4, 16], seed=seed)
 
 
 def test_preemption_and_shared_prefixes() -> None:

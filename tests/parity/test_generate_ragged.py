@@ -317,6 +317,36 @@ def test_stop_strings_without_an_end_of_sequence() -> None:
     assert torch.equal(generate(model, stopping_criteria=criteria), expected) and loop(model) == "ragged"
 
 
+# -- positions of a user --------------------------------------------------------------------------------------
+
+PLACES: dict[str, Any] = {
+    "columns": lambda counted: torch.arange(counted.shape[1]).expand(len(counted), -1),
+    "others in each row": lambda counted: counted + 3 * torch.arange(len(counted))[:, None],
+    "gaps": lambda counted: 2 * counted + 1,
+    "backwards": lambda counted: counted.flip(1),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", PLACES)
+def test_positions_that_do_not_count_tokens(family: str, name: str) -> None:
+    given = inputs("left")
+    given["position_ids"] = PLACES[name]((given["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    model = target(family)
+    for way in ({}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
+        found = []
+        for each in (stock(family), model):
+            torch.manual_seed(0)
+            found.append(each.generate(**given, **{"max_new_tokens": 9, "do_sample": False} | way))
+        assert torch.equal(*found) and loop(model) == "ragged"
+    plain = stock(family).generate(**inputs("left"), max_new_tokens=9, do_sample=False)
+    drafted = model.generate(**given, max_new_tokens=9, do_sample=False, speculative=DRAFTS)
+    assert torch.equal(drafted, stock(family).generate(**given, max_new_tokens=9, do_sample=False))
+    assert torch.equal(drafted, plain) == (
+        family == "llama" and name not in ("gaps", "backwards")
+    )  # it sees distances
+
+
 # -- what cannot be ------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -341,9 +371,11 @@ def test_speculation_by_default_gives_way_and_says_so() -> None:
     generate(model)
     assert "passes" in hf_accel.stats(model)
     expected = generate(stock("llama"), output_scores=True, return_dict_in_generate=True)
-    actual = generate(model, output_scores=True, return_dict_in_generate=True)
+    with pytest.warns(hf_accel.HfAccelWarning, match="without drafts, because output_scores=True collects"):
+        actual = generate(model, output_scores=True, return_dict_in_generate=True)
     assert torch.equal(actual.sequences, expected.sequences) and len(actual.scores) == 14
-    assert loop(model) == "stock: output_scores=True collects a tensor of each step"
+    assert loop(model) == "ragged"
+    assert hf_accel.stats(model)["drafts"] == "none: output_scores=True collects a tensor of each step"
     assert torch.equal(generate(model, num_beams=2), generate(stock("llama"), num_beams=2))
 
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
 
 import hf_accel
 from hf_accel import CacheConfig
-from hf_accel.errors import OutOfBlocksError
+from hf_accel.errors import NotRaggedError, OutOfBlocksError
+from hf_accel.generation.hf import model_runner
 
 from .families import PADDING, VOCABULARY, build, prompts
 
@@ -125,6 +133,96 @@ def test_a_prompt_in_chunks() -> None:
         settings = asked("left", **CALLS["greedy"], prefill_chunk_size=size)
         expected, _ = answers(stock(), asked("left", **CALLS["greedy"]))
         assert torch.equal(answers(model, settings)[0], expected) and hf_accel.stats(model)["loop"] == "ragged"
+
+
+class Heard:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.got.append(value.tolist())
+
+    def end(self) -> None:
+        self.got.append("end")
+
+
+@pytest.mark.parametrize("name", ["greedy", "without an end", "sampled", "samples of each"])
+def test_streams_get_the_columns_that_stock_gives(name: str) -> None:
+    """Some rows end by the user's criterion, and are padded; without an end they go on."""
+    model, settings, heard = ours(), asked("left", **CALLS[name]), [Heard(), Heard()]
+    expected, _ = answers(stock(), {**settings, "streamer": heard[0]})
+    found, _ = answers(model, {**settings, "streamer": heard[1]})
+    assert torch.equal(found, expected) and hf_accel.stats(model)["loop"] == "ragged"
+    assert heard[0].got == heard[1].got
+
+
+def test_a_streamer_of_each_row_ends_with_its_row() -> None:
+    settings, heard = asked("left", **CALLS["greedy"]), [Heard() for _ in range(3)]
+    expected, _ = answers(stock(), settings)
+    answers(ours(), {**settings, "streamer": heard})
+    for row, each in zip(expected.tolist(), heard, strict=True):
+        new = row[9:]
+        stop = next((at + 1 for at, token in enumerate(new) if token == END or token % 9 == 4), len(new))
+        assert each.got == [row[:9], *([token] for token in new[:stop]), "end"]
+
+
+@pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": build("llama", seed=1)}, {}])
+def test_drafts_give_way_to_what_sees_all_rows(drafts: dict[str, Any]) -> None:
+    """Transformers drafts for one row alone. Rows that accept other numbers of tokens would be no batch."""
+    model, settings = ours(speculative="ngram"), asked("left", **CALLS["greedy"])
+    expected, seen = answers(stock(), settings)
+    with pytest.warns(hf_accel.HfAccelWarning, match="without drafts, because AcrossRows may depend on the batch"):
+        found, own = answers(model, settings | drafts)
+    assert torch.equal(found, expected) and len(own) == len(seen)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    assert hf_accel.stats(model)["drafts"] == "none: AcrossRows may depend on the batch"
+
+
+# -- processors that keep a state of their own ----------------------------------------------------------------
+
+KEEP_STATES: dict[str, dict[str, Any]] = {
+    "guidance": {"guidance_scale": 1.7},
+    "guidance, sampled": {"guidance_scale": 1.7, "do_sample": True, "negative_prompt_ids": prompts(3, 4)},
+    "watermark": {
+        "watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 1, 4, 15], ngram_len=3),
+        "do_sample": True,
+    },
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", KEEP_STATES)
+def test_processors_that_depend_on_their_earlier_calls(name: str, rows: int) -> None:
+    model, settings = ours(), {"do_sample": False, "eos_token_id": END, **KEEP_STATES[name]}
+    given = {
+        key: value[:rows] if isinstance(value, Tensor) else value for key, value in asked("left", **settings).items()
+    }
+    found = []
+    for each in (stock(), model):
+        torch.manual_seed(0)
+        found.append(each.generate(**given))
+    assert torch.equal(*found) and hf_accel.stats(model)["loop"] == "ragged"
+
+
+@pytest.mark.filterwarnings("ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
+def test_a_loop_that_is_begun_again_finds_the_states_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third pass finds that it cannot be ragged, when the watermark has seen two."""
+    model, calls = ours(), itertools.count()
+    computed = model_runner.ModelRunner.compute
+
+    def failing(runner: Any, *given: Any, **keywords: Any) -> Tensor:
+        if next(calls) == 2:
+            raise NotRaggedError("of the test")
+        return computed(runner, *given, **keywords)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "compute", failing)
+    found = []
+    for each in (stock(), model):
+        torch.manual_seed(0)
+        found.append(each.generate(**asked("left", **KEEP_STATES["watermark"])))
+    assert torch.equal(*found) and hf_accel.stats(model)["loop"] == "stock: of the test"
 
 
 class Broken(LogitsProcessor):

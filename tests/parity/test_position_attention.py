@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 import hf_accel
 from hf_accel.fused import encoder_rows
+from hf_accel.fused.encoder_programme import EncoderProgramme
 from hf_accel.kernels import cpu as kernels
-from hf_accel.recognition import position_attention
+from hf_accel.recognition import position_attention, trial
 
 from .test_encoders import batch, counted, made, module_by_module, same, same_head, undo_is_exact
 from .test_gated_encoders import check_layouts
@@ -29,12 +30,18 @@ DEBERTA: dict[str, Any] = {
     "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "norm_rel_ebd": "layer_norm",
     "share_att_key": True, "position_biased_input": False, "type_vocab_size": 0,
 }  # fmt: skip
+FIRST: dict[str, Any] = {
+    "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False, "type_vocab_size": 0,
+    "hidden_act": "gelu",
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ESM": ("Esm", {"position_embedding_type": "rotary", "mask_token_id": 3, "token_dropout": True}),
     "DeBERTa-v3": ("DebertaV2", DEBERTA),
     "products of their own": ("DebertaV2", DEBERTA | {"share_att_key": False}),
     "no buckets": ("DebertaV2", DEBERTA | {"position_buckets": -1, "max_relative_positions": 20}),
     "a convolution": ("DebertaV2", DEBERTA | {"conv_kernel_size": 3, "conv_act": "gelu"}),
+    "DeBERTa": ("Deberta", FIRST),
+    "few distances": ("Deberta", FIRST | {"max_relative_positions": 9}),
 }
 INPUTS = {
     "right": [11, 3, 7, 1], "none": [9, 9], "alone": [13], "one token": [1], "many": [70, 81, 9, 66, 40],
@@ -68,7 +75,7 @@ def test_quantized_layers_are_those_of_their_modules(family: str, weights: Any) 
     same(found, expected, given["attention_mask"], 0.03)  # a level of an activation may round to its neighbour
 
 
-@pytest.mark.parametrize("family", ["ESM", "DeBERTa-v3"])
+@pytest.mark.parametrize("family", ["ESM", "DeBERTa-v3", "DeBERTa"])
 @torch.no_grad()
 def test_a_sequence_has_its_bits_in_any_batch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, lengths = hf_accel.patch(build(family), weights="int8"), [11, 3, 7, 1, 40]
@@ -81,7 +88,7 @@ def test_a_sequence_has_its_bits_in_any_batch(family: str, monkeypatch: pytest.M
         assert torch.equal(alone[0], together[row, :length])
 
 
-@pytest.mark.parametrize("family", ["ESM", "DeBERTa-v3"])
+@pytest.mark.parametrize("family", ["ESM", "DeBERTa-v3", "DeBERTa"])
 @torch.no_grad()
 def test_hidden_states_and_heads(family: str) -> None:
     stock, given = build(family), batch([11, 3, 7])
@@ -96,9 +103,10 @@ def test_hidden_states_and_heads(family: str) -> None:
         assert same_head(kind(stock.config).eval(), given) == LAYERS
 
 
+@pytest.mark.parametrize("family", ["DeBERTa-v3", "DeBERTa"])
 @torch.no_grad()
-def test_attentions_are_stocks() -> None:
-    stock, ours, given = build(), hf_accel.patch(build(), weights=None), batch([11, 3, 7])
+def test_attentions_are_stocks(family: str) -> None:
+    stock, ours, given = build(family), hf_accel.patch(build(family), weights=None), batch([11, 3, 7])
     with counted() as calls:
         found, expected = (model(**given, output_attentions=True) for model in (ours, stock))
     assert not calls["layers"]
@@ -133,6 +141,31 @@ def change_key_in_place(layer: Any) -> None:
     layer.attention.self.key_proj.weight.data.mul_(1.5)
 
 
+def change_queries(layer: Any) -> None:
+    layer.attention.self.q_bias.data.mul_(-3)
+
+
+def change_values(layer: Any) -> None:
+    layer.attention.self.v_bias = nn.Parameter(layer.attention.self.v_bias.detach().flip(0), requires_grad=False)
+
+
+def change_joint(layer: Any) -> None:
+    layer.attention.self.in_proj.weight.data = layer.attention.self.in_proj.weight.data.flip(0)
+
+
+def change_first_span(layer: Any) -> None:
+    layer.attention.self.max_relative_positions = 4
+
+
+def change_norm(layer: Any) -> None:
+    layer.output.LayerNorm.variance_epsilon = 0.5
+
+
+def talk(layer: Any) -> None:
+    layer.attention.self.head_logits_proj = nn.Linear(4, 4, bias=False)
+    nn.init.constant_(layer.attention.self.head_logits_proj.weight, 0.3)
+
+
 def change_kind(layer: Any) -> None:
     layer.attention.self.pos_att_type = ["c2p"]
 
@@ -145,12 +178,18 @@ def hook(layer: Any) -> None:
     layer.attention.self.register_forward_hook(lambda module, args, output: (output[0] * 2, *output[1:]))
 
 
+OF_BOTH = (change_kind, change_kind_in_place, hook)
+OF_FIRST = (change_queries, change_values, change_joint, change_first_span, change_norm, talk)
+
+
 @pytest.mark.parametrize(
-    "change", [change_span, change_key, change_key_in_place, change_kind, change_kind_in_place, hook]
+    ("family", "change"),
+    [("DeBERTa-v3", each) for each in (change_span, change_key, change_key_in_place, *OF_BOTH)]
+    + [("DeBERTa", each) for each in (*OF_FIRST, *OF_BOTH)],
 )
 @torch.no_grad()
-def test_changes_between_calls_are_seen(change: Any) -> None:
-    stock, ours, given = build(), hf_accel.patch(build(), weights=None), batch([6, 6, 4])
+def test_changes_between_calls_are_seen(family: str, change: Any) -> None:
+    stock, ours, given = build(family), hf_accel.patch(build(family), weights=None), batch([6, 6, 4])
     before = ours(**given).last_hidden_state
     for model in (stock, ours):
         change(model.encoder.layer[1])
@@ -160,17 +199,24 @@ def test_changes_between_calls_are_seen(change: Any) -> None:
         assert not torch.equal(found.last_hidden_state, before)
 
 
+@pytest.mark.parametrize("family", ["DeBERTa-v3", "DeBERTa", "few distances"])
 @torch.no_grad()
-def test_positions_that_are_given() -> None:
+def test_positions_that_are_given(family: str) -> None:
     """Those that are no odd function of the distance are left to the model, and masks that differ by query."""
-    stock, given = build(), batch([6, 6])
+    stock, given = build(family), batch([6, 6])
     layer: Any = stock.encoder.layer[0]
     states, table = stock.embeddings(given["input_ids"]), stock.encoder.get_rel_embedding()
     ours: Any = hf_accel.patch(copy.deepcopy(stock), weights=None).encoder.layer[0]
     places = torch.arange(6)
     distance = places[:, None] - places
     ones = torch.ones(2, 1, 6, 6)
-    cases = ((distance, ones, 1), (distance * 2, ones, 1), (distance + 1, ones, 0), (distance * places, ones, 0))
+    cases = (
+        (distance, ones, 1),
+        (distance * 2, ones, 1),
+        (distance * 3, ones, 1),
+        (distance + 1, ones, 0),
+        (distance * places, ones, 0),
+    )
     for positions, mask, native in (*cases, (distance, ones.tril(), 0)):
         arguments = {"relative_pos": positions[None], "rel_embeddings": table}
         with counted() as calls:
@@ -179,7 +225,7 @@ def test_positions_that_are_given() -> None:
         torch.testing.assert_close(found, layer(states, mask, **arguments)[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["ESM", "DeBERTa-v3"])
+@pytest.mark.parametrize("family", ["ESM", "DeBERTa-v3", "DeBERTa"])
 def test_undo_is_exact(family: str) -> None:
     undo_is_exact(build(family), batch([6, 6, 4]))
 
@@ -190,6 +236,19 @@ def test_the_plan_says_so(family: str) -> None:
     assert lines["3 encoder layers"].choice == "one native call each"
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+@torch.no_grad()
+def test_operations_one_by_one(weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of many rows are torch's."""
+    ours, given = hf_accel.patch(build("DeBERTa"), weights=weights), batch([11, 3, 7])
+    expected = ours(**given)
+    monkeypatch.setattr(EncoderProgramme, "max_tokens", property(lambda programme: 1, lambda *args: None), False)
+    with counted() as calls:
+        found = ours(**given)
+    assert calls == LAYERS
+    same(found, expected, given["attention_mask"])
+
+
 class Other(nn.Module):
     """It is named as the module that is known, and does something else."""
 
@@ -197,9 +256,52 @@ class Other(nn.Module):
         return hidden_states, None
 
 
-def test_code_that_only_has_the_name_is_not_known() -> None:
-    known: Any = build().get_submodule("encoder.layer.0.attention.self")
+@pytest.mark.parametrize("family", ["DeBERTa-v3", "DeBERTa"])
+def test_code_that_only_has_the_name_is_not_known(family: str) -> None:
+    known: Any = build(family).get_submodule("encoder.layer.0.attention.self")
     assert position_attention.position_attention(known) is not None
     other = copy.copy(known)
     other.__class__ = type("DisentangledSelfAttention", (Other,), {})
     assert position_attention.position_attention(other) is None
+
+
+class ItsLayerNorm(nn.Module):
+    """Its code computes what the subclasses say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16))
+        self.variance_epsilon = 1e-7
+
+
+class FromMeanLayerNorm(ItsLayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt() * self.weight + self.bias
+
+
+class OutsideLayerNorm(ItsLayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon) * self.weight + self.bias
+
+
+class NoMeanLayerNorm(ItsLayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt() * self.weight + self.bias
+
+
+class UnbiasedLayerNorm(ItsLayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-7).sqrt() * self.weight + self.bias
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [(FromMeanLayerNorm, True), (OutsideLayerNorm, False), (NoMeanLayerNorm, False), (UnbiasedLayerNorm, False)],
+)
+def test_code_that_computes_a_layer_norm(kind: type[ItsLayerNorm], known: bool) -> None:
+    module = kind()
+    assert trial.is_layer_norm(module) is known
+    module.table = torch.ones(16)  # type: ignore[assignment]
+    assert not trial.is_layer_norm(module)  # the trial would not see it change

@@ -26,15 +26,15 @@ from hf_accel.recurrent.hf.state_pass import PagedRecurrence
 from .families import VOCABULARY
 from .recurrent_models import DELTA_RULES, FULL, LAYERS, LINEAR, STATE_SPACES, delta_rule_of, state_space_of
 from .snapshot import snapshot
-from .speculating import OracleDrafter, requests
+from .speculating import OracleDrafter
 from .together import (
     NEW_TOKENS,
     PROMPTS,
     WAIT,
     alone,
     check_forks,
+    check_programme,
     check_sampling,
-    check_served,
     check_together,
     in_passes,
     padded,
@@ -90,15 +90,7 @@ def test_random_programmes_of_requests(seed: int) -> None:
     numbers = random.Random(seed)
     layers = [*numbers.choices([LINEAR, FULL], [3, 2], k=3), FULL, LINEAR]
     model = model_of(numbers.choice(KINDS), layers, tokens=numbers.choice([2, 3, 4]))
-    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
-    lengths = [numbers.randint(1, 30) for _ in prompts]
-    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
-    cache = CacheConfig(block_size=numbers.choice([1, 4, 16]), max_tokens=numbers.choice([160, 400]))
-    hf_accel.patch(model, weights=None, cache=cache)
-    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
-    speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 3, 6])) if seed % 2 else None
-    budget = numbers.choice([None, 7, 64])
-    check_served(model, prompts, expected, speculative=speculative, token_budget=budget)
+    check_programme(model, numbers, block_sizes=[1, 4, 16], seed=seed)
 
 
 def test_drafts_that_fail_leave_nothing_behind() -> None:

@@ -106,9 +106,9 @@ def test_random_programmes_of_requests(kind: str, seed: int) -> None:
     """Chunks, preemption, samples, drafts and cancels, over blocks that are too few to keep everything."""
     numbers = random.Random(seed)
     model = MODELS[kind]()
-    prompts = chats(seed)
+    prompts = chats(seed, 4)
     numbers.shuffle(prompts)
-    lengths = [numbers.randint(1, 20) for _ in prompts]
+    lengths = [numbers.randint(1, 12) for _ in prompts]
     expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
     cache = CacheConfig(block_size=numbers.choice([1, 4, 8]), max_tokens=numbers.choice([160, 400]))
     hf_accel.patch(model, weights=None, cache=cache)

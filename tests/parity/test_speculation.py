@@ -47,7 +47,7 @@ def test_every_drafter(drafter: str) -> None:
     assert_all_ways("llama", drafter)
 
 
-@pytest.mark.parametrize("drafter", ["near model", "self-int4"])
+@pytest.mark.parametrize("drafter", ["near model", "self-int4", "draft head"])
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
 def test_every_family(family: str, drafter: str) -> None:
     assert_all_ways(family, drafter)

@@ -22,7 +22,8 @@ SETTINGS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14, "eos_token
 WAYS: dict[str, dict[str, Any]] = {
     "ragged": {},
     "drafts": {"speculative": speculative("near model", "llama", 3)},
-    "stock's loop": {"output_scores": True, "return_dict_in_generate": True},
+    "rows together": {"output_scores": True, "return_dict_in_generate": True},
+    "stock's loop": {"use_cache": False},
 }
 
 

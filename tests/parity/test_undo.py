@@ -366,3 +366,20 @@ def test_pruned_layer_is_left_alone() -> None:
     assert isinstance(model.model.layers[1].mlp.up_proj, QuantLinear)
     hf_accel.unpatch(model)
     assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("undo", [True, False])
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_nothing_keeps_a_model_that_is_dropped(family: str, weights: str | None, undo: bool) -> None:
+    """What is remembered of classes and code must not hold a model, nor what served it."""
+    model = hf_accel.patch(build(family), weights=weights)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+    with hf_accel.Engine(model, speculative="ngram") as engine:
+        engine.submit([5, 6, 7, 5, 6], max_new_tokens=3).result(60)
+    parts = [weakref.ref(part) for part in (engine, *model.modules(), *model.parameters())]
+    if undo:
+        hf_accel.unpatch(model)
+    del model, engine
+    gc.collect()
+    assert [part() for part in parts if part() is not None] == []

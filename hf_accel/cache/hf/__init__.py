@@ -3,6 +3,7 @@
 from .encoder_decoder import RaggedEncoderDecoderCache
 from .kinds import (
     NOT_PAGED,
+    attends_to_sources,
     keeps_states_alone,
     kinds_of_layer,
     layer_names,
@@ -27,6 +28,7 @@ __all__ = [
     "RaggedEncoderDecoderCache",
     "RecurrentPass",
     "TokensBefore",
+    "attends_to_sources",
     "fixed_settings",
     "keeps_states_alone",
     "kinds_of_layer",

@@ -14,53 +14,9 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..group import PageGroup
 from ..kinds.once import OnceGroup, OnceStep
 from ..step import Step
-from .layers import CacheOverPages, LayerOverPages, PagedKV, as_attended
-from .ragged import RaggedCache
+from .layers import CacheOverPages
+from .ragged import RaggedCache, SourceLayer
 from .tokens_before import TokensBefore
-
-
-class SourceLayer(LayerOverPages):
-    """One layer's keys and values of the encoder's output."""
-
-    attends_to_all = True
-    is_sliding = False
-    is_initialized = True
-
-    def __init__(self, cache: SourceCache, layer_idx: int, group: PageGroup, group_index: int) -> None:
-        super().__init__(cache, layer_idx, group, group_index)
-        self._few: tuple[Tensor, Tensor] | None = None  # K and V of one row, whose heads and dtype later passes show
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store K and V [1, H, M, D] of the sequences that begin, and return them; K carries a PagedKV."""
-        self.cache.check_read()
-        keys, values = as_attended(key_states, value_states)
-        return self.keep(keys, values).attach(keys), values
-
-    def keep(self, keys: Tensor, values: Tensor) -> PagedKV:
-        """Store K and V as `update` does, for attention that reads the pages by itself."""
-        self._few = keys[:, :, :1].clone(), values[:, :, :1].clone()
-        return self.store(self.cache.step, keys, values)
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """K [1, H, 1, D] that carries a PagedKV of all that is stored; None before the first update."""
-        if self._few is None:
-            return None
-        self.cache.check_read()
-        step: Step = self.cache.step
-        group_step = step.groups[self.group_index]
-        handle = PagedKV(self, self.group.storages[self.layer_idx], step, group_step, True, self._few[1])
-        return handle.attach(self._few[0])
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        return None if self._few is None else self._few[1]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
 
 
 class SourceCache(CacheOverPages):
@@ -69,7 +25,7 @@ class SourceCache(CacheOverPages):
     step: Step
 
     def __init__(self, groups: list[PageGroup], group_index: int, num_layers: int) -> None:
-        super().__init__(layers=self._lay_out(SourceLayer, groups, [(group_index,)] * num_layers))
+        super().__init__(layers=self._lay_out(SourceLayer, groups, [(group_index,)] * num_layers, SourceLayer))
 
 
 class RaggedEncoderDecoderCache(EncoderDecoderCache):

@@ -23,6 +23,7 @@ from ..kinds import (
     Kind,
     OnceGroup,
     RecurrentStates,
+    SourceKind,
 )
 from ..kinds.compressed_keys import RANK
 from ..kinds.kind import GroupSettings
@@ -35,6 +36,7 @@ NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
 CHUNKED = "chunked_attention"  # what configs call layers whose tokens attend within chunks (Llama 4)
 CONVOLVED_TOKENS = "conv_L_cache"  # the setting of LFM2 that says how many tokens its convolutions see
+SOURCES = "cross_attention_layers"  # the setting of Mllama that says which layers attend to images, and to no tokens
 REUSES = "reuse"  # what configs call a layer that attends to the keys and values of another
 SELECTS_AS_BEFORE = "shared"  # what configs call a layer that attends to the tokens that one before it has selected
 WITHOUT_STATE = ("moe", "mlp", REUSES)  # what configs call layers that keep nothing
@@ -117,6 +119,23 @@ def keeps_states_alone(config: PreTrainedConfig) -> bool:
         return False
 
 
+def attends_to_sources(config: PreTrainedConfig) -> bool:
+    """Return whether layers of a decoder attend to more than tokens: to an encoder's output, or to images."""
+    try:
+        return bool(config.is_encoder_decoder) or model_kinds(config).has(SourceKind)
+    except UnsupportedError:
+        return False
+
+
+def refuse_sources(config: PreTrainedConfig) -> None:
+    """Raise UnsupportedError for a model whose images a cache that is passed along cannot hold."""
+    if model_kinds(config).has(SourceKind):
+        raise UnsupportedError(
+            f"a PagedCache that is passed along cannot hold the images that layers of a {type(config).__name__} "
+            "attend to; leave past_key_values= out, and generate() makes pages for them"
+        )
+
+
 def windows_of_pages(groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]) -> list[int | None]:
     """Return ModelKinds.windows of the config of which `page_groups` made these."""
     return [groups[own[0]].window if own else None for own in groups_of_layer]
@@ -144,14 +163,17 @@ def _layer_kinds(config: PreTrainedConfig, decoder: Any) -> list[LayerKinds]:
 def layer_names(decoder: Any, count: int) -> list[str | None]:
     """Return what a decoder's config calls each of `count` layers; None where it has one kind alone.
 
-    A layer that attends to the keys and values of another is called "reuse", whatever its mask is.
+    A layer that attends to the keys and values of another is called "reuse", whatever its mask is, and one that
+    attends to images alone by the name of the setting that lists these.
     """
     names = list(getattr(decoder, "layer_types", None) or [None] * count)
     shared = getattr(decoder, "indexer_types", None) or []
     pairs = list(zip_longest(names, shared))[: len(names)]
     names = [SELECTS_AS_BEFORE if kind == SELECTS_AS_BEFORE else name for name, kind in pairs]
     modes = getattr(decoder, "kv_sharing_modes", None) or [None] * len(names)
-    return [REUSES if mode == REUSES else name for name, mode in zip(names, modes, strict=False)]
+    names = [REUSES if mode == REUSES else name for name, mode in zip(names, modes, strict=False)]
+    sources = getattr(decoder, SOURCES, None) or ()
+    return [SOURCES if index in sources else name for index, name in enumerate(names)]
 
 
 def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | None:
@@ -161,6 +183,8 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     """
     if name in WITHOUT_STATE:
         return ()
+    if name == SOURCES:
+        return (SourceKind(None),) if type(layer) is DynamicLayer else None
     attends = _attending(layer, name, decoder)
     if attends is not None and name not in ("hybrid", "hybrid_sliding"):
         if type(layer).__name__ == "DynamicIndexedLayer":  # which older transformers do not have
@@ -172,7 +196,7 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
     if name == "conv" and type(layer) is LinearAttentionLayer and isinstance(window, int):
         return (ConvolutionInputs(window),)
     sizes = state_sizes(decoder)
-    if sizes is None or getattr(layer, "number_of_states", 1) != 1:
+    if sizes is None:
         return None
     state = RecurrentStates(WINDOW, sizes, steps_of_prompts_differ(decoder))
     if name == "linear_attention" and type(layer) is LinearAttentionLayer:

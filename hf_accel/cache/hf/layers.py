@@ -18,6 +18,7 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...kernels.layouts import KV
 from ...tensors import product_dtype
 from ..group import PageGroup
+from ..kinds.once import OnceGroup
 from ..kinds.states import StateStep
 from ..step import GroupStep, Step
 from ..storage import KVStorage
@@ -32,10 +33,12 @@ class CacheOverPages(Cache):
     unread: the layer that was updated last, until its attention reads the pages; then None.
     known_pass: what is known of the pass that is under way (fused.hf.layer_calls.KnownPass); None if nothing is.
     given_bias: the bias of positions that the last layer was given, and what it means.
+    sequences: the PassSequences of the last pass in which a layer's own code has read each sequence.
     """
 
     unread: LayerOverPages | None = None
     known_pass: Any = None
+    sequences: Any = None
     given_bias: Any = None
     paged_layers: list[Any]
 
@@ -48,12 +51,18 @@ class CacheOverPages(Cache):
         kind: type[LayerOverPages],
         groups: list[PageGroup],
         groups_of_layer: list[tuple[int, ...]],
+        of_sources: type[LayerOverPages] | None = None,
     ) -> list[Any]:
         """Make the LayerOverPages of each decoder layer, and return what stands for it in `layers`.
 
-        A layer that keeps keys and values and a state has one for each, see `state_layer`.
+        A layer that keeps keys and values and a state has one for each, see `state_layer`. of_sources: the kind of
+        layers that attend to sources; None for a cache that cannot hold their keys.
         """
-        parts = [[kind(self, i, groups[g], g) for g in own] for i, own in enumerate(groups_of_layer)]
+        once = {g for g, group in enumerate(groups) if isinstance(group, OnceGroup)}
+        parts = [
+            [each(self, i, groups[g], g) for g in own if (each := of_sources if g in once else kind) is not None]
+            for i, own in enumerate(groups_of_layer)
+        ]
         self.paged_layers = [part for own in parts for part in own]
         self._state_layers: dict[int, Any] = {i: own[-1] for i, own in enumerate(parts) if own}
         return [own[0] if own else LayerWithoutPages(self.paged_layers[0]) for own in parts]
@@ -61,6 +70,11 @@ class CacheOverPages(Cache):
     def state_layer(self, layer_idx: int) -> Any:
         """Return the LayerOverPages that keeps the state of a recurrent layer, or the keys of an indexer."""
         return self._state_layers[layer_idx]
+
+    def keeps_states(self, layer_idx: int) -> bool:
+        """Return whether a layer keeps states."""
+        found = self._state_layers.get(layer_idx)
+        return found is not None and not found.group.holds_tokens
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Raise UnsupportedError: transformers' convolutions and recurrent layers read no pages."""
@@ -92,6 +106,7 @@ class LayerOverPages(CacheLayerMixin):
     """One layer of a CacheOverPages."""
 
     is_initialized = False
+    is_followed = True  # whether it says when a pass has reached it
     attends_to_all = False  # whether each token attends to all keys of its sequence, and not to those before it alone
     says_what_is_seen = False  # whether the Step says what each token attends to, and no mask nor `is_causal` does
 
@@ -107,6 +122,22 @@ class LayerOverPages(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    @property
+    def indexer_position_ids(self) -> None:
+        """Return None to a decoder that keeps positions for its indexers: code over pages has those of each sequence.
+
+        Raises UnsupportedError where that code does not read pages.
+        """
+        if self.prepared_step() is None:
+            raise UnsupportedError(
+                f"the indexer of layer {self.layer_idx} reads no pages; call hf_accel.patch(model) first, which makes "
+                f"it read them, or {NOT_PAGED}"
+            )
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Any) -> None:
+        pass
 
     def store(self, step: Step, keys: Tensor, values: Tensor) -> PagedKV:
         """Write K and V [B, Hkv, Q, D] of a pass to the pages; returns the handle for the attention function."""

@@ -19,7 +19,7 @@ from ..group import PageGroup
 from ..padded import PaddedBatch, last_columns
 from ..pages import Pages
 from ..step import SharedContext, Step
-from .kinds import FIRST_TOKENS, REMADE, check_windows, model_kinds, page_groups, windows_of_pages
+from .kinds import FIRST_TOKENS, REMADE, check_windows, model_kinds, page_groups, refuse_sources, windows_of_pages
 from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
 
 
@@ -133,6 +133,7 @@ class PagedCache(CacheOverPages):
             known = [*(field.name for field in dataclasses.fields(CacheConfig)), "cache_config", "capacity", "context"]
             check_keywords("PagedCache", keywords, known, {"max_cache_len": "max_tokens="})
         settings = CacheConfig(**keywords) if cache_config is None else cache_config
+        refuse_sources(config)
         groups, groups_of_layer = page_groups(config, settings, capacity=capacity, context=context)
         self._bind(settings, PaddedBatch(Pages(groups)), groups_of_layer)
         self._checked_config: PreTrainedConfig | None = config
@@ -147,8 +148,7 @@ class PagedCache(CacheOverPages):
     ) -> PagedCache:
         """Make an empty cache over pages that were made for the same settings and config, and that nobody uses."""
         cache = object.__new__(cls)
-        pages = Pages(groups)
-        pages.clear_prefixes()  # so that equal calls compute the same
+        (pages := Pages(groups)).clear_prefixes()  # so that equal calls compute the same
         cache._bind(settings, PaddedBatch(pages), groups_of_layer)
         cache._checked_config = config
         return cache
@@ -226,7 +226,7 @@ class PagedCache(CacheOverPages):
     @property
     def _is_unfinished(self) -> bool:
         """True if a pass was prepared that did not reach every layer."""
-        return any(layer.num_columns != self.padded.num_columns for layer in self.paged_layers)
+        return any(x.is_followed and x.num_columns != self.padded.num_columns for x in self.paged_layers)
 
     def step_for(self, layer: PagedLayer, keys: Tensor) -> Step:
         """Return the Step for a layer's update.

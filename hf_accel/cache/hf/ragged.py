@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...kernels.layouts import PositionBias
 from ..group import PageGroup
+from ..kinds.once import OnceStep
 from ..step import Step
-from .layers import CacheOverPages, LayerOverPages, as_attended
+from .layers import CacheOverPages, LayerOverPages, PagedKV, as_attended
 from .tokens_before import TokensBefore
 
 
@@ -28,6 +30,13 @@ class RaggedLayer(LayerOverPages):
         keys, values = as_attended(key_states, value_states)
         return self.store(self.cache.step, keys, values).attach(keys), values
 
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        """Return none, to code that asks each layer whether it has keys of a source."""
+        if self.cache.once is None:
+            raise AttributeError("the keys of a ragged pass are of many sequences")
+        return torch.empty(0)
+
     def slots_seen(self, step: Step) -> Tensor:
         slots: Tensor = self.cache.slots_before(self.group_index)
         return slots[None]
@@ -37,6 +46,77 @@ class RaggedLayer(LayerOverPages):
 
     def get_seq_length(self) -> int:
         return 0
+
+
+class SourceLayer(LayerOverPages):
+    """One layer's keys and values of the encoder's output."""
+
+    attends_to_all = True
+    is_sliding = False
+    is_initialized = True
+
+    def __init__(self, cache: CacheOverPages, layer_idx: int, group: PageGroup, group_index: int) -> None:
+        super().__init__(cache, layer_idx, group, group_index)
+        self._few: tuple[Tensor, Tensor] | None = None  # K and V of one row, whose heads and dtype later passes show
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store K and V [1, H, M, D] of the sequences that begin, and return them; K carries a PagedKV."""
+        self.cache.check_read()
+        keys, values = as_attended(key_states, value_states)
+        return self.keep(keys, values).attach(keys), values
+
+    def keep(self, keys: Tensor, values: Tensor) -> PagedKV:
+        """Store K and V as `update` does, for attention that reads the pages by itself."""
+        self._few = keys[:, :, :1].clone(), values[:, :, :1].clone()
+        return self.store(self.cache.step, keys, values)
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """K [1, H, 1, D] that carries a PagedKV of all that is stored; None before the first update."""
+        if self._few is None:
+            return None
+        self.cache.check_read()
+        step: Step = self.cache.step
+        group_step = step.groups[self.group_index]
+        handle = PagedKV(self, self.group.storages[self.layer_idx], step, group_step, True, self._few[1])
+        return handle.attach(self._few[0])
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return None if self._few is None else self._few[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+class RaggedSourceLayer(SourceLayer):
+    """A SourceLayer among layers that attend to tokens. Code leaves it out where it says that it holds nothing."""
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Return whether tokens of the pass have sources whose keys an earlier pass, or this one, has stored."""
+        own: OnceStep = self.cache.step.groups[self.group_index].own
+        return self._few is not None and own.is_attended
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._be_looked_at()
+        return super().update(key_states, value_states)
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        self._be_looked_at()
+        return super().keys
+
+    def _be_looked_at(self) -> None:
+        """Let code look at the keys before it attends to them, or stores others."""
+        if self.cache.unread is self:
+            self.cache.unread = None
 
 
 class RaggedCache(CacheOverPages):
@@ -59,12 +139,18 @@ class RaggedCache(CacheOverPages):
         self.one_column = one_column
         self._groups = groups
         self._slots_before: tuple[Step | None, dict[int, Tensor]] = (None, {})
-        super().__init__(layers=self._lay_out(RaggedLayer, groups, groups_of_layer))
+        super().__init__(layers=self._lay_out(RaggedLayer, groups, groups_of_layer, RaggedSourceLayer))
 
     @property
     def is_kept(self) -> bool:
         """Return whether a layer has kept something in its pages, as those of a model that is given the cache do."""
         return any(group.storages for group in self._groups)
+
+    @property
+    def once(self) -> OnceStep | None:
+        """Return what the pass reads and writes of sources; None for a model without any."""
+        found = (step.own for step in self.step.groups if isinstance(step.own, OnceStep))
+        return next(found, None)
 
     def step_for(self, layer: RaggedLayer, keys: Tensor) -> Step:
         return self.step

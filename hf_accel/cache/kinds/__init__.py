@@ -4,7 +4,7 @@ from .chunks import Chunks
 from .compressed_keys import CompressedKeys
 from .inputs import ConvolutionInputs, IndexKeys
 from .kind import KeysAndValues, Kind
-from .once import OnceGroup
+from .once import OnceGroup, SourceKind, SourceRows
 from .states import RecurrentStates
 
 __all__ = [
@@ -16,4 +16,6 @@ __all__ = [
     "Kind",
     "OnceGroup",
     "RecurrentStates",
+    "SourceKind",
+    "SourceRows",
 ]

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Unpack
 from ..group import PageGroup
 from .kind import GroupSettings, Kind, TokenNumbers
 
+INDEX_SIZES = ("index_head_dim", "indexer_head_dim")  # what configs call the numbers of an indexer's key
+
 
 class _InHalves(Kind):
     """Numbers of a token of which pages hold one half as a key and one as a value, so that kernels write them."""
@@ -37,5 +39,5 @@ class IndexKeys(_InHalves):
     ranks_clause: ClassVar[str | None] = "no rank knows how to select tokens among a part of them"
 
     def numbers(self, layer: Any) -> TokenNumbers:
-        half = layer.index_head_dim // 2
-        return TokenNumbers(1, 1, half, half, quantizes=False)
+        size = next(size for name in INDEX_SIZES if (size := getattr(layer, name, None)) is not None)
+        return TokenNumbers(1, 1, size - size // 2, size // 2, quantizes=False)

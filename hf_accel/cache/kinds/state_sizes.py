@@ -32,6 +32,10 @@ EXPANSION = "mamba_expand"
 RECURRENT_UNITS = ("lru_width", "conv1d_width")
 # Those of lightning attention: heads, and the tokens of a block. The dimension of a head has a name of its own.
 LIGHTNING_ATTENTION = ("num_attention_heads", "block_size")
+# Those of convolutions of keys, values and the results of parts: width, tokens, heads of keys, their dimension.
+CONVOLVED_LAYERS = ("hidden_size", "sconv_kernel_size", "num_key_value_heads", "head_dim")
+# Those of two convolutions of queries and keys behind each other: tokens of each, heads of both, their dimension.
+CONVOLVED_HEADS = ("cca_time0", "cca_time1", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 class StateSizes(NamedTuple):
@@ -71,6 +75,19 @@ def state_sizes(config: Any) -> StateSizes | None:
     if found is not None:
         heads, _ = found
         return StateSizes(heads * head_dim(config) ** 2, 0)
+    return _convolved_sizes(config)
+
+
+def _convolved_sizes(config: Any) -> StateSizes | None:
+    """Return the sizes where short convolutions stand before and behind attention; None for any other config."""
+    found = _settings(config, CONVOLVED_LAYERS)
+    if found is not None:
+        hidden, tokens, heads, dim = found
+        return StateSizes(0, 2 * tokens * (hidden + heads * dim))
+    found = _settings(config, CONVOLVED_HEADS)
+    if found is not None:
+        first, second, queries, heads, dim = found
+        return StateSizes(heads * dim // 2, (first + second - 2) * (queries + heads) * dim)
     return None
 
 

@@ -169,6 +169,7 @@ class StateGroup(PageGroup):
             quantized=None,
         )
         self.pool.max_cached = MOST_SNAPSHOTS
+        self.shapes: dict[Any, torch.Size] = {}  # of the states that a layer's own code keeps, by their storages
         self._num_rows = FIRST_STATES
 
     @property
@@ -222,7 +223,7 @@ class StateGroup(PageGroup):
     def has_columns(self, layer_idx: int) -> bool:
         return False
 
-    def num_blocks_of(self, num_tokens: int, source: Tensor | None) -> int:
+    def num_blocks_of(self, num_tokens: int, source: Any) -> int:
         return STATES_OF_A_SEQUENCE
 
     def step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -43,9 +44,7 @@ def as_patched(model: PreTrainedModel) -> PreTrainedModel:
 class Decoder:
     """Continues prompts with a model that is patched. Nothing of it is written to, torch's generators included."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, temperature: float, seed: int, draft: PreTrainedModel | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, temperature: float, seed: int, draft: Any = None) -> None:
         self.model, self.temperature = model, temperature
         self._seeds = random.Random(seed)
         self._config = None if draft is None else SpeculativeConfig(drafter=draft)

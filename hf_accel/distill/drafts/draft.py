@@ -9,19 +9,20 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from ...errors import UnsupportedError
-from ...keywords import checked_keywords, positive_int
+from ...keywords import checked_keywords, one_of, positive_int
 from ...models import evaluating
 from ..losses.objective import Objective
 from ..trainer.callback import DistillationCallback
 from ..trainer.on_policy import collated, continued
 from .decoding import Decoder, as_patched
+from .heads import DraftHead, HeadTrainer
 from .measuring import measure_acceptance
 from .report import AcceptanceReport
 from .student import init_student
@@ -32,13 +33,13 @@ HELD_OUT = 0.1
 MOST_HELD_OUT = 32
 # So many prompts are continued by the target together.
 AT_ONCE = 32
-STEPS, BATCH, RATE = 500, 8, 5e-4
+STEPS, BATCH, RATE, HEAD_RATE = 500, 8, 5e-4, 1e-3
 
 
 class DraftResult(NamedTuple):
     """A trained draft, and what it was worth before and after; None where measuring was left out."""
 
-    draft: PreTrainedModel
+    draft: PreTrainedModel | DraftHead
     before: AcceptanceReport | None
     after: AcceptanceReport | None
 
@@ -48,9 +49,10 @@ def distill_draft(
     target: PreTrainedModel,
     dataset: Any,
     *,
+    kind: Literal["model", "eagle"] = "model",
     num_layers: int | None = None,
     layers: Sequence[int] | None = None,
-    strategy: str = "uniform",
+    strategy: str | None = None,
     loss: str = "lk",
     alpha: float = 0.0,
     temperature: float = 1.0,
@@ -69,10 +71,13 @@ def distill_draft(
 ) -> DraftResult:
     """Make and train a draft model for `target`: draft, before, after = distill_draft(target, dataset, num_layers=1).
 
-    The draft begins as some of the target's layers (`init_student`; one, if nothing is said). It learns the target's
+    The draft begins as some of the target's layers (`init_student`; one, if nothing is said). With kind="eagle" it is
+    a head of one layer instead, which reads the target's own hidden states (EAGLE-3, 2503.01840) and drafts for this
+    target alone, on a CPU. It learns the target's
     distribution, by a loss that is about acceptance (loss="lk", 2602.23881), on text that the target itself writes
     after the beginnings of the dataset's rows (DistillSpec, 2310.08461). `model.generate(..., speculative=draft)` of a
-    patched target uses it, and draft.save_pretrained keeps it.
+    patched target uses it, and draft.save_pretrained keeps it; `DraftHead.from_pretrained(folder, target)` loads a
+    head.
 
     dataset: rows of token ids, dicts with input_ids, or with `tokenizer` texts; cut to max_length tokens. A tenth of
         the rows, at most 32, are kept for measuring.
@@ -81,7 +86,8 @@ def distill_draft(
         0 is greedy search, for which the loss compares at 1.
     regenerate: share of the rows of which the target rewrites what follows the first prompt_tokens (at most half a
         row); True is all, False none.
-    max_steps, batch_size, learning_rate: 500, 8 and 5e-4 with a cosine; or args, which then rule the training alone.
+    max_steps, batch_size, learning_rate: 500, 8 and 5e-4 (1e-3 for a head) with a cosine; or args, which then rule
+        the training alone.
     share_embeddings: embeddings and head are the target's memory, and not trained; False copies and trains them.
     measure: also run `measure_acceptance` before and after, on the rows kept for it; or keywords for it.
 
@@ -91,10 +97,18 @@ def distill_draft(
     share = float(regenerate)
     if not 0 <= share <= 1:
         raise UnsupportedError(f"regenerate={regenerate!r}: the share of the rows to rewrite is from 0 to 1")
+    one_of("kind", kind, ("model", "eagle"))
+    given_layers = {"num_layers": num_layers, "layers": layers, "strategy": strategy}
+    if kind == "eagle" and (named := [name for name, value in given_layers.items() if value is not None]):
+        raise UnsupportedError(f"a head has one layer behind the target's states; leave {' and '.join(named)} out")
+    if kind == "eagle" and not share_embeddings:
+        raise UnsupportedError("a head reads the target's own embeddings; leave share_embeddings=False out")
     positive_int("prompt_tokens", prompt_tokens)
     positive_int("max_length", max_length)
     objective = Objective(alpha, temperature or 1.0, loss)
     with random_state_kept(), evaluating(target), tempfile.TemporaryDirectory() as folder:
+        if kind == "eagle" and learning_rate is None and args is None:
+            learning_rate = HEAD_RATE
         given = {"max_steps": max_steps, "batch_size": batch_size, "learning_rate": learning_rate}
         fixed = {"output_dir": folder, "seed": seed, "disable_tqdm": not progress_bar}
         arguments = _arguments(args, given, target, **fixed)
@@ -102,8 +116,8 @@ def distill_draft(
         if num_layers is None and layers is None:
             num_layers = 1
         train, held_out = _rows(dataset, target, arguments, tokenizer=tokenizer, max_length=max_length)
-        draft = init_student(
-            target, num_layers=num_layers, layers=layers, strategy=strategy, dataset=train,
+        draft: Any = DraftHead.of(target) if kind == "eagle" else init_student(
+            target, num_layers=num_layers, layers=layers, strategy=strategy or "uniform", dataset=train,
             share_embeddings=share_embeddings,
         ).eval()  # fmt: skip
         options: dict[str, Any] = {"temperature": temperature, "prompt_tokens": prompt_tokens, "seed": seed}
@@ -221,15 +235,11 @@ def _train(
 ) -> None:
     """Train a copy of the draft, which takes over the result in its own dtypes."""
     pupil = _pupil(draft)
-    teach = DistillationCallback(target, alpha=objective.alpha, temperature=objective.temperature, loss=objective.loss)
-    trainer = Trainer(
-        model=pupil,
-        args=args,
-        train_dataset=examples[0],
-        eval_dataset=examples[1],
-        data_collator=collated,
-        callbacks=[teach],
-    )
+    data = {"train_dataset": examples[0], "eval_dataset": examples[1], "data_collator": collated}
+    if isinstance(draft, DraftHead):
+        trainer: Trainer = HeadTrainer(pupil, target, objective, args=args, **data)
+    else:
+        trainer = Trainer(model=pupil, args=args, callbacks=[_teach(target, objective)], **data)
     if args.disable_tqdm:
         trainer.remove_callback(PrinterCallback)  # it would print every log
     trainer.train()
@@ -238,3 +248,7 @@ def _train(
         for name, parameter in draft.named_parameters():
             if parameter.requires_grad:  # shared ones are the target's
                 parameter.copy_(learnt[name])
+
+
+def _teach(target: Any, objective: Objective) -> DistillationCallback:
+    return DistillationCallback(target, alpha=objective.alpha, temperature=objective.temperature, loss=objective.loss)

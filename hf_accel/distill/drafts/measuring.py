@@ -27,6 +27,7 @@ from ...patching.patch import is_patched
 from ...undo.state import state_of
 from ..losses.objective import agreement
 from .decoding import Decoder, as_patched
+from .heads import DraftHead, head_logits
 from .report import AcceptanceReport
 from .token_rows import prompt_of, token_rows, windows
 
@@ -42,7 +43,7 @@ SKIP = 2
 @checked_keywords()
 def measure_acceptance(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | DraftHead,
     dataset: Any,
     *,
     temperature: float = 1.0,
@@ -62,7 +63,8 @@ def measure_acceptance(
     max_tokens in all, batch_size at once, with drafts of 0 to max_draft tokens in turn: acceptance by position and
     the cost of each length come from the same passes, and the prediction for each length from both.
 
-    target, draft: a model that is patched runs as it is; one that is not as hf_accel.patch(weights=None) would run it.
+    draft: a model, or a head of the target. A model that is patched runs as it is; one that is not as
+        hf_accel.patch(weights=None) would run it.
         Both are left as they were.
     dataset: rows of token ids, dicts with input_ids, or with `tokenizer` texts. temperature: of the target and the
     draft, without top-k or top-p; 0 for greedy search.
@@ -75,7 +77,7 @@ def measure_acceptance(
         positive_int(name, count)
     if draft is target:
         raise UnsupportedError("the draft is the target itself; give a smaller model")
-    refusal = vocabulary_refusal(target, draft)
+    refusal = vocabulary_refusal(target, getattr(draft, "decoder", draft))
     if refusal is not None:
         raise UnsupportedError(f"{refusal}; a draft needs the target's")
     rows = token_rows(dataset, target, tokenizer=tokenizer, limit=max_tokens)
@@ -87,7 +89,8 @@ def measure_acceptance(
         patched = as_patched(target)
         limit = _limit(patched, max_draft, batch_size)
         watch = Watch(limit, batch_size, seed)
-        decoder = Decoder(patched, temperature=temperature, seed=seed, draft=as_patched(draft))
+        drafting = draft if isinstance(draft, DraftHead) else as_patched(draft)
+        decoder = Decoder(patched, temperature=temperature, seed=seed, draft=drafting)
         prompts = [prompt_of(row, prompt_tokens) for row in rows]
         made = _decode(decoder, prompts, watch, bar, max_new_tokens=max_new_tokens, most=max_tokens)
     setting = f"{_form(target)} target, {_form(draft)} draft"
@@ -115,17 +118,26 @@ def _read(
     target: Any, draft: Any, rows: list[list[int]], temperature: float, *, most: int, bar: Any
 ) -> dict[str, Any]:
     """The numbers of a report about the dataset's text, of which at most `most` tokens are read."""
-    found, left, known = [], most, vocabulary_size(draft)
+    found, left = [], most
     for window in windows(rows, WINDOW):
         ids = torch.tensor([window[:left]], device=target.device)
-        theirs = torch.where(ids < known, ids, 0).to(draft.device)
-        draft_logits = draft(input_ids=theirs).logits[0].to(target.device)
-        found.append(agreement(target(input_ids=ids).logits[0], draft_logits, temperature))
+        if ids.shape[1] > 1 or not isinstance(draft, DraftHead):
+            found.append(agreement(*_logits(target, draft, ids), temperature))
         bar.update(ids.shape[1])
         left -= ids.shape[1]
         if left <= 0:
             break
     return averaged(found)
+
+
+def _logits(target: Any, draft: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits [N, V] of the target and those [N, V'] of the draft about the same tokens of a text [1, T]."""
+    if isinstance(draft, DraftHead):
+        made, expected = head_logits(draft, target, ids)
+        return expected, made
+    theirs = torch.where(ids < vocabulary_size(draft), ids, 0).to(draft.device)
+    made = draft(input_ids=theirs).logits[0].to(target.device)
+    return target(input_ids=ids).logits[0], made
 
 
 def averaged(found: abc.Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:

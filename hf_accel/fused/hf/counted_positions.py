@@ -18,6 +18,7 @@ from ...recognition.source import tree_of
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..site import FusedSite, SiteKind
+from .own_code import PagedSequences
 
 COUNTED = SiteKind("counted positions", "attention modules", "positions of each sequence")
 STEPS = "floor_scale"  # the attribute that says how many positions have one temperature
@@ -69,4 +70,7 @@ def moves_with_padding(model: nn.Module, columns: int) -> bool:
     """Return whether transformers' code gives tokens behind padding other results, in a batch of so many columns."""
     found = [module for module in model.modules() if isinstance(module, CountedAttention)]
     steps = ((module, vars(module)[FUSED]) for module in found)
-    return any(name is None or columns >= getattr(module, name) for module, name in steps)
+    own = (vars(module)[FUSED].moves_from for module in model.modules() if isinstance(module, PagedSequences))
+    return any(name is None or columns >= getattr(module, name) for module, name in steps) or any(
+        least is not None and columns >= least for least in own
+    )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...attention.hf.selected import RaggedSelection
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
+from ...cache.hf.pass_sequences import MOST_DRAFTED
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...recognition.source import lines_of
@@ -30,7 +31,6 @@ INDEXER = SiteKind(
     "indexer", "indexers", "keys in pages",
     varies="an indexer's choice between nearly equal tokens depends on how a prompt is cut",
 )  # fmt: skip
-MOST_DRAFTED = 16  # tokens of a sequence that are computed one by one
 PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
 INDEXER_SIZES = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk", "layer_idx")
 # What is read of its code: it stores its keys, and returns those with the highest scores.

@@ -20,8 +20,9 @@ from ...attention import PlannedAttention
 from ...attention.cpu import CpuBackend
 from ...attention.hf.mask import window_of
 from ...cache.group import PageGroup
-from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, SourceLayer
+from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
+from ...cache.hf.ragged import SourceLayer
 from ...cache.step import GroupStep, Step
 from ...kernels.cpu.library import native
 from ...recognition.call_form import CACHES, SOURCE_STATES, TENSORS, bound, parameter_names

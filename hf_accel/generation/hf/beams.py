@@ -15,7 +15,7 @@ from ..sequence import Sequence
 from .beam_scores import process_of
 from .generation_state import LoopCall
 from .joint_rows import has_room
-from .processing import BY_ROW, STATEFUL, is_stock
+from .processing import BY_ROW, is_stock, processors_refusal
 
 # These decide for each beam alone, so that a prompt may end before others do.
 BY_BEAM = (
@@ -28,9 +28,8 @@ BY_BEAM = (
 def beams_refusal(call: LoopCall) -> str | None:
     """Return why a beam search cannot run in ragged passes, as one clause; None if it can."""
     config = call.config
-    for processor in call.processors:
-        if type(processor).__name__ in STATEFUL:
-            return f"{type(processor).__name__} depends on its earlier calls"
+    if (refusal := processors_refusal(call.processors)) is not None:
+        return refusal
     if getattr(config, "low_memory", None) or config.max_length <= call.num_columns:
         return "transformers refuses its settings"
     if not has_room(call):
@@ -81,7 +80,7 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     fields: dict[str, Any] = {
         "sequences": ids,
         "beam_indices": _padded([found.beams for found in chosen], -1).to(torch.int32).to(ids.device),
-        "past_key_values": None if call.has_encoder else call.cache,
+        "past_key_values": None if call.attends_to_sources else call.cache,
     }
     if config.output_scores:
         fields["sequences_scores"] = torch.tensor([found.score for found in chosen], device=ids.device)

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from ...attention.hf.stock import EAGER, name_before_patch
 from ...errors import NotRaggedError
-from ...models import is_within, layers_config
+from ...models import is_within, layers_config, learnt_prompt
 from ...recognition.trial import unwatched_twin
 from ...recognition.unchanged import has_own_forward
 
@@ -48,6 +48,7 @@ class UpToDecoder:
         self.name = decoder_name(model)
         self.decoder = model.get_submodule(self.name)
         self._signature = _signature(type(self.decoder))  # type: ignore[arg-type]
+        self.num_learnt = learnt_prompt(model)  # the embeddings that an adapter puts in front of prompts
         self.model: Any = _around(model, self.name, self._reached, own_hook)
         self.config = layers_config(model.config)
 
@@ -143,9 +144,15 @@ def _around(model: PreTrainedModel, name: str, called: Callable[..., Any], own_h
             raise NotRaggedError(f"a hook or another forward is on {type(module).__name__}, around its decoder")
     end: Any = unwatched_twin(model.get_submodule(name))
     end.forward = called
-    for module, part in zip(reversed(path), reversed(name.split(".")), strict=True):
-        end = unwatched_twin(module, _modules={part: end})
-    return end
+    return with_part(model, name, end)
+
+
+def with_part(model: PreTrainedModel, name: str, part: Any) -> Any:
+    """Return a copy of a model, without weights of its own, which has another module by the name of one of its own."""
+    path = [model, *(model.get_submodule(parent) for parent in _parents(name))]
+    for module, own_name in zip(reversed(path), reversed(name.split(".")), strict=True):
+        part = unwatched_twin(module, _modules={own_name: part})
+    return part
 
 
 @lru_cache(maxsize=256)

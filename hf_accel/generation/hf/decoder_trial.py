@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from ...attention.hf.mask import numbers_of
 from ...errors import NotRaggedError
 from ...models import layer_lists, layers_config
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
@@ -79,6 +80,21 @@ def counted_positions(decoder: nn.Module, given: Mapping[str, Any], shape: tuple
     return positions if expected and same else None
 
 
+def merged_embeddings(decoder: nn.Module, given: Mapping[str, Any], others: Collection[str]) -> Tensor | None:
+    """Return the embeddings [B, T, D] into which a decoder puts features by itself; None if it does more with them.
+
+    It gives its layers the embeddings as they are, and all else that it gives them for embeddings without features.
+    given: the arguments of its call. others: the names of those that bring the features.
+    """
+    trial = _DecoderTrial(decoder, None)
+    expected = trial.entered(given)
+    embeddings = expected[0]
+    plain = {name: value for name, value in given.items() if name not in others and name != "input_ids"}
+    found = trial.entered({**plain, "inputs_embeds": embeddings})
+    same = len(found) == len(expected) and all(map(_same_places, expected, found))
+    return embeddings if same else None
+
+
 def _same_places(expected: Tensor, found: Tensor) -> bool:
     return expected.dtype is found.dtype and torch.equal(*torch.broadcast_tensors(expected, found))
 
@@ -133,6 +149,7 @@ class _DecoderTrial:
         self.planes = planes
         self.seen: list[Tensor] = []
         self.places: list[Tensor] = []
+        self.masks: list[Tensor] = []
         lists = layer_lists(decoder, self.config.num_hidden_layers)
         parts = {name: nn.ModuleList(map(self._stand_in, found)) for name, found in lists.items() if "." not in name}
         self.decoder = unwatched_twin(decoder, _modules=parts)
@@ -146,7 +163,9 @@ class _DecoderTrial:
         others = [*args, *(value for name, value in kwargs.items() if name not in KNOWN)]
         if any(isinstance(each, Tensor | Sequence) and not isinstance(each, str) for each in others):
             raise NotRaggedError(f"{type(self.decoder).__name__} gives its layers more than hidden states")
-        self.seen.append(hidden[0])
+        self.seen.append(hidden)
+        mask = numbers_of(kwargs.get("attention_mask"))
+        self.masks += [mask] if isinstance(mask, Tensor) else []
         place = kwargs.get("position_embeddings")
         self.places += [place] if isinstance(place, Tensor) else place or ()
         return hidden * FACTOR
@@ -156,6 +175,12 @@ class _DecoderTrial:
         self.places = []
         self.decoder(**given)
         return self.places
+
+    def entered(self, given: Mapping[str, Any]) -> list[Tensor]:
+        """Return what each layer is given in a call of the decoder, of states, places and masks, and the result."""
+        self.seen, self.places, self.masks = [], [], []
+        result = self.decoder(**{**given, "past_key_values": None, "use_cache": False, "return_dict": True})
+        return [*self.seen, *self.places, *self.masks, result.last_hidden_state]
 
     def __call__(self, embedded: Tensor, more: dict[str, Any]) -> list[Tensor]:
         """Return what each layer is given, and the result, [T, D] each."""
@@ -167,4 +192,4 @@ class _DecoderTrial:
             inputs_embeds=embedded[None], position_ids=positions, use_cache=True, return_dict=True,
             past_key_values=DynamicCache(config=self.config), **more,
         )  # fmt: skip
-        return [*self.seen, result.last_hidden_state[0]]
+        return [*(states[0] for states in self.seen), result.last_hidden_state[0]]

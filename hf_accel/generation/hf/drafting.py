@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ...cache.hf import page_groups
+from ...cache.hf import attends_to_sources, page_groups
 from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
@@ -24,17 +24,28 @@ from ..speculation.drafters.drafter import Drafter
 from ..speculation.drafters.model import ModelDrafter
 from ..speculation.drafters.ngram import NgramDrafter
 from ..speculation.drafters.suffix import SuffixDrafter
+from ..speculation.drafters.target_states import HeadDrafter
 from ..speculation.speculation import Speculation
 from ..speculation.verifiers import verifier
 from ..speculation.verifiers.verifier import Verifier
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
+from .head_module import HeadModule, check_draft_head
+from .head_runner import HeadRunner
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
 from .refusals import ragged_refusal
+from .states_drafters import (
+    MOST_OF_A_BLOCK,
+    block_drafter,
+    heads_drafter,
+    heads_refusal,
+    is_block_drafter,
+    watching_refusal,
+)
 from .vocabulary import vocabulary_refusal
 
-NO_MODEL_DRAFTS = "no model drafts for an encoder-decoder ('ngram' and 'suffix' do)"
+NO_MODEL_DRAFTS = "no model drafts for an encoder-decoder, or where layers attend to images ('ngram' and 'suffix' do)"
 
 
 def make_speculation(
@@ -50,7 +61,19 @@ def make_speculation(
     made = [drafters.make(drafter) for drafter in wanted]
     state = drafters.state
     controller = _controller(config, state) if controller is None else controller
-    return Speculation(rule, made, controller, invariant_rows=state.invariant_rows, agreement=state.agreement)
+    speculation = Speculation(
+        rule, made, controller, invariant_rows=state.invariant_rows, agreement=state.agreement,
+        num_tokens=vocabulary_size(drafters.target),
+    )  # fmt: skip
+    layers = {drafter.layers for drafter in made if drafter.layers}
+    if len(layers) > 1:
+        raise UnsupportedError(
+            f"drafters read hidden states of other layers each ({sorted(layers)}); give one of them"
+        )
+    for own in layers:
+        runner.kept.layers = own
+        speculation.states = lambda: runner.kept.states
+    return speculation
 
 
 def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
@@ -102,9 +125,13 @@ class _Drafters:
             return self._named(wanted)
         if isinstance(wanted, Drafter):
             return wanted
+        if isinstance(wanted, HeadModule):
+            return self._head(wanted)
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
             return CandidateDrafter(wanted, vocabulary_size(self.target))
         model = without_adapters(wanted)
+        if is_block_drafter(model):
+            return block_drafter(self.target, model)
         if isinstance(model, PreTrainedModel):
             return self._model(model)
         raise UnsupportedError(
@@ -119,6 +146,7 @@ class _Drafters:
             "suffix": SuffixDrafter,
             "ngram": lambda: NgramDrafter(fewest, most),
             "self-int4": self._self_int4,
+            "mtp": lambda: heads_drafter(self.target),
         }
         return makers[name]()
 
@@ -133,6 +161,23 @@ class _Drafters:
         capacity: dict[str, Any] = {} if self.pages.capacity is None else {"capacity": self.pages.capacity}
         groups, groups_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False), **capacity)
         return self._drafter(make_runner(draft, groups, groups_of_layer), Pages(groups))
+
+    def _head(self, head: HeadModule) -> HeadDrafter:
+        """Make a drafter from a head of the target, which then keeps the states of its passes."""
+        if (refusal := watching_refusal(self.target)) is not None:
+            raise UnsupportedError(f"a draft head cannot be used: {refusal}; use 'suffix', 'ngram' or a draft model")
+        check_draft_head(head, self.target)
+        decoder = _twin(self.state, head.decoder, None)
+        groups, groups_of_layer = page_groups(decoder.config, CacheConfig(prefix_sharing=False))
+        return HeadDrafter(
+            HeadRunner(head, decoder, groups, groups_of_layer),
+            head.target_layers,
+            Pages(groups),
+            self.rule,
+            target_pages=self.pages,
+            num_tokens=vocabulary_size(decoder),
+            target_tokens=vocabulary_size(self.target),
+        )
 
     def _self_int4(self) -> ModelDrafter:
         """Make a drafter from the target with its linears in INT4. It shares the target's pages."""
@@ -191,7 +236,7 @@ def refuse_drafts(model: PreTrainedModel, wanted: SpeculativeConfig, refusal: st
     """Raise UnsupportedError if `wanted` cannot draft for a model. refusal: why nothing can, as one clause, if that is
     known.
     """
-    if refusal is None and model.config.is_encoder_decoder and any(map(_is_model, wanted.drafters)):
+    if refusal is None and attends_to_sources(model.config) and any(map(_is_model, wanted.drafters)):
         refusal = NO_MODEL_DRAFTS
     if refusal is not None:
         raise UnsupportedError(f"speculative= was asked for, but {refusal}; leave speculative= out")
@@ -199,7 +244,9 @@ def refuse_drafts(model: PreTrainedModel, wanted: SpeculativeConfig, refusal: st
 
 def _is_model(drafter: Any) -> bool:
     return (
-        drafter == "self-int4" if isinstance(drafter, str) else isinstance(without_adapters(drafter), PreTrainedModel)
+        drafter == "self-int4"
+        if isinstance(drafter, str)
+        else isinstance(without_adapters(drafter), PreTrainedModel | HeadModule)
     )
 
 
@@ -213,6 +260,11 @@ def assisted(
         return SpeculativeConfig(), refusal
     if assistant_tokenizer is not None:
         return SpeculativeConfig(), "the draft model has another tokenizer"
+    if getattr(generation_config, "use_mtp", None):
+        return SpeculativeConfig(drafter="mtp"), heads_refusal(model)
+    if getattr(generation_config, "speculation_type", None) == "dflash":
+        drafts = SpeculativeConfig(drafter=assistant_model, max_draft=MOST_OF_A_BLOCK)
+        return drafts, assistant_refusal(model, assistant_model)
     lookup = generation_config.prompt_lookup_num_tokens
     if lookup is not None:
         most = generation_config.max_matching_ngram_size or 2
@@ -226,7 +278,11 @@ def assistant_refusal(model: Any, assistant: Any) -> str | None:
     """Return why transformers' own loop must use this assistant_model=, as one clause; None if it can draft over
     pages.
     """
+    if attends_to_sources(model.config):
+        return NO_MODEL_DRAFTS
     draft = without_adapters(assistant)
+    if is_block_drafter(draft):
+        return watching_refusal(model)
     return draft_refusal(model, draft) if isinstance(draft, PreTrainedModel) else "the assistant is no model"
 
 

@@ -16,7 +16,7 @@ from ...cache.step import PassInputs
 from ...fused.hf.operator_models import OperatorModel
 from ...models import encoder_width, layers_config
 from ..prompt_inputs import PassRows
-from .encoder_source import EncoderOutput
+from .encoder_source import rows_as_output
 from .model_runner import ModelRunner, known_pass
 
 POSITIONS = "decoder_position_ids"
@@ -55,7 +55,7 @@ class EncoderDecoderRunner(ModelRunner):
             output = self.model(
                 decoder_input_ids=ids,
                 decoder_attention_mask=torch.ones_like(ids if self.operators is None else ids[:, :1]),
-                encoder_outputs=EncoderOutput(last_hidden_state=self._stands_in if sources is None else sources),
+                encoder_outputs=rows_as_output(self._stands_in if sources is None else sources),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,

@@ -11,27 +11,31 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from ...cache.hf import PagedCache
+from ...cache.hf import PagedCache, attends_to_sources
+from ...cache.kinds import SourceRows
 from ...errors import NotRaggedError, UnsupportedError
 from ...models import layers_config
 from ...recognition.call_form import SOURCE_STATES
+from ...recognition.unchanged import PLAIN_TYPES
 from ...tensors import model_device
 from ...undo.journal import original_class
 from ...undo.state import state_of
-from ..prompt_inputs import RequestInputs
+from ..prompt_inputs import TEXT_INPUTS, RequestInputs, other_input
 from .decoder_call import UpToDecoder
 from .generation_state import LoopCall
 from .model_runner import prepare_step
 
 DECODER_IDS = "decoder_input_ids"
+RAGGED_MODES = {GenerationMode[name] for name in ("GREEDY_SEARCH", "SAMPLE", "BEAM_SEARCH", "BEAM_SAMPLE")}
 
 
 @dataclass
-class EncoderOutput(BaseModelOutput):
+class EncoderOutput(BaseModelOutputWithPooling):
     """The output of an encoder without padding. Code asks some encoders, of sound, for the mask of their output, and
-    those with experts for the logits of their routers.
+    those with experts for the logits of their routers. It may call what it reads the pooled output.
     """
 
     attention_mask: Tensor | None = None
@@ -46,24 +50,36 @@ def with_encoder(cache: Any) -> Any:
     return EncoderDecoderCache(cache, DynamicCache()) if isinstance(cache, PagedCache) else cache
 
 
+def pages_serve(config: Any, mode: GenerationMode) -> bool:
+    """Return whether a paged cache serves a mode of generate(): transformers' own loops use no keys of sources."""
+    if not attends_to_sources(config) or mode in RAGGED_MODES:
+        return True
+    return mode == GenerationMode.ASSISTED_GENERATION and not config.is_encoder_decoder
+
+
 def give_stock_cache(call: LoopCall) -> None:
-    """Give a call transformers' own cache instead of one that was made for ragged passes of an encoder-decoder, or of
-    a decoder alone that is given an encoder's output, of which pages without a part of their own keep no keys."""
-    if not isinstance(call.cache, PagedCache):
+    """Give a call transformers' own cache instead of one that was made for ragged passes, where its pages cannot hold
+    what it needs: the keys of sources, or of prompts behind embeddings of an adapter.
+    """
+    state = call.state.call
+    if state is None or not state.own_cache or not isinstance(call.cache, PagedCache):
         return
     config = layers_config(call.model.config)
     if call.has_encoder:
         call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-    elif call.inputs.get(SOURCE_STATES) is not None:
-        call.inputs["past_key_values"] = DynamicCache(config=config)
+    elif call.num_learnt or call.attends_to_sources or call.inputs.get(SOURCE_STATES) is not None:
+        call.inputs[call.state.cache_name] = DynamicCache(config=config)
 
 
 def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     """Return why a call of an encoder-decoder cannot run ragged, as one clause; None if it can."""
-    states = _states(call)
     rows, columns = call.input_ids.shape
     if not own_cache:
         return "a cache that is passed along says nothing of the encoder's output"
+    try:
+        states = _states(call)
+    except NotRaggedError as error:
+        return str(error)
     if not isinstance(states, Tensor) or states.ndim != 3 or len(states) != rows:
         return "it is not given the encoder's output of each row"
     if call.mask is not None and not bool(call.mask.all()):
@@ -83,12 +99,41 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     return None if bool((mask != 0).any(1).all()) else "its attention_mask hides all of the encoder's output of a row"
 
 
-def sources(call: LoopCall) -> list[Tensor]:
-    """Return the encoder's output [T, C] that each row of a call of an encoder-decoder attends to."""
+@torch.no_grad()
+def others_refusal(call: LoopCall) -> str | None:
+    """Return why an encoder-decoder cannot run ragged with other inputs than an encoder's output, as one clause; None
+    if it is given no others, or if they reach the encoder alone, whose output is there.
+
+    With and without them, the model's own code gives its decoder the same, and says the same of the prompt.
+    """
+    known = {name: value for name, value in call.inputs.items() if name in (*call.encoder_inputs, "attention_mask")}
+    others = {name: value for name, value in call.inputs.items() if name not in {*known, *TEXT_INPUTS}}
+    name = other_input(others)
+    if name is None:
+        return None
+    given = {**known, "decoder_input_ids": call.input_ids, "use_cache": False}
+    try:
+        calls = UpToDecoder(call.model, prepare_step)
+        called, alone = calls(**given, **others), calls(**given)
+    except NotRaggedError as error:
+        return f"it is given {name}, and {error}"
+    same = called.keys() == alone.keys() and all(_is_same(value, alone[key]) for key, value in called.items())
+    same = same and _is_same(*(call.model(**given, **more).logits for more in (others, {})))
+    return None if same else f"it is given {name}"
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return first is second or (type(first) is type(second) and isinstance(first, PLAIN_TYPES) and first == second)
+
+
+def sources(call: LoopCall) -> list[SourceRows]:
+    """Return the encoder's output that each row of a call of an encoder-decoder attends to."""
     states, mask = _states(call), _mask(call)
     if mask is None:
-        return list(states)
-    return [row[kept != 0] for row, kept in zip(states, mask, strict=True)]
+        return list(map(SourceRows, states))
+    return [SourceRows(row[kept != 0]) for row, kept in zip(states, mask, strict=True)]
 
 
 def _mask(call: LoopCall) -> Tensor | None:
@@ -106,28 +151,6 @@ def _shown(model: PreTrainedModel, decoder_ids: Tensor, given: Mapping[str, Any]
     """
     calls = UpToDecoder(model, prepare_step)
     return calls(decoder_input_ids=decoder_ids, use_cache=False, **given).get(calls.hiding)
-
-
-def encoder_alone_reads(call: LoopCall, name: str) -> bool:
-    """Return whether an input is one of the encoder, and the decoder is called with the same arguments without it."""
-    if name not in _taken(call.model.get_encoder()):
-        return False
-    given = {each: call.inputs.get(each) for each in ("encoder_outputs", "attention_mask")}
-    calls = UpToDecoder(call.model, prepare_step)
-    try:
-        with_it, without = (
-            calls(decoder_input_ids=call.input_ids, use_cache=False, **given, **more)
-            for more in ({name: call.inputs[name]}, {})
-        )
-    except Exception:  # code that is not known may do anything
-        return False
-    return with_it.keys() == without.keys() and all(_is_same(with_it[each], without[each]) for each in without)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return one is other or (isinstance(one, bool | int | float | str) and one == other)
 
 
 # -- requests ------------------------------------------------------------------------------------------------
@@ -164,8 +187,8 @@ def decoder_prompt(
 
 
 @torch.no_grad()
-def encoder_output(model: Any, tokens: list[int], given: Mapping[str, Any]) -> Tensor:
-    """Run the encoder of a model on what one request brings; returns the rows [T, C] of its output that are shown.
+def encoder_output(model: Any, tokens: list[int], given: Mapping[str, Any]) -> SourceRows:
+    """Run the encoder of a model on what one request brings; returns the rows of its output that are shown.
 
     tokens: with which the decoder begins. given: token ids, or tensors of one row as a processor makes them. Raises
     UnsupportedError for tensors of another number of rows.
@@ -180,14 +203,15 @@ def encoder_output(model: Any, tokens: list[int], given: Mapping[str, Any]) -> T
     inputs = {name: value.to(device) for name, value in inputs.items()}
     encoder = model.get_encoder()
     output = encoder(**{name: inputs[name] for name in inputs if name in _taken(encoder)}, return_dict=True)
-    states: Tensor = output.last_hidden_state
+    ids = torch.tensor([tokens], device=device)
+    states: Tensor = _rows_read(model, ids, output)
     if "input_ids" in inputs or not state_of(model).generation.form.hides_rows:
-        return states[0]
+        return SourceRows(states[0])
     own = {"encoder_outputs": output, "attention_mask": inputs.get("attention_mask")}
-    mask = _shown(model, torch.tensor([tokens], device=device), own)
+    mask = _shown(model, ids, own)
     if mask is not None and (mask.shape != states.shape[:2] or not mask.any()):
         raise NotRaggedError("its mask is not one of the rows of the encoder's output, or hides all of them")
-    return states[0] if mask is None else states[0][mask[0] != 0]
+    return SourceRows(states[0] if mask is None else states[0][mask[0] != 0])
 
 
 def _taken(encoder: Any) -> Mapping[str, Any]:
@@ -195,5 +219,24 @@ def _taken(encoder: Any) -> Mapping[str, Any]:
     return inspect.signature(original_class(encoder).forward).parameters
 
 
+def rows_as_output(states: Tensor) -> EncoderOutput:
+    """Return the output of an encoder whose rows [B, T, C] its decoder reads, under whatever name it reads them."""
+    return EncoderOutput(last_hidden_state=states, pooler_output=states)
+
+
 def _states(call: LoopCall) -> Any:
-    return getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)
+    return _rows_read(call.model, call.input_ids, call.inputs.get("encoder_outputs"))
+
+
+@torch.no_grad()
+def _rows_read(model: PreTrainedModel, decoder_ids: Tensor, output: Any) -> Any:
+    """Return the rows [B, T, C] of the encoder's output that the decoder reads. Raises NotRaggedError if it is not
+    known where the decoder begins.
+    """
+    states, pooled = (getattr(output, name, None) for name in ("last_hidden_state", "pooler_output"))
+    if isinstance(pooled, Tensor) and pooled.ndim == 3:
+        called = UpToDecoder(model, prepare_step)(
+            decoder_input_ids=decoder_ids, use_cache=False, encoder_outputs=output
+        )
+        return pooled if any(value is pooled for value in called.values()) else states
+    return states

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...config import CacheConfig, parse_speculative
 from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
-from ...models import model_of, vocabulary_size
+from ...models import learnt_kind, model_of, vocabulary_size
 from ...undo.state import state_of
 from ..engine.engine_loop import make_loop
 from ..engine.stream import Request, Sample
@@ -79,6 +79,11 @@ class Engine:
         max_running: int | None = None,
         speculative: Any = NOT_GIVEN,
     ) -> None:
+        if (kind := learnt_kind(model)) is not None:
+            raise UnsupportedError(
+                f"an adapter of PEFT ({kind}) puts what it has learnt in front of each prompt, which an Engine does "
+                "not; use generate() of the PEFT model"
+            )
         self.model = model_of(model)
         self.tokenizer = tokenizer
         state = _state(self.model)

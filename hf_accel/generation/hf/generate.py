@@ -11,6 +11,7 @@ from collections import abc
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
@@ -61,9 +62,9 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     if search is not None:
         return result, graphs
     if call.config.return_dict_in_generate:
-        # The pages of an encoder-decoder are gone: transformers takes no cache as one that is empty.
+        # Pages with the keys of sources are gone: transformers takes no cache as one that is empty.
         kind: Any = GenerateEncoderDecoderOutput if call.has_encoder else GenerateDecoderOnlyOutput
-        cache = None if call.has_encoder else call.cache
+        cache = None if call.attends_to_sources else call.cache
         result = kind(sequences=result, past_key_values=cache, **kept_of_passes(rows))
         if call.speculative is not None:
             result.spec_stats = statistics
@@ -88,16 +89,18 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
     attended = sources(call) if call.has_encoder else [None] * len(call.input_ids)
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
-        hidden = 0 if ids else call.prompt_columns - padding
+        if (given := inputs[row]) is not None and given.asks:  # the padding behind it is not computed
+            ids, padding = ids[: len(given.contents) - 1] + ids[-1:], 0
+        hidden = call.num_learnt if ids else call.prompt_columns - padding
         sequence = Sequence(
-            ids[padding:] or [0] * hidden,
+            [0] * hidden + ids[padding:],
             max_new_tokens=max(1, call.config.max_length - call.num_columns),
             sampling=sampling,
             stop=stop,
             seed=seeds[row],
             padding=ids[:padding],
             index=row,
-            keeps_pages=keeps and not call.has_encoder,
+            keeps_pages=keeps and not call.attends_to_sources,
             inputs=RequestInputs(prompt=inputs[row], source=attended[row], num_hidden=hidden) if brings else None,
         )
         leader = row - row % call.repeats
@@ -214,10 +217,11 @@ def _keep(call: LoopCall, sequences: list[Sequence]) -> None:
     token_mask = None
     if call.mask is not None or min(ends) < longest:
         before = torch.ones(len(kept), call.prompt_columns) if call.mask is None else call.mask
+        before = F.pad(before, (call.num_learnt, 0), value=1)
         after = torch.arange(longest)[None] < torch.tensor(ends)[:, None]
         token_mask = torch.cat([before.bool().cpu(), after], dim=1)
         token_mask = None if bool(token_mask.all()) else token_mask
-    call.cache.replace_sequences([cached for _, cached in kept], token_mask, call.prompt_columns + longest)
+    call.cache.replace_sequences([cached for _, cached in kept], token_mask, call.num_read + longest)
 
 
 # -- streamers ---------------------------------------------------------------------------------------------

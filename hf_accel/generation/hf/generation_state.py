@@ -7,17 +7,19 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ...cache.hf import PagedCache
+from ...cache.hf import PagedCache, attends_to_sources, keeps_states_alone
 from ...cache.step import SharedContext
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
+from ...models import learnt_prompt
 from ..agreement import ALONE, ProcessAgreement
-from ..prompt_inputs import other_input
+from ..prompt_inputs import other_input, positions_count_tokens
 from ..speculation.controller import Controller
 from .model_watch import ModelWatch
 
@@ -81,6 +83,11 @@ class LoopCall:
         return bool(self.model.config.is_encoder_decoder)
 
     @property
+    def attends_to_sources(self) -> bool:
+        """Return whether the decoder attends to more than tokens: to an encoder's output, or to images."""
+        return attends_to_sources(self.model.config)
+
+    @property
     def encoder_inputs(self) -> frozenset[str]:
         """The names of the inputs that say what the encoder has computed, and of which rows."""
         return ENCODER_INPUTS if self.has_encoder else frozenset()
@@ -90,7 +97,18 @@ class LoopCall:
         """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
         if self.has_encoder:
             return False
-        return other_input(self.inputs) is not None or self.state.form.prepares
+        more = other_input(self.inputs) is not None or self.state.form.prepares
+        return more or self.moves_tokens or self.num_learnt > 0
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Return whether the decoder, which reads positions, is to have others than those that count tokens."""
+        form, mask = self.state.form, self.mask
+        operators = form.operators
+        alone = keeps_states_alone(self.model.config)
+        if form.counts_padding or (alone if operators is None else not operators.call.takes_positions):
+            return False
+        return not positions_count_tokens(self.inputs.get("position_ids"), None if mask is None else mask.bool())
 
     @property
     def mask(self) -> Tensor | None:
@@ -110,6 +128,16 @@ class LoopCall:
         """Return T, the columns of the prompts; these have no ids where the prompts are embeddings."""
         embeddings = self.inputs.get("inputs_embeds")
         return self.num_columns if embeddings is None else int(embeddings.shape[1])
+
+    @cached_property
+    def num_learnt(self) -> int:
+        """Return the number of embeddings that an adapter puts in front of each prompt, and of its padding."""
+        return learnt_prompt(self.model)
+
+    @property
+    def num_read(self) -> int:
+        """Return the columns of the prompts that the decoder is given."""
+        return self.num_learnt + self.prompt_columns
 
     def returns(self, name: str) -> bool:
         """Return whether the call returns what a setting of this name asks for."""
@@ -143,6 +171,8 @@ class DecoderForm:
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     makes_masks: whether the model around the decoder makes masks of texts that our attention does not understand,
         though they say no more than those that the decoder makes by itself, which it then does.
+    source: the argument by which a decoder takes the images that some of its layers attend to; None for one that takes
+        none, and for an encoder-decoder.
     """
 
     prepares: bool = False
@@ -153,6 +183,7 @@ class DecoderForm:
     counts_padding: bool = False
     operators: Any = None
     makes_masks: bool = False
+    source: str | None = None
 
 
 STOCK_FORM = DecoderForm()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from ...cache.kinds import OnceGroup, SourceRows
 from ..joint_choice import JointRows, Process, RowSettings, Stops
+from ..prompt_inputs import other_input
 from ..sequence import Sequence
 from .generation_state import LoopCall
-from .processing import needs_all_rows
+from .processing import needs_all_rows, processors_refusal
 
 OF_EACH_PASS = ("output_scores", "output_logits")  # settings by which a call returns something of each pass
 
@@ -17,15 +19,15 @@ def why_together(call: LoopCall) -> str | None:
     kept = [name for name in OF_EACH_PASS if call.returns(name)]
     if kept:
         return f"{kept[0]}=True collects a tensor of each step"
-    return needs_all_rows(call.processors, call.criteria, batch_size=len(call.input_ids))
+    each_once = processors_refusal(call.processors)
+    return each_once or needs_all_rows(call.processors, call.criteria, batch_size=len(call.input_ids))
 
 
 def together_refusal(call: LoopCall) -> str | None:
     """Return why a call whose rows advance together cannot run in ragged passes, as one clause; None if it can."""
-    why = why_together(call)
-    if why is None or (call.speculative is None and call.streams is None and has_room(call)):
-        return None
-    return why
+    why, state = why_together(call), call.state.call
+    asks_for_drafts = call.speculative is not None and state is not None and state.requires_speculation
+    return why if why is not None and (asks_for_drafts or not has_room(call)) else None
 
 
 def begin_rows(call: LoopCall, sequences: list[Sequence]) -> JointRows:
@@ -38,6 +40,7 @@ def begin_rows(call: LoopCall, sequences: list[Sequence]) -> JointRows:
         samples=call.config.do_sample,
         keeps_scores=call.returns("output_scores"),
         keeps_logits=call.returns("output_logits"),
+        hears=None if call.streams is None else call.streams.tokens,
     )
     return JointRows(sequences, call.input_ids, settings)
 
@@ -56,10 +59,13 @@ def kept_of_passes(rows: JointRows | None) -> dict[str, Any]:
 
 def has_room(call: LoopCall) -> bool:
     """Return whether the pages hold all sequences, none of which may wait until others have ended."""
-    length, count = call.prompt_columns + call.config.max_length - call.num_columns, len(call.input_ids)
+    length, count = call.num_read + call.config.max_length - call.num_columns, len(call.input_ids)
     states = getattr(call.inputs.get("encoder_outputs"), "last_hidden_state", None)
-    source = None if states is None else states[0]
+    source = None if states is None else SourceRows(states[0])
+    is_unread = call.attends_to_sources and source is None and other_input(call.inputs) is not None
     for group in call.cache.pages.groups:
+        if is_unread and isinstance(group, OnceGroup) and not group.pool.growable:
+            return False  # nobody knows how many rows its images have
         needed = count * group.num_blocks_of(length, source)
         if not group.pool.growable and needed > group.pool.num_blocks:
             return False

@@ -1,4 +1,4 @@
-"""Passes that hold tokens whose inputs do not follow from their ids, next to tokens of which they do."""
+"""Passes that give a decoder more than ids for some tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from ..token_arguments import placed_arguments
 from .decoder_call import giving_decoder
 
 
-def giving_more(model: PreTrainedModel, own_hook: object, rows: Rows, *, count: int, own_masks: bool) -> Any:
+def giving_more(
+    model: PreTrainedModel, own_hook: object, rows: Rows, *, count: int, more: Mapping[str, Any], own_masks: bool
+) -> Any:
     """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some of them.
 
     The decoder is given for all others what the model's own code makes of their ids. own_hook: see UpToDecoder.
-    own_masks: whether the decoder makes its masks by itself, see DecoderForm.makes_masks.
+    more: other arguments of the decoder, by name. own_masks: whether it makes its masks by itself, see
+    DecoderForm.makes_masks.
     """
     embedded = [(each.first, each.embeddings) for each in rows if each.embeddings is not None]
     marked = [(each.first, each.marked) for each in rows if each.marked is not None]
     others = [(each.first, each.arguments) for each in rows if each.arguments is not None]
-    if not (embedded or marked or others or own_masks):
+    if not (embedded or marked or others or more or own_masks):
         return model
-    more: dict[str, Any] = marked_arguments(marked, count) if marked else {}
+    more = {**more, **(marked_arguments(marked, count) if marked else {})}
     if own_masks:
         more["attention_mask"] = None
 

@@ -6,30 +6,32 @@ import dataclasses
 import functools
 import time
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import set_our_attention
-from ...cache.hf import PagedCache
+from ...cache.hf import PagedCache, page_groups
 from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
 from ...linear.model_card import WritesModelCard
+from ...models import learnt_prompt
 from ...tensors import made_on_host
+from ...undo.journal import original_class
 from ...undo.state import state_of
 from ..prompt_inputs import other_input
 from .batch import generate_batch, refuse_own_keywords, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
-from .encoder_source import give_stock_cache, with_encoder
+from .encoder_source import give_stock_cache, pages_serve, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .graphed_runner import cache_of_kept
-from .model_runner import adopt_prefix, weights_salt
+from .model_runner import adopt_prefix, every_nth, weights_salt
+from .processing import way_back
 from .refusals import (
     call_refusal,
     changed_refusal,
@@ -37,13 +39,14 @@ from .refusals import (
     prompts_refusal,
     ragged_refusal,
     refuse_clocks,
+    refuse_speculation,
     report_no_drafts,
     report_stock_loop,
     states_refusal,
 )
+from .states_drafters import with_stock_classes
 
 NOT_GIVEN = Default("not given")
-RAGGED_MODES = {GenerationMode[name] for name in ("GREEDY_SEARCH", "SAMPLE", "BEAM_SEARCH", "BEAM_SAMPLE")}
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
@@ -63,9 +66,9 @@ class AcceleratedGeneration(WritesModelCard):
         config = state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative)
         call = CallState(config, requires_speculation=speculative is not NOT_GIVEN and config is not None)
         if call.requires_speculation and state.inner is not None:
-            _refuse_speculation("its generate() calls that of a part of it")
+            refuse_speculation("its generate() calls that of a part of it")
         if call.requires_speculation and state.ragged_refusal is not None:
-            _refuse_speculation(state.ragged_refusal)
+            refuse_speculation(state.ragged_refusal)
         if streamer is not None:
             kwargs["streamer"] = streamer if isinstance(streamer, RowStreams) else RowStreams(streamer)
         start = time.perf_counter()
@@ -151,10 +154,9 @@ class AcceleratedGeneration(WritesModelCard):
         if refusal is None:
             return output
         if state.call is not None and state.call.requires_speculation:
-            _refuse_speculation(refusal)
+            refuse_speculation(refusal)
         report_stock_loop(state, refusal)
-        if state.call is not None and state.call.own_cache:
-            give_stock_cache(call)
+        give_stock_cache(call)
         prepared = (call.input_ids, call.processors, call.criteria, call.config)
         return stock(*prepared, synced_gpus=call.synced_gpus, **call.inputs)
 
@@ -182,6 +184,7 @@ class AcceleratedGeneration(WritesModelCard):
         if refusal is None:
             return output
         report_stock_loop(self._generation_state, refusal)
+        give_stock_cache(call)
         if len(input_ids) > 1:  # transformers' assisted decoding takes one row
             return super()._sample(  # type: ignore[misc]
                 *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
@@ -191,6 +194,10 @@ class AcceleratedGeneration(WritesModelCard):
             assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer,
             **model_kwargs,
         )  # fmt: skip
+
+    def _get_candidate_generator(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = with_stock_classes(self) if getattr(generation_config, "use_mtp", None) else self  # type: ignore[arg-type]
+        return original_class(self)._get_candidate_generator(model, generation_config, *args, **kwargs)
 
     def _ragged(self, call: LoopCall, refusal: str | None = None) -> tuple[Any, str | None]:
         """Return the output, or why transformers' loop must make it. In the latter case nothing has changed."""
@@ -206,13 +213,13 @@ class AcceleratedGeneration(WritesModelCard):
         if without_drafts is not None:
             call = dataclasses.replace(call, speculative=None)
             report_no_drafts(self._generation_state, without_drafts)
-        random_state = torch.get_rng_state()
+        go_back = way_back(call.processors)
         try:
             output, statistics = run(call)
         except NotRaggedError as error:
             if call.streams is not None and call.streams.has_streamed:
                 raise  # tokens that were streamed cannot be taken back
-            torch.set_rng_state(random_state)
+            go_back()
             return None, str(error)
         state.prompt_columns = call.num_columns
         state.statistics |= {"loop": "ragged", **statistics}
@@ -295,7 +302,7 @@ class AcceleratedGeneration(WritesModelCard):
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         mask, has_beams = model_kwargs.get("attention_mask"), (generation_config.num_beams or 1) > 1
         wanted = wanted and states_refusal(self, mask, has_beams=has_beams) is None  # type: ignore[arg-type]
-        wanted = wanted and (generation_mode in RAGGED_MODES or not self.config.is_encoder_decoder)  # type: ignore[attr-defined]
+        wanted = wanted and pages_serve(self.config, generation_mode)  # type: ignore[attr-defined]
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
@@ -308,7 +315,8 @@ class AcceleratedGeneration(WritesModelCard):
             kept = None if state.runner is None else cache_of_kept(state, self.config, capacity)  # type: ignore[attr-defined]
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
-                kept = PagedCache(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
+                pages = page_groups(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
+                kept = PagedCache.over(*pages, state.cache, self.config)  # type: ignore[attr-defined]
             model_kwargs[name] = with_encoder(kept) if self.config.is_encoder_decoder else kept  # type: ignore[attr-defined]
         else:
             if given is not None:
@@ -335,13 +343,13 @@ class AcceleratedGeneration(WritesModelCard):
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         text_only = other_input(model_kwargs) is None and not self._generation_state.form.prepares
-        text_only = text_only and ragged_refusal(self) is None  # type: ignore[arg-type]
+        text_only = text_only and ragged_refusal(self) is None and not learnt_prompt(self)  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if generation_config.output_hidden_states or generation_config.output_attentions:
             repeats = 1
-        once = {name: _every_nth(value, repeats, len(input_ids)) for name, value in model_kwargs.items()}
+        once = {name: every_nth(value, repeats, len(input_ids)) for name, value in model_kwargs.items()}
         adopt_prefix(self, cache, input_ids[::repeats], once)  # type: ignore[arg-type]
         outputs = super()._prefill(  # type: ignore[misc]
             input_ids[::repeats], generation_config, once, *args, **kwargs
@@ -350,11 +358,3 @@ class AcceleratedGeneration(WritesModelCard):
             cache.batch_repeat_interleave(repeats)
             outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
         return outputs
-
-
-def _refuse_speculation(refusal: str) -> NoReturn:
-    raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
-
-
-def _every_nth(value: Any, repeats: int, rows: int) -> Any:
-    return value[::repeats] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value

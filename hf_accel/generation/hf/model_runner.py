@@ -24,8 +24,9 @@ from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
-from ..prompt_inputs import Rows, other_input
+from ..prompt_inputs import Rows, other_input, positions_count_tokens
 from .mixed_passes import giving_more, planes_of
+from .pass_states import PassStates, read_outputs
 
 # PEFT binds these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets")
@@ -116,21 +117,6 @@ def _is_columns(mask: object) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 2
 
 
-def positions_count_tokens(position_ids: Tensor | None, mask: Tensor | None) -> bool:
-    """Return whether each token's position is the number of tokens before it, so that equal token ids have equal keys.
-
-    position_ids: [B, Q] or None. mask: [B, Q] bool, False for padding, or None.
-    """
-    if position_ids is None:
-        return mask is None or bool(mask.all())
-    if position_ids.ndim != 2:
-        return False
-    if mask is None or bool(mask.all()):
-        return bool((position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)).all())
-    expected = mask.long().cumsum(1) - 1
-    return bool(((position_ids == expected) | ~mask).all())
-
-
 def weights_salt(model: nn.Module) -> bytes:
     """Return a salt that differs when anything but the tokens that K and V depend on was seen to change: all that a
     ModelWatch reads, and the dtype of autocast. All processes that run the model call this.
@@ -204,6 +190,7 @@ class ModelRunner:
         self._counts = counts_positions(model)
         self._takes_mask = "attention_mask" in parameters
         state = find_state(model)  # None for a model that is tried before it is patched
+        self.kept = PassStates()
         self._own_masks = state is not None and state.generation.form.makes_masks
 
     @property
@@ -250,16 +237,20 @@ class ModelRunner:
     def _compute(self, inputs: PassInputs, *, everything: bool, rows: Rows) -> Tensor:
         self.cache.step, self.cache.positions = inputs.step, inputs.positions
         self.cache.unread = None  # a pass that failed may have left a layer unread
-        selection = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
+        selection: dict[str, Any] = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
+        more = {} if (once := self.cache.once) is None else once.arguments
+        called = self._called(rows, len(inputs.ids), more)
+        taps = self.kept.taps(self.model, called, selection)
         self.cache.known_pass = known_pass(self.model)
         if self.operators is None:
             given = self._tokens(inputs, rows)
         else:
             given = self.operators.inputs(self.cache, inputs.ids, _placed(inputs.positions, rows))
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
+        passing = nullcontext() if self.operators is None else self.operators.passing(self.cache)
         try:
-            with nullcontext() if self.operators is None else self.operators.passing(self.cache):
-                output = self._called(rows, len(inputs.ids))(
+            with passing, read_outputs(taps) as found:
+                output = called(
                     **given,
                     use_cache=True,
                     return_dict=True,
@@ -271,14 +262,16 @@ class ModelRunner:
         self.cache.check_read()
         if not self.cache.is_kept:
             raise NotRaggedError(f"no layer of {type(self.model).__name__} keeps anything in the cache of a pass")
+        if self.kept.layers:
+            self.kept.keep(output, found)
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
 
-    def _called(self, rows: Rows, count: int) -> Any:
+    def _called(self, rows: Rows, count: int, more: Mapping[str, Tensor]) -> Any:
         """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some."""
-        if not rows and not self._own_masks:
+        if not rows and not self._own_masks and not more:
             return self.model
-        return giving_more(self.model, prepare_step, rows, count=count, own_masks=self._own_masks)
+        return giving_more(self.model, prepare_step, rows, count=count, more=more, own_masks=self._own_masks)
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         """Return the ids [1, N] and the positions of a pass, which a model that counts them by itself learns from its
@@ -290,7 +283,7 @@ class ModelRunner:
             return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
-        planes = state_of(self.model).generation.form.planes
+        planes = None if (state := find_state(self.model)) is None else state.generation.form.planes
         planes = planes_of(planes, rows) if rows else planes
         positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
         return _ids(inputs, rows) | {"position_ids": _placed(positions, rows)}
@@ -357,3 +350,7 @@ def adopt_prefix(model: PreTrainedModel, cache: PagedCache, input_ids: Tensor, i
     shareable = shareable and state_of(model).generation.form.operators is None
     if shareable and cache.has_prefixes and positions_count_tokens(inputs.get("position_ids"), mask):
         cache.adopt_prefix(input_ids, mask, weights_salt(model))
+
+
+def every_nth(value: Any, repeats: int, rows: int) -> Any:
+    return value[::repeats] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value

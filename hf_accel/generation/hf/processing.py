@@ -6,12 +6,12 @@ import copy
 import functools
 import math
 from collections import abc
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
@@ -46,9 +46,31 @@ BY_ROW = (
 
 
 def processors_refusal(processors: LogitsProcessorList) -> str | None:
-    """Return why these need each step exactly once, as one clause; None if they do not."""
+    """Return why these need each step exactly once, and all rows of it, as one clause; None if they do not."""
     name = next((type(each).__name__ for each in processors if type(each).__name__ in STATEFUL), None)
     return None if name is None else f"{name} depends on its earlier calls"
+
+
+def reads_scores_alone(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
+    """Return whether no processor reads earlier tokens, and criteria read their number and the last one."""
+    ends = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
+    return all(type(each) in SCORES_ONLY for each in processors) and all(type(each) in ends for each in criteria)
+
+
+def way_back(processors: LogitsProcessorList) -> Callable[[], None]:
+    """Return what sets random numbers and processors that depend on their earlier calls to what they are now."""
+    stateful = [each for each in processors if type(each).__name__ in STATEFUL]
+    models = {id(value): value for each in stateful for value in vars(each).values() if isinstance(value, nn.Module)}
+    states = [(each, copy.deepcopy(vars(each), models)) for each in stateful]
+    random_state = torch.get_rng_state()
+
+    def go_back() -> None:
+        torch.set_rng_state(random_state)
+        for processor, state in states:
+            for name, value in state.items():
+                setattr(processor, name, value)
+
+    return go_back
 
 
 def needs_all_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, batch_size: int) -> str | None:

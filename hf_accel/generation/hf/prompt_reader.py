@@ -7,17 +7,34 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.hf.stock import SDPA
+from ...cache.hf.kinds import model_kinds
+from ...cache.kinds import KeysAndValues
 from ...errors import NotRaggedError
-from ...models import vocabulary_size
+from ...models import num_embedded
 from ...undo.state import find_state, state_of
 from ..marked_inputs import MarkedInputs, read_marked
-from ..prompt_inputs import TEXT_INPUTS, PromptInputs, contents_of, contents_of_wholes
+from ..prompt_inputs import (
+    TEXT_INPUTS,
+    PromptInputs,
+    contents_of,
+    contents_of_wholes,
+    contents_with,
+    text_with_source,
+)
 from ..token_arguments import TokenArguments, read_arguments
 from .decoder_call import UpToDecoder
-from .decoder_trial import counted_positions, refuse_mixed_arguments, refuse_mixed_tokens, refuse_planes
+from .decoder_trial import (
+    counted_positions,
+    merged_embeddings,
+    refuse_mixed_arguments,
+    refuse_mixed_tokens,
+    refuse_planes,
+)
+from .given_source import GivenSource, read_sources, refuse_other_source, source_bytes, taken_source
 from .model_runner import counts_positions
 from .prompt_masks import tokens_seen
 
@@ -28,7 +45,8 @@ PROBE = 1  # any token, for the second pass
 class _Call:
     """The arguments of a decoder: embeddings [B, T, D], positions [P, B, T] on the host, and a mask.
 
-    positions: None if it counts them by itself. planes: P where it was given positions [P, B, T]; None if they were
+    positions: None if it counts them by itself. source: what its layers attend to besides tokens; None for nothing.
+    planes: P where it was given positions [P, B, T]; None if they were
     [B, T]. marked: the features that it was given for some of the B * T tokens; None for none. arguments: what it was
     given for each token, [B, T, ...].
     """
@@ -39,6 +57,7 @@ class _Call:
     mask: Any
     marked: MarkedInputs | None
     arguments: TokenArguments
+    source: GivenSource | None = None
 
 
 class PromptReader:
@@ -49,29 +68,48 @@ class PromptReader:
         self.calls, self.ids = calls, ids
         state = find_state(calls.model)
         self.counts = counts_positions(calls.model)
+        self.source_argument = None if state is None else state.generation.form.source
         self.counts_padding = state is not None and state.generation.form.counts_padding
         self.first = self._call(calls.first(ids, inputs))
         rows, self.columns = self.first.embeddings.shape[:2]
         self.tokens = torch.ones(rows, self.columns, dtype=torch.bool) if mask is None else mask.bool().cpu()
+        self.sources = read_sources(self.first.source, self.tokens)
+        if calls.num_learnt:
+            self._read_learnt(calls.num_learnt)
         self.seen = tokens_seen(calls.config, self.first.mask, self.tokens, causal=calls.is_causal)
         if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
         if state is not None and state.generation.context is not None and (any(self.seen.rows) or self.first.marked):
             raise NotRaggedError("tokens see later ones or bring features, and ranks share out its cache")
-        if bool((ids >= vocabulary_size(calls.model)).any()):  # a drafter may propose such a token
+        if bool((ids >= num_embedded(calls.model)).any()):
             raise NotRaggedError("the prompt holds token ids that have no embedding")
         probes = ids.new_full((rows, 1), PROBE)
         self.second = self._call(calls.second(torch.cat([ids, probes], dim=1), inputs, self.columns))
         if self.first.embeddings.dtype is not self.second.embeddings.dtype:
             raise NotRaggedError(f"it is given embeddings of {self.first.embeddings.dtype}")
-        self.of_ids = self._of_ids(ids) if ids.shape[1] else None
+        self.of_ids = self._of_ids(ids) if self.ids.shape[1] else None
         of_probes = self._of_ids(probes)
+        refuse_other_source(self.first.source, self.second.source)
         if not torch.equal(self.second.embeddings, of_probes.embeddings) or self.second.marked is not None:
             raise NotRaggedError(f"{type(calls.model).__name__} embeds the tokens behind a prompt in a way of its own")
         self._check_planes(state)
         self._check_arguments(of_probes)
         if self.first.marked is not None:
             self._check_marked(self.first.marked)
+
+    def _read_learnt(self, count: int) -> None:
+        """Read prompts behind `count` embeddings of an adapter as embeddings alone. Padding then stands between them.
+
+        Raises NotRaggedError if a layer keeps something in which columns of padding count.
+        """
+        if self.ids.shape[1] + count != self.columns:
+            raise NotRaggedError(f"its adapter gives it {self.columns} columns for {self.ids.shape[1]}")
+        if self.tokens.shape[1] < self.columns:
+            self.tokens = F.pad(self.tokens, (count, 0), value=True)
+        distinct = model_kinds(self.calls.config).distinct
+        if not bool(self.tokens.all()) and any(each != KeysAndValues(None) for each in distinct):
+            raise NotRaggedError("padding stands between the embeddings of its adapter and its prompt")
+        self.ids = self.ids[:, :0]
 
     def _check_planes(self, state: Any) -> None:
         """Raise NotRaggedError unless positions of so many coordinates mean the same in passes of texts."""
@@ -144,9 +182,10 @@ class PromptReader:
             ids = self.ids[row].cpu()[columns]
             plain = self._is_as_ids_say(row)
         is_moved = bool((positions != indices).any()) or bool(shifts.any())
-        marked = self._marked(row)
-        if bool(plain.all()) and not is_moved and self.seen.rows[row] is None and marked is None:
-            return None
+        marked, source = self._marked(row), self.sources[row]
+        is_text = bool(plain.all()) and not is_moved and self.seen.rows[row] is None and marked is None
+        if is_text:
+            return None if source is None else text_with_source(ids.tolist(), source, source_bytes(source))
         is_plain = (plain & (positions == indices).all(dim=0)).tolist()
         places = positions if is_moved else None
         arguments = {
@@ -156,9 +195,11 @@ class PromptReader:
         seen = self.seen.rows[row]
         if seen is not None:
             contents = contents_of_wholes(contents, seen)
+        if source is not None:
+            contents = contents_with(contents, source_bytes(source))
         return PromptInputs(
             embeddings, places, tuple(shifts.tolist()), contents, seen, marked, arguments or None,
-            seen_in_windows=self.seen.in_windows,
+            seen_in_windows=self.seen.in_windows, source=source,
         )  # fmt: skip
 
     def is_moved_text(self, row: int, columns: int) -> bool:
@@ -176,6 +217,7 @@ class PromptReader:
             for name, value in given.items()
             if name not in TEXT_INPUTS and name != "inputs_embeds" and value is not False and self.calls.is_read(name)
         }
+        source = taken_source(others, self.source_argument, given)
         positions, embeddings = given.get("position_ids"), given.get("inputs_embeds")
         if embeddings is None:
             embeddings = self._embedded(given["input_ids"])
@@ -191,8 +233,11 @@ class PromptReader:
         marked = read_marked(others, (rows, columns))
         arguments = {} if marked is not None else read_arguments(others, (rows, columns))
         if arguments is None:
-            raise NotRaggedError(f"its decoder is given {next(iter(others))}")
-        return _Call(embeddings, positions, planes, given.get("attention_mask"), marked, arguments)
+            merged, arguments = merged_embeddings(self.calls.decoder, given, others), {}
+            if merged is None:
+                raise NotRaggedError(f"its decoder is given {next(iter(others))}")
+            embeddings = merged
+        return _Call(embeddings, positions, planes, given.get("attention_mask"), marked, arguments, source)
 
     def _is_as_ids_say(self, row: int) -> Tensor:
         """Return for each token of a row whether the decoder is given for it what its id says, [n] bool."""

@@ -18,6 +18,8 @@ from ...undo.state import state_of
 from ..prompt_inputs import (
     PromptInputs,
     RequestInputs,
+    asked_behind,
+    is_padded_behind,
     moved,
 )
 from .decoder_call import UpToDecoder
@@ -42,12 +44,23 @@ def inputs_of_rows(call: LoopCall) -> Sequence[PromptInputs | None]:
     rows: list[PromptInputs | None] = [None] * len(call.input_ids)
     if call.has_more_than_ids:
         return prompt_inputs(call.model, call.input_ids, call.mask, call.inputs)
+    if call.mask is not None and not call.has_encoder and is_padded_behind(call.mask):
+        return [_asked(call, row) for row in range(len(call.input_ids))]
     if call.mask is None or not call.state.form.counts_padding:
         return rows
     for row, ids in enumerate(call.input_ids.tolist()):
         if padding := int((call.mask[row] == 0).sum()):
             rows[row] = moved(ids[padding:], padding)
     return rows
+
+
+def _asked(call: LoopCall, row: int) -> PromptInputs | None:
+    """Return the inputs of a row with padding on the right, whose last column chooses the first token in stock."""
+    assert call.mask is not None
+    count = int(call.mask[row].sum())
+    if count == call.prompt_columns:
+        return None
+    return asked_behind(call.input_ids[row, :count].tolist(), int(call.inputs["position_ids"][row, -1]))
 
 
 def prompt_inputs(

@@ -5,31 +5,30 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache, model_kinds
-from ...cache.kinds import RecurrentStates
+from ...cache.kinds import KeysAndValues, RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
-from ...models import vocabulary_size
+from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, vocabulary_size
 from ...undo.journal import original_class
 from ...undo.state import FUSED, state_of
-from ..prompt_inputs import other_input
+from ..prompt_inputs import is_padded_behind, other_input
 from ..sampling.purity import stateful_refusal
 from .beams import beams_refusal
-from .encoder_source import encoder_alone_reads, encoder_refusal
+from .encoder_source import encoder_refusal, others_refusal
 from .generation_state import GenerationState, LoopCall
-from .joint_rows import together_refusal
+from .joint_rows import together_refusal, why_together
 from .model_runner import (
     attention_refusal,
     is_compiled,
     keyword_for_each_row,
-    positions_count_tokens,
 )
-from .processing import is_users, processors_refusal
+from .processing import is_users, reads_scores_alone
 
 NO_PAGES = "it has no paged cache"
 SWITCHES = "enable_adapters"  # a method that a class's own generate() may call
@@ -72,12 +71,20 @@ def changed_refusal(model: nn.Module) -> str | None:
     if refusal is not None:
         return refusal
     for name in OWN_METHODS:
-        own = vars(model).get(name)  # PEFT's prompt learning replaces methods on the model itself
-        if own is not None and getattr(own, "__func__", None) is not getattr(type(model), name):
+        own = vars(model).get(name)  # PEFT's prompt learning replaces one on the model itself
+        if own is None or getattr(own, "__func__", None) is getattr(type(model), name):
+            continue
+        if getattr(own, "__func__", None) is not None and learnt_kind(own.__self__) in LEARNT_KEYS:
+            return "its adapter puts keys and values in front of each prompt"
+        if name != OWN_METHODS[0] or not learnt_prompt(model):
             return f"its {name} was replaced on the model itself"
     if any(is_compiled(module) for module in model.modules()):
         return "torch.compile was applied to it, and compiled code cannot read pages"
     return None
+
+
+def refuse_speculation(refusal: str) -> NoReturn:
+    raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
 
 
 def refuse_clocks(model: nn.Module, config: Any) -> None:
@@ -106,11 +113,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "synced_gpus=True needs the same passes on all ranks"
     if not input_ids.shape[0] or not call.prompt_columns:
         return "it is given no token ids"
-    others = {name: value for name, value in call.inputs.items() if name not in call.encoder_inputs}
-    while (other := other_input(others)) is not None and call.has_encoder:
-        if not encoder_alone_reads(call, other):
-            return f"it is given {other}"
-        del others[other]
+    other = other_input({name: value for name, value in call.inputs.items() if name not in call.encoder_inputs})
+    if call.has_encoder and (refusal := others_refusal(call)) is not None:
+        return refusal
     more = call.has_more_than_ids
     if more and not own_cache and call.cache.get_seq_length():
         return f"a cache that holds tokens is passed along with {other or 'positions'}"
@@ -121,29 +126,45 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     given = [tensor for tensor in (mask, positions) if tensor is not None]
     if input_ids.is_floating_point() or any(tensor.shape[-2:] != shape for tensor in given):
         return "its mask and position_ids are not those of its token ids"
-    if input_ids.shape[1] not in (0, shape[1]):
+    if input_ids.shape[1] not in (0, shape[1]) or (call.num_learnt and not input_ids.shape[1]):
         return "it is given other token ids than embeddings"
-    if mask is not None and not _only_left_padded(mask):
-        return "padding stands behind or between tokens"
-    columns = call.prompt_columns + call.config.max_length - call.num_columns
+    if mask is not None and not _only_left_padded(mask) and (refusal := _behind_refusal(call, own_cache)) is not None:
+        return refusal
+    columns = call.num_read + call.config.max_length - call.num_columns
     if mask is not None and not bool(mask.all()) and moves_with_padding(call.model, columns):
         return "its attention counts padding in the positions of tokens"
-    operators = call.state.form.operators
-    counts = (
-        operators.call.takes_positions if operators is not None else not model_kinds(call.model.config).is_states_alone
-    )
-    counts = counts and not call.state.form.counts_padding
-    if counts and not more and not positions_count_tokens(positions, None if mask is None else mask.bool()):
+    if positions is None and call.moves_tokens:
         return "position_ids do not count tokens"
     if call.has_beams:
         return beams_refusal(call)
-    return processors_refusal(call.processors) or together_refusal(call)
+    return together_refusal(call)
+
+
+def _behind_refusal(call: LoopCall, own_cache: bool) -> str | None:
+    """Return why a call whose mask is not of padding on the left cannot run ragged, as one clause; None if it can.
+
+    In transformers' loop, the last column chooses the first token of a row with padding on the right, and the tokens
+    behind it are counted from its position.
+    """
+    mask, positions, form = call.mask, call.inputs.get("position_ids"), call.state.form
+    known = mask is not None and mask.ndim == 2 and is_padded_behind(mask) and positions is not None
+    known = known and model_kinds(call.model.config).distinct == (KeysAndValues(None),)
+    known = known and not (call.has_encoder or call.has_more_than_ids or call.num_learnt)
+    if not known or form.counts_padding or form.operators is not None:
+        return "padding stands behind or between tokens"
+    if not own_cache or call.has_beams or call.config.return_dict_in_generate:
+        return "padding stands behind tokens, and it has beams, or returns more than tokens"
+    if not reads_scores_alone(call.processors, call.criteria):
+        return "padding stands behind tokens, and its processors read it"
+    return None
 
 
 def drafts_refusal(call: LoopCall) -> str | None:
     """Return why a call that can run ragged must do without drafts, as one clause; None if it need not."""
     if call.speculative is None:
         return None
+    if (together := why_together(call)) is not None:
+        return together
     own = [processor for processor in call.processors if is_users(processor)]
     return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
 

@@ -6,8 +6,11 @@ import sys
 import time
 import warnings
 from collections import Counter, abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from ...cache.pages import Pages
 from ...errors import HfAccelError, HfAccelWarning
@@ -88,7 +91,7 @@ class Speculation:
 
     invariant_rows: the largest number of rows for which the model rounds each row as it rounds a single one; None for
     any number. In a larger pass, verified tokens could differ from decoded ones. So drafts do not make a pass larger
-    than that.
+    than that. num_tokens: the tokens that the model may say, of which alone a draft is made; None for any.
     """
 
     def __init__(
@@ -99,11 +102,14 @@ class Speculation:
         *,
         invariant_rows: int | None = None,
         agreement: ProcessAgreement = ALONE,
+        num_tokens: int | None = None,
     ) -> None:
+        self.num_tokens = num_tokens
         self.verifier, self.invariant_rows, self.agreement = verifier, invariant_rows, agreement
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
+        self.states: Callable[[], Tensor] | None = None  # returns the hidden states of the last pass, [N, D]
         self._drafts: dict[Sequence, Draft] = {}
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
 
@@ -163,6 +169,7 @@ class Speculation:
                     f"the drafter {drafter.name!r} proposed {len(draft)} tokens where {count} were asked for; "
                     "propose at most lengths[i]"
                 )
+            draft = draft if self.num_tokens is None else draft.below(self.num_tokens)
             sequence.cached.truncate(sequence.num_computed + 1 + len(draft))
             if len(draft):
                 self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
@@ -175,6 +182,17 @@ class Speculation:
 
     def draft_of(self, sequence: Sequence) -> Draft:
         return self._drafts.get(sequence, NO_DRAFT)
+
+    def watch(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft]) -> None:
+        """Give the drafter that reads them the hidden states of a pass, which the model has just computed."""
+        if self.states is None:
+            return
+        states, end = self.states(), 0
+        for chunk, draft in zip(chunks, drafts, strict=True):
+            first, end = end, end + chunk.count + len(draft)
+            for drafter in self.drafters:
+                if drafter.layers and chunk.sequence.sampling.takes_drafts:
+                    drafter.watch(chunk.sequence, chunk.sequence.num_computed, states[first:end])
 
     # -- after the pass --------------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ def test_calls_are_bound_by_name() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"hidden_act": "mish"}, "activation"), ({"chunk_size_feed_forward": 3}, "Count"),
+        ({"hidden_act": "mish"}, "activation"), ({"chunk_size_feed_forward": 3}, "the number of tokens"),
         ({"is_decoder": True, "add_cross_attention": True}, ""),
     ],
 )  # fmt: skip
@@ -178,6 +178,48 @@ def test_unknown_code_ends_a_trace(change: dict[str, Any], reason: str) -> None:
         return
     with pytest.raises(UntraceableError, match=reason):
         traced(layer)
+
+
+class CountsTokens(BertLayer):
+    def forward(self, hidden_states: Any, attention_mask: Any = None) -> Any:  # type: ignore[override]
+        return hidden_states + torch.arange(hidden_states.shape[1])
+
+
+class DividesTokens(BertLayer):
+    def forward(self, hidden_states: Any, attention_mask: Any = None) -> Any:  # type: ignore[override]
+        return hidden_states.view(-1, hidden_states.shape[1] // 2)
+
+
+class TakesMore(BertLayer):
+    def forward(self, hidden_states: Any, height: int, width: int) -> Any:  # type: ignore[override]
+        return hidden_states
+
+
+class DividesNumbers(BertLayer):
+    def forward(self, hidden_states: Any, attention_mask: Any = None) -> Any:  # type: ignore[override]
+        return hidden_states / 2.0
+
+
+class SaysMuch(BertLayer):
+    def forward(self, hidden_states: Any, attention_mask: Any = None) -> Any:  # type: ignore[override]
+        raise ValueError("the first line:\nthe second line")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (CountsTokens, "it does more with the number of tokens than a trace follows"),
+        (DividesTokens, "it does more with the number of tokens than a trace follows"),
+        (TakesMore, "it is given height and width too, which no trace follows"),
+        (DividesNumbers, "it does more with a tensor than a trace follows"),
+        (SaysMuch, "its code needs values where a trace has none: ValueError, the first line"),
+    ],
+)
+def test_code_that_fails_has_a_reason_of_one_line(kind: type[BertLayer], reason: str) -> None:
+    """And not what torch says of it, which is a list of signatures."""
+    with pytest.raises(UntraceableError) as caught:
+        traced(kind(BertConfig(**SIZES)))
+    assert str(caught.value) == reason
 
 
 def test_dropout_in_training_ends_a_trace() -> None:

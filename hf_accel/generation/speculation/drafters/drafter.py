@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import abc
+from typing import TYPE_CHECKING
 
 from ...sequence import Draft, Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Drafter(ABC):
@@ -14,11 +18,12 @@ class Drafter(ABC):
     A drafter reads `sequence.tokens`. This list only grows, and rejected tokens are never in it.
 
     name: identifies the drafter; acceptance and cost are learnt for each name. is_free: whether it needs no pass of a
-    model.
+    model. layers: the hidden states that `watch` is called with, as indices into those that transformers returns.
     """
 
     name: str
     is_free: bool = False
+    layers: tuple[int, ...] = ()
 
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
@@ -32,6 +37,12 @@ class Drafter(ABC):
         """Process the new tokens of the sequences, for example compute the K and V of a prompt.
 
         This is called before `propose`. Its time does not count as the cost of drafted tokens.
+        """
+
+    def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:  # noqa: B027 - most read none
+        """Take the hidden states of tokens from index `start` on, which a pass has computed, drafted ones included.
+
+        states: [n, D], those of `layers` side by side.
         """
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027 - most have nothing to free

@@ -1,0 +1,141 @@
+"""Draft heads: made of a target's last layer, and loaded for the target that they were trained for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer
+
+from ...errors import UnsupportedError
+from ...generation.hf.head_module import HeadModule
+from ...generation.hf.pass_states import tapped
+from ...hardware.atomic import replaced_file
+from ...models import layers_config
+from ..losses.distillation_loss import distillation_loss
+from ..losses.objective import Objective
+from .student import init_student
+
+SETTINGS, WEIGHTS = "draft_head.json", "draft_head.safetensors"
+STEPS_AHEAD = 3  # tokens that a head is trained to draft in a row
+DECAY = 0.8  # what a step counts of the one before, as in EAGLE-3
+
+
+class DraftHead(HeadModule):
+    """Drafts for one target, from the target's own hidden states (EAGLE-3, Li et al. 2503.01840).
+
+    `distill_draft(target, rows, kind="eagle")` trains one; `generate(..., speculative=head)` and an Engine of the
+    patched target use it, on a CPU. At each position it reads three hidden states of the target and the embedding of
+    the next token, and drafts the token after that by one layer and the target's own head.
+    """
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, target_layers: Sequence[int] | None = None) -> DraftHead:
+        """Make a head that begins as the target's last layer, behind embeddings and a last state as they are.
+
+        target_layers: the hidden states that it reads, as `output_hidden_states` numbers them; left out, a low, a
+        middle and the last one. Raises UnsupportedError for a target without float weights, and for numbers that it
+        does not have.
+        """
+        count = layers_config(target.config).num_hidden_layers
+        chosen = target_layers or (min(2, count), max(1, count // 2), count)
+        tapped(target, chosen)
+        head = cls(init_student(target, layers=[count - 1], share_embeddings=True), chosen)
+        with torch.no_grad():
+            for layer in (head.narrow, head.fuse):
+                size = layer.weight.shape[0]
+                layer.weight.zero_()
+                layer.weight[:, -size:] = torch.eye(size)
+        return head.eval()
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the head's own weights into a folder, without the target's embeddings. Each file is replaced whole."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        with replaced_file(path / WEIGHTS) as unfinished:
+            save_file({name: p.detach().contiguous() for name, p in self.own_parameters().items()}, unfinished)
+        with replaced_file(path / SETTINGS) as unfinished:
+            settings = {"target": type(self.decoder).__name__, "target_layers": self.target_layers}
+            unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str], target: PreTrainedModel) -> DraftHead:
+        """Load a head for the target that it was trained for.
+
+        Raises UnsupportedError for a folder that holds none, and for another target.
+        """
+        path = Path(folder)
+        if not (path / SETTINGS).is_file():
+            raise UnsupportedError(f"{path} holds no {SETTINGS}; give a folder that a head was saved to")
+        settings = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
+        head = cls.of(target, settings["target_layers"])
+        kept, own = load_file(path / WEIGHTS), head.own_parameters()
+        odd = sorted(kept.keys() ^ own.keys()) or [name for name in own if own[name].shape != kept[name].shape]
+        if odd:
+            raise UnsupportedError(
+                f"{path} was made for another model, a {settings.get('target')}: {odd[0]!r} and {len(odd) - 1} more "
+                f"weights do not fit; train a head for this one with distill_draft(..., kind='eagle')"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(kept[name])
+        return head
+
+
+# -- training ------------------------------------------------------------------------------------------
+
+
+class HeadTrainer(Trainer):
+    """Trains a head over its own predictions (the training-time test of EAGLE-3, 2503.01840).
+
+    In the first step the head reads the target's states, in each later one its own of the step before, as it does when
+    it drafts. The later steps count DECAY of the one before.
+    """
+
+    def __init__(self, head: DraftHead, target: Any, objective: Objective, **keywords: Any) -> None:
+        super().__init__(model=head, **keywords)
+        self.target, self.goal = target, objective
+        self._signature_columns: Any = ["input_ids", "attention_mask", "labels"]  # which Trainer reads from forward()
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        ids, labels = inputs["input_ids"], inputs["labels"]
+        states, logits = target_states(self.target, model.target_layers, ids, inputs.get("attention_mask"))
+        goal = self.goal
+        read = own = model.narrow(states[:, :-1].to(model.fuse.weight.dtype))
+        total: Any = 0.0
+        for step in range(STEPS_AHEAD):
+            made, last = model(read, ids[:, 1:])
+            read = torch.cat([own[:, :1], last[:, :-1]], dim=1)
+            loss = distillation_loss(
+                made, logits[:, 1:], labels[:, 1:], alpha=goal.alpha, temperature=goal.temperature, loss=goal.loss
+            )
+            total = total + DECAY**step * loss
+        return (total, {}) if return_outputs else total
+
+
+@torch.no_grad()
+def target_states(
+    target: Any, target_layers: Sequence[int], ids: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the hidden states [B, T, C] of a target that a head reads, side by side, and its logits [B, T, V]."""
+    read = target(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    return torch.cat([read.hidden_states[number] for number in target_layers], dim=-1), read.logits
+
+
+@torch.no_grad()
+def head_logits(head: DraftHead, target: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of a head and of its target about the same tokens of a text [1, T]: both [T - 1, V].
+
+    They are those of the tokens from the third on, since a head reads a token before it drafts the next.
+    """
+    states, logits = target_states(target, head.target_layers, ids)
+    made, _ = head(head.narrow(states[:, :-1]), ids[:, 1:])
+    return made[0], logits[0, 1:]

@@ -1,0 +1,121 @@
+"""For each kind of state that a model keeps: random programmes of requests, whose answers are those of each alone.
+
+A programme has arrivals, samples, cancels, preemption, drafts, shared beginnings and passes that fail, in a random
+order, over random settings of a session.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_accel
+from hf_accel.kernels.cpu import refusal
+
+from . import test_chunks, test_compressed, test_convolutions, test_encoder_decoders, test_media
+from .families import VOCABULARY, build
+from .programme import Asked, Programme
+from .recurrent_models import LAYERS, delta_rule_of, state_space_of
+
+NEW_TOKENS, NEW_BEHIND_ENCODERS = 16, 26
+MOST_FOR_ENCODERS = 10  # tokens, so that it is not the encoder's output that fills a cache
+SEEDS_OF_A_TEST, LONG_TESTS = 20, 8
+HAPPENS = ("arrived", "finished", "cancelled", "failed", "samples", "preempted", "shared", "accepted")
+NEEDS_KERNELS = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
+IMAGES = {"images": test_media.LLAVA, "images and windows": test_media.GEMMA, "images in grids": test_media.QWEN}
+ENCODERS = {"encoder": "Bart", "encoder with distances": "T5"}
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: build("llama"),
+    "windows": lambda: build("gemma2"),
+    "chunks": lambda: test_chunks.model_of(attention_chunk_size=16),
+    "compressed keys": lambda: test_compressed.model_of("DeepseekV3"),
+    "delta rule": lambda: delta_rule_of("next", LAYERS, tokens=4, repeats=2),
+    "mamba 1": lambda: state_space_of("jamba", LAYERS, tokens=4, repeats=2),
+    "mamba 2": lambda: state_space_of("bamba", LAYERS, tokens=4, repeats=2),
+    "convolutions": test_convolutions.model_of,
+} | {kind: (lambda name=name: test_encoder_decoders.model_of(name)) for kind, name in ENCODERS.items()}
+STATES = ("delta rule", "mamba 1", "mamba 2")
+KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in (*MODELS, *IMAGES)]
+
+
+def texts() -> list[list[int]]:
+    """Prompts of which many begin alike, and of which some are the beginning of others."""
+    numbers = random.Random(3)
+
+    def words(count: int) -> list[int]:
+        return [numbers.randrange(3, VOCABULARY) for _ in range(count)]
+
+    instructions = [words(count) for count in (0, 9, 24)]
+    first = [instruction + words(numbers.randint(1, 18)) for instruction in instructions for _ in range(4)]
+    return first + [prompt + words(numbers.randint(1, 12)) for prompt in first]
+
+
+def with_images(name: str) -> list[dict[str, Tensor]]:
+    """Prompts about two images, and prompts without one."""
+    numbers = random.Random(3)
+    words = [tuple(numbers.choices(range(3, 30), k=count)) for count in (0, 4, 11)]
+    plain: list[dict[str, Tensor]] = [{"input_ids": torch.tensor([[5, *more, 7]])} for more in words]
+    return plain + [test_media.prompt(name, row, more) for row in (0, 1, 2) for more in words]
+
+
+@cache
+def asked(kind: str) -> Asked:
+    """Stock's answers are computed as they are asked for, from a model that is not patched."""
+    if kind in IMAGES:
+        name = IMAGES[kind]
+        images = with_images(name)
+        longest = max(each["input_ids"].shape[1] for each in images)
+        return Asked(
+            test_media.patched(name), images, cache(lambda number: test_media.expected(name, images[number], 10)),
+            longest + 10,
+        )  # fmt: skip
+    stock, patched = MODELS[kind](), hf_accel.patch(MODELS[kind](), weights=None)
+    if kind in ENCODERS:
+        short = [prompt[-MOST_FOR_ENCODERS:] for prompt in texts()]
+        return Asked(patched, short, cache(lambda number: answer(stock, short[number])), NEW_BEHIND_ENCODERS + 1)
+    prompts = texts()
+    longest = max(map(len, prompts))
+    return Asked(patched, prompts, cache(lambda number: answer(stock, prompts[number])), longest + NEW_TOKENS)
+
+
+def answer(stock: Any, prompt: list[int]) -> list[int]:
+    """The tokens that a model of transformers writes behind a prompt."""
+    ids, encodes = torch.tensor([prompt]), stock.config.is_encoder_decoder
+    settings = {"max_new_tokens": NEW_BEHIND_ENCODERS if encodes else NEW_TOKENS, "do_sample": False}
+    tokens: list[int] = stock.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+    return tokens[1 if encodes else len(prompt) :]
+
+
+def happened(kind: str, seeds: range) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        programme = Programme(asked(kind), seed)
+        try:
+            programme.play(arrivals=12)
+        except Exception as error:
+            error.add_note(f"in the programme of seed {seed}, after {dict(programme.happened)}")
+            raise
+        counts += programme.happened
+    return counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_programmes(kind: str) -> None:
+    assert happened(kind, range(2))["finished"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(LONG_TESTS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_programmes(kind: str, part: int) -> None:
+    counts = happened(kind, range(SEEDS_OF_A_TEST * part, SEEDS_OF_A_TEST * (part + 1)))
+    # What a decoder behind an encoder is given is one token, which is no block that others could share.
+    assert all(counts[name] > 0 for name in HAPPENS if not (name == "shared" and kind in ENCODERS)), counts
