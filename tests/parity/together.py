@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
@@ -39,13 +39,21 @@ def alone(model: Any, prompt: list[int], count: int = NEW_TOKENS, **settings: An
 
 
 def _contents(model: Any) -> tuple[Any, ...]:
-    """Return what a model's tokens follow from: its classes, its settings and its numbers."""
+    """Return what a model's tokens follow from: its classes, its settings, its hooks and its numbers."""
     numbers = hashlib.sha256()
     for tensor in (*model.parameters(), *model.buffers()):
         numbers.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     config = model.config
     settings = config.to_json_string(use_diff=False), config._attn_implementation, repr(model.generation_config)
-    return tuple(type(module) for module in model.modules()), settings, model.training, numbers.digest()
+    return tuple(map(_settings, model.modules())), settings, numbers.digest()
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """Return the class of a module, its scalars, its hooks and what else was put on it, as a forward."""
+    own = vars(module)
+    scalars = ((name, value) for name, value in own.items() if isinstance(value, bool | int | float | str))
+    hooks = (tuple(own[name].values()) for name in ("_forward_hooks", "_forward_pre_hooks"))
+    return type(module), *scalars, *hooks, *filter(callable, own.values())
 
 
 def padded(side: str) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from ..speculation.drafters.hidden_states import HiddenStatesDrafter
 from .decoder_call import with_part
 from .pass_states import LAST
 
-HEADS, BLOCKS = "mtp", "dflash"
+MTP, BLOCKS = "mtp", "dflash"
 MOST_OF_A_BLOCK = 16  # the tokens that "auto" drafts at most with a model that drafts blocks
 
 
@@ -34,7 +34,7 @@ def heads_drafter(model: PreTrainedModel) -> HiddenStatesDrafter:
     if refusal is not None:
         raise UnsupportedError(f"drafter='mtp' cannot be used: {refusal}; use 'suffix', 'ngram' or a draft model")
     heads = _heads(model)
-    return HiddenStatesDrafter(HEADS, LAST, lambda: HeadsReader(heads))
+    return HiddenStatesDrafter(MTP, LAST, lambda: HeadsReader(heads))
 
 
 def heads_refusal(model: Any) -> str | None:
@@ -66,11 +66,11 @@ def _heads(model: PreTrainedModel) -> Any:
     from transformers.modeling_layers import MtpModel  # older releases have none
 
     drafts = state_of(model).generation.drafts
-    kept = drafts.get(HEADS)
+    kept = drafts.get(MTP)
     if kept is None or kept[0] is not model:
         device = model_device(model)
         made = MtpModel.from_pretrained(with_stock_classes(model), device_map={"": device}).eval()
-        kept = drafts[HEADS] = (model, made)
+        kept = drafts[MTP] = (model, made)
     return kept[1]
 
 
