@@ -99,6 +99,11 @@ FEW = {
 }  # fmt: skip
 
 
+FEW = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return load_model("tiny")
@@ -127,7 +132,7 @@ TABLES = {  # topic -> rows of each of its tables
     "isa": [5],
     "tiles": [4] * 8,
     "float_rows": [2, 2, 2],
-    "weight_formats": [2, 4],
+    "weight_formats": [2, 4, 6],
     "encoders": [2, 1, 2, 3],  # a model of words, one of images, their cosines, and a classifier
     "experts": [2, 2],
     "kinds": [12, 4],  # two batches and a prompt; requests with beams
@@ -176,6 +181,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "ROUNDS": 1, "NEW_TOKENS": 2}.items():
             patch.setattr(weight_formats, name, value)
         patch.setattr(weight_formats, "GPT_OSS", weight_formats.GPT_OSS | weight_formats.SMALL)
+        patch.setattr(weight_formats, "DENSE", weight_formats.DENSE | FEW)
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
         for name, value in {
             "MODELS": {

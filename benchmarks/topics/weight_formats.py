@@ -78,7 +78,7 @@ def steps_by_bits() -> list[Row]:
         times = in_turns(runs, threads)
         for bits in BITS:
             ratios = [first / own for first, own in zip(times[str(BITS[0])], times[str(bits)], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
+            low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
             rows.append({
                 "threads": threads, "bits": bits, "ms": 1e3 * statistics.median(times[str(bits)]), "ratio": middle,
                 "low_ratio": low, "high_ratio": high, "bytes_ratio": sizes[BITS[0]] / sizes[bits],

@@ -16,11 +16,11 @@ from .stand_ins import BATCH, TOKENS, StandIn, Vector
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
 POSITION_ATTENTION = "DisentangledSelfAttention"
-HEADS = {"num_attention_heads": 2, "attention_head_size": 8, "all_head_size": 16}
+HEAD_SETTINGS = {"num_attention_heads": 2, "attention_head_size": 8, "all_head_size": 16}
 BOTH = {"c2p", "p2c"}  # kinds of scores
 # Settings of the module that are read, and must stay.
 READ_SETTINGS = (
-    *HEADS, "pos_ebd_size", "position_buckets", "max_relative_positions", "share_att_key", "pos_att_type",
+    *HEAD_SETTINGS, "pos_ebd_size", "position_buckets", "max_relative_positions", "share_att_key", "pos_att_type",
     "relative_attention",
 )  # fmt: skip
 ABSENT_PARTS = ("head_logits_proj", "head_weights_proj")  # by which heads would see the scores of others
@@ -81,7 +81,7 @@ def position_attention(module: nn.Module) -> PositionAttention | None:
     own = vars(module)
     held = {name for name, part in own["_modules"].items() if isinstance(part, nn.Linear)}
     parts = next((each for each in POSITION_KINDS[::-1] if held == {*each.layers}), None)
-    if type(module).__name__ != POSITION_ATTENTION or parts is None or not own.keys() >= {*HEADS, parts.span}:
+    if type(module).__name__ != POSITION_ATTENTION or parts is None or not own.keys() >= {*HEAD_SETTINGS, parts.span}:
         return None
     kinds, shares = own.get("pos_att_type"), own.get("share_att_key")
     if not isinstance(kinds, list) or {*kinds} != BOTH or own.get("relative_attention") is not True:
@@ -99,7 +99,7 @@ def _agrees(module: nn.Module, parts: PositionAttention, tokens: int) -> bool:
     biases = {name: nn.Parameter(numbers(16), requires_grad=False) for name in parts.biases}
     dropped = {"dropout": nn.Identity(), "pos_dropout": nn.Identity()}
     twin = unwatched_twin(module, _modules={**linears, **dropped}, _parameters=biases)
-    vars(twin).update(HEADS | {"position_buckets": 6, "max_relative_positions": 12, parts.span: 6})
+    vars(twin).update(HEAD_SETTINGS | {"position_buckets": 6, "max_relative_positions": 12, parts.span: 6})
     x, table = numbers(2, tokens, 16), numbers(12, 16)
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
     positions = (distance.sign() * (distance.abs() * 1.5).long()).clamp(-9, 9)
