@@ -144,9 +144,11 @@ def merged(before: str, lines: list[Line]) -> str:
     titles = [section.splitlines()[0] for section in sections]
     for made in _split("\n".join(_sections(lines)))[1:]:
         title = made.splitlines()[0]
+        if title == f"## {UNBUILT}":
+            continue
         if title in titles:
             sections[titles.index(title)] = made
-        elif title != f"## {UNBUILT}":
+        else:
             place = titles.index(f"## {UNBUILT}") if f"## {UNBUILT}" in titles else len(titles)
             sections.insert(place, made)
             titles.insert(place, title)
