@@ -250,8 +250,9 @@ class Batcher:
             if reaches_end:
                 begin, end = end, end + 1 + len(draft.tokens)
                 followers = self.scheduler.fork(sequence) if sequence.followers else []
-                for each in (sequence, *followers):
-                    each.forget_asked()
+                if sequence.inputs is not None:
+                    for each in (sequence, *followers):
+                        each.forget_asked()
                 sequences += [sequence, *followers]
                 proposed += [draft, *[NO_DRAFT] * len(followers)]
                 rows += list(range(begin, end)) * (1 + len(followers))

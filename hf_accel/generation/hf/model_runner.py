@@ -247,9 +247,10 @@ class ModelRunner:
         else:
             given = self.operators.inputs(self.cache, inputs.ids, _placed(inputs.positions, rows))
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
+        reading: Any = read_outputs(taps) if taps else nullcontext([])
         passing = nullcontext() if self.operators is None else self.operators.passing(self.cache)
         try:
-            with passing, read_outputs(taps) as found:
+            with passing, reading as found:
                 output = called(
                     **given,
                     use_cache=True,
