@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ def heads_refusal(model: Any) -> str | None:
     if (refusal := watching_refusal(model)) is not None:
         return refusal
     try:
+        from transformers.modeling_layers import MtpModel
+
+        if "attention_mask is not None" not in inspect.getsource(MtpModel.forward):
+            return "the layers for multi-token prediction of this transformers take no tokens without a mask"
         _heads(model)
     except Exception as error:
         return f"its layers for multi-token prediction cannot be loaded ({type(error).__name__}: {error})"
