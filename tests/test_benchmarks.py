@@ -99,7 +99,7 @@ FEW = {
 }  # fmt: skip
 
 
-FEW = {
+FEW_NUMBERS = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
@@ -182,7 +182,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "ROUNDS": 1, "NEW_TOKENS": 2}.items():
             patch.setattr(weight_formats, name, value)
         patch.setattr(weight_formats, "GPT_OSS", weight_formats.GPT_OSS | weight_formats.SMALL)
-        patch.setattr(weight_formats, "DENSE", weight_formats.DENSE | FEW)
+        patch.setattr(weight_formats, "DENSE", weight_formats.DENSE | FEW_NUMBERS)
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
         for name, value in {
             "MODELS": {

@@ -149,6 +149,7 @@ class Run:
         pair = torch.stack([expected[position], actual[position]])
         history = torch.cat([prompt[0], expected[:position]])[None]
         theirs, rounding, arbiter = reference.judge(history, prompt.shape[1], self.common)
+        pair = pair.to(theirs.device)  # of the tokens, where the model is
         # without speculation, which does not give its logits out
         ours = logits_of_the_run(self.model, history, prompt.shape[1], self.common)
         return Verdict(

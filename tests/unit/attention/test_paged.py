@@ -10,7 +10,9 @@ from hf_accel.attention import AttentionBackend
 from hf_accel.cache.quantized import INT4
 from hf_accel.kernels.layouts import PositionBias
 
+from ...devices import device_of
 from .backends import each_backend
+from .conftest import ANY
 from .oracle import assert_close
 from .paging import make_case
 
@@ -174,6 +176,9 @@ def test_bias_of_positions(
     backend: AttentionBackend, lengths: str, by_distance: bool, window: int | None, stored: torch.dtype | None
 ) -> None:
     """The numbers of a key's position, or of its distance, are added to the scores; other columns are not read."""
+    reason = backend.refuses(replace(ANY, device_type=device_of(backend), bias=True))
+    if reason is not None:
+        pytest.skip(reason)
     pairs = [(queries, max(queries, keys)) for queries, keys in LENGTHS[lengths]]
     case = make_case(pairs, window=window)
     case = case if stored is None else case.quantized(stored)
