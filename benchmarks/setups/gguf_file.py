@@ -1,4 +1,4 @@
-"""A Llama of transformers as a GGUF file, as save_gguf writes it, and quantized by llama.cpp itself."""
+"""A model as a GGUF file, and quantized by llama.cpp itself: a Llama as save_gguf writes it, or one of gguf_kinds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_accel.checkpoints.writers.gguf_model import gguf_refusal
 from hf_accel.checkpoints.writers.save_gguf import write_gguf
 
+from .gguf_kinds import KINDS, write_kind
 from .model_folder import model_file
 
 FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
@@ -19,8 +20,10 @@ FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # llama_ftype in llama.h
 
 def gguf_refuses(config: PreTrainedConfig) -> str | None:
     """None, or why a model of this config is not measured as GGUF."""
+    if config.model_type in KINDS:
+        return None
     if config.model_type != "llama":
-        return f"only llama models are measured as GGUF, this is {config.model_type}"
+        return f"only llama, {' and '.join(KINDS)} models are measured as GGUF, this is {config.model_type}"
     return gguf_refusal(config)
 
 
@@ -54,4 +57,6 @@ def quantize(source: Path, target: Path, kind: str) -> None:
 
 def write(model: PreTrainedModel, path: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Matrices in bfloat16, norms in float32."""
+    if model.config.model_type in KINDS:
+        return write_kind(model, path)
     write_gguf(model, path, tokenizer=tokenizer, dtype=torch.bfloat16)

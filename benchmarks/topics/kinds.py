@@ -21,11 +21,12 @@ from hf_accel.patching.twin import twin
 from ..harness.bench import Bench, Entrant
 from ..harness.checks import PROMPT_TOKENS
 from ..harness.kind_shapes import MORE, TEXT, Inputs, InputShape, TextShape, random_of
-from ..harness.models import read_bytes, tensor_bytes
+from ..harness.models import tensor_bytes
 from ..harness.tables import Row, Table
-from ..setups import accel, stock
+from ..setups import Setup, accel, llama_cpp, stock
 
 OURS = (accel.EXACT, accel.INT8, accel.INT4)
+PEERS = llama_cpp.SETUPS
 BATCHES = (1, 8, 16)
 SHORT = 64  # tokens before the steps of a batch, whose cost hardly depends on them: states have a fixed size
 REQUESTS = 16
@@ -54,7 +55,8 @@ def text_table(bench: Bench, name: str, shape: TextShape) -> Table:
     own = Bench(replace(bench.settings, model=name))
     own.model, own.bandwidth = random_of(shape, seed=own.settings.seed, dtype=torch.bfloat16), bench.bandwidth
     prompt = own.tokens(batch=1, length=PROMPT_TOKENS)
-    entrants = entrants_of(own.model, {"input_ids": prompt})
+    peers = () if own.settings.quick else PEERS
+    entrants = entrants_of(own.model, {"input_ids": prompt}, *peers)
     rows: list[Row] = []
     for work, run, batch in works(own, shape):
         print(f"  {name}: {work}", flush=True)
@@ -96,7 +98,8 @@ def text_row(
     row = row_of(entrant.setup.name, found, work)
     share = None
     if batch is not None:
-        share = step_bytes(entrant.model, batch) / statistics.median(found[entrant.setup.name]) / bench.bandwidth
+        read = step_bytes(entrant, batch)
+        share = read and read / statistics.median(found[entrant.setup.name]) / bench.bandwidth
     return {**row, "bandwidth_share": share}
 
 
@@ -110,13 +113,16 @@ def row_of(name: str, found: Mapping[str, Sequence[float]], work: str) -> Row:
     return row
 
 
-def step_bytes(model: PreTrainedModel, batch: int) -> float:
-    """Bytes of weights that a decode step of so many tokens reads on average."""
+def step_bytes(entrant: Entrant, batch: int) -> float | None:
+    """Bytes of weights that a decode step of so many tokens reads on average; None for experts in a peer's file."""
+    model = entrant.model
     config: Any = model.config
     count, chosen = getattr(config, "n_routed_experts", None), getattr(config, "num_experts_per_tok", None)
-    whole = read_bytes(model)
+    whole = entrant.setup.read_bytes(model)
     if not count or not chosen:
         return whole
+    if entrant.setup.is_peer:
+        return None
     tensors = {id(t): t for name, t in model.state_dict(keep_vars=True).items() if ".experts." in name}
     experts = sum(tensor_bytes(t) for t in tensors.values() if isinstance(t, Tensor))
     return whole - experts * (1 - chosen / count) ** batch
@@ -154,8 +160,8 @@ def generated(shape: InputShape, inputs: Inputs, model: Any) -> Tensor:
 # -- what takes part -----------------------------------------------------------------------------------
 
 
-def entrants_of(model: PreTrainedModel, inputs: Inputs) -> dict[str, Entrant]:
-    """Prepare and check all that take part.
+def entrants_of(model: PreTrainedModel, inputs: Inputs, *peers: Setup) -> dict[str, Entrant]:
+    """Prepare and check all that take part; of the peers those that can run such a model.
 
     Raises WrongResultError if the logits of one are farther from those of float32 than its tolerance and, since random
     weights spread rounding, than twice the distance of stock's.
@@ -163,7 +169,7 @@ def entrants_of(model: PreTrainedModel, inputs: Inputs) -> dict[str, Entrant]:
     found = {BASELINE: Entrant(stock.Stock(), model, 0.0, {})}
     expected = logits_of(copy.deepcopy(model).float(), inputs)
     own = distance(logits_of(model, inputs), expected)
-    for setup in OURS:
+    for setup in (*OURS, *(peer for peer in peers if peer.refuses(model.config) is None)):
         ours: Any = setup.prepare(twin(model))
         error = distance(logits_of(ours, inputs), expected)
         if not error <= setup.tolerance + 2 * own:
