@@ -137,10 +137,8 @@ def write_kind(model: PreTrainedModel, path: Path) -> None:
 
 
 def add(writer: Any, gguf: Any, name: str, tensor: Tensor) -> None:
-    is_matrix = (
-        tensor.shape[-1] > 1 and tensor.ndim > 1 and not name.endswith(("ssm_conv1d.weight", "ssm_norm.weight"))
-    )
-    if is_matrix and not name.endswith("ffn_gate_inp.weight"):
+    is_matrix = tensor.ndim > 1 and tensor.shape[-1] > 1
+    if is_matrix and not name.endswith(FLOATS):
         numbers = tensor.bfloat16().contiguous().view(torch.uint8).numpy()
         writer.add_tensor(name, numbers, raw_dtype=gguf.GGMLQuantizationType.BF16)
     else:
