@@ -33,7 +33,7 @@ CORE = {  # room -> the rooms before it
     "generation": {"recognition", "kernels", "cache", "attention", "linear", "fused"},
     "distill": {"cache", "generation"},
 }
-DISTILL = ["losses", "teachers", "trainer", "drafts"]  # its rooms: each may use those before it
+DISTILL = ["losses", "model_loss", "teachers", "trainer", "drafts"]  # its rooms: each may use those before it
 TORCH_ALONE = {"losses", "drafts.kept_layers", "teachers.top_logits"}  # the others know transformers
 ABOVE = {"distill": {"patching"}}  # of composition, for a room's seam: a student samples, and a draft runs, patched
 OTHER_PACKAGES = {

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..cache.hf import attends_to_sources
+from ..distill.model_loss import learns_by_rows
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import JOINED, JOINS
 from ..generation import graphs
@@ -31,6 +32,8 @@ def explain(plan: Plan) -> Iterator[Line]:
     yield from _cache_lines(plan) if plan.model.can_generate() else _pass_lines(plan)
     if model_device(plan.model).type != "cpu":
         yield _graphs_line(plan)
+    if plan.config.fuse and learns_by_rows(plan.model):
+        yield Line("training", "loss", "a few rows at a time", "one more tensor like the logits, their gradient")
     yield _undo_line(plan)
     variant = plan.variant
     reason = "; ".join(variant) or "a request's tokens do not depend on other requests"

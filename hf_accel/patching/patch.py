@@ -27,6 +27,7 @@ from ..config.patch_config import (
     Weights,
     takes_patch_keywords,
 )
+from ..distill.model_loss import causal_loss, learns_by_rows
 from ..errors import UnsupportedError
 from ..fused.hf.sites import ACTIVATION
 from ..fused.site import FusedSite
@@ -186,6 +187,8 @@ def apply_plan(todo: Plan, loaded: Mapping[str, Packed] | None = None) -> None:
         _switch_attention(todo, journal)
         _fuse(todo, journal)
         _enter_generation(todo, journal, originals)
+        if todo.config.fuse and learns_by_rows(todo.model):
+            journal.attribute(todo.model, "_loss_function", causal_loss)
         replace_parameters(todo.model, calibrated.folded, journal)
         replace_linears(todo, journal, originals, packed)  # when nothing can refuse any more: it frees weights
     except BaseException as error:

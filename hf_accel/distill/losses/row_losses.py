@@ -198,18 +198,23 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(None if saved is None else _scaled(saved, grad) for saved in ctx.saved_tensors)
+        return None, *(None if saved is None else scaled_once(saved, grad) for saved in ctx.saved_tensors)
 
 
-def _scaled(saved: Tensor, factor: Tensor) -> Tensor:
-    """saved * factor, in place if no later backward pass can need `saved` again.
+def scaled_once(saved: Tensor, factor: Tensor) -> Tensor:
+    """Return saved * factor, in place if no later backward pass can need `saved` again.
 
     Autograd takes `saved` for a constant and would leave it out of a second derivative, so that is refused.
     """
     if torch.is_grad_enabled():
         raise UnsupportedError("create_graph=True: these losses can be differentiated once, not twice")
+    return saved * factor if is_graph_kept() else saved.mul_(factor)
+
+
+def is_graph_kept() -> bool:
+    """Return whether a later backward pass can go through the graph that a backward pass is in."""
     kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return saved * factor if kept is None or kept() else saved.mul_(factor)
+    return kept is None or bool(kept())
 
 
 def hidden_sums(hidden: Tensor, head: Head, task: LossTask, needed: tuple[bool, ...]) -> tuple[Sums, Gradients]:
