@@ -24,8 +24,8 @@ def models() -> dict[str, PreTrainedModel]:
     deepseek = DeepseekV3Config(
         vocab_size=WORDS, hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=1,
-        topk_group=1, first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=128, qk_rope_head_dim=32, qk_nope_head_dim=32,
-        v_head_dim=32, routed_scaling_factor=1.0,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=128, qk_rope_head_dim=32,
+        qk_nope_head_dim=32, v_head_dim=32, routed_scaling_factor=1.0,
     )  # fmt: skip
     made: list[PreTrainedModel] = [Mamba2ForCausalLM(mamba), DeepseekV3ForCausalLM(deepseek)]
     return {model.config.model_type: model.bfloat16().float().eval() for model in made}
