@@ -190,15 +190,22 @@ class LayerProgramme(NativeOperations, TracedLayer):
 
         source: the pages that hold keys of an encoder's output, and what attention reads of them.
         """
-        out, dtype = torch.empty_like(x), DTYPES[self.dtype]
+        out = torch.empty_like(x)
+        run_layer(*self.fields(x.data_ptr(), out.data_ptr(), fields, pages, source))
+        return out
+
+    def fields(
+        self, x: int, out: int, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None
+    ) -> tuple[int, ...]:
+        """Return the fields of the struct of a call, see `__call__`. x, out: addresses."""
+        dtype = DTYPES[self.dtype]
         read = NO_SOURCE if source is None else (*_addresses(source[0]), *source[1].step)
-        run_layer(
-            *self._fixed, x.data_ptr(), out.data_ptr(), *fields.tables,
+        return (
+            *self._fixed, x, out, *fields.tables,
             *_addresses(pages), *fields.step, *NO_BIAS, 0, 0, 0, *read,
             dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip
-        return out
 
 
 def _addresses(pages: KV) -> tuple[int, int, int, int]:

@@ -31,7 +31,7 @@ from ..speculation.verifiers.verifier import Verifier
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
 from .head_module import HeadModule, check_draft_head
-from .head_runner import HeadRunner
+from .head_runner import HeadRunner, NativeDrafts
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
 from .refusals import ragged_refusal
@@ -45,6 +45,7 @@ from .states_drafters import (
 )
 from .vocabulary import vocabulary_refusal
 
+HEAD = "head"  # where the native calls of a draft head are kept
 NO_MODEL_DRAFTS = "no model drafts for an encoder-decoder, or where layers attend to images ('ngram' and 'suffix' do)"
 
 
@@ -170,7 +171,7 @@ class _Drafters:
         decoder = _twin(self.state, head.decoder, None)
         groups, groups_of_layer = page_groups(decoder.config, CacheConfig(prefix_sharing=False))
         return HeadDrafter(
-            HeadRunner(head, decoder, groups, groups_of_layer),
+            HeadRunner(self._native(head, decoder), groups, groups_of_layer),
             head.target_layers,
             Pages(groups),
             self.rule,
@@ -178,6 +179,14 @@ class _Drafters:
             num_tokens=vocabulary_size(decoder),
             target_tokens=vocabulary_size(self.target),
         )
+
+    def _native(self, head: HeadModule, decoder: PreTrainedModel) -> NativeDrafts:
+        """Return the native calls of a head, which are kept for later sessions."""
+        kept = self.state.drafts.get(HEAD)
+        if kept is None or kept[0] is not head or kept[1].decoder is not decoder:
+            kept = self.state.drafts[HEAD] = (head, NativeDrafts(head, decoder))
+        made: NativeDrafts = kept[1]
+        return made
 
     def _self_int4(self) -> ModelDrafter:
         """Make a drafter from the target with its linears in INT4. It shares the target's pages."""

@@ -35,6 +35,8 @@ class HeadModule(nn.Module):
         self.narrow = nn.Linear(len(self.target_layers) * size, size, bias=False, dtype=dtype)
         self.token_norm, self.state_norm = (nn.RMSNorm(size, eps=1e-6, dtype=dtype) for _ in range(2))
         self.fuse = nn.Linear(2 * size, size, bias=False, dtype=dtype)
+        self.words: nn.Linear | None = None
+        self.register_buffer("known", None)
 
     @property
     def config(self) -> Any:

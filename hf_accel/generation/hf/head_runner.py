@@ -4,44 +4,229 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ...cache.step import PassInputs, Step
+from ...cache.group import PageGroup
+from ...cache.step import PassInputs
+from ...cache.storage import KVStorage
+from ...fused.draft_programme import DraftProgramme, DraftRows, HeadParts
+from ...fused.layer_programme import MOST_TOKENS, LayerProgramme
+from ...fused.norms import norm_form
+from ...fused.projections import ProjectionCall
+from ...kernels.cpu.library import native
+from ...models import layer_lists, positions_depend_on_length
+from ...recognition.operation import UntraceableError
+from ...recognition.trial import RandomNumbers
 from ...tensors import integers
+from ...undo.state import FUSED
 from ..prompt_inputs import Rows
+from ..speculation.drafters.target_states import Ahead, HeadRows, Made
 from .head_module import HeadModule
 from .model_runner import ModelRunner
 from .pass_states import LAST
+
+AT_ONCE = 512  # the positions whose tables are made together
+NEAR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit
 
 
 class HeadRunner(ModelRunner):
     """A ModelRunner for the decoder of a draft head, which is given fused embeddings instead of ids.
 
-    Its own last hidden states are kept, which the head reads for the tokens that it has drafted.
+    Its own last hidden states are kept, which the head reads for the tokens that it has drafted. Where the layer of
+    the head is one native call, a whole draft is one too; see NativeDrafts.
     """
 
-    def __init__(self, head: HeadModule, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.head = head
+    def __init__(
+        self, native_drafts: NativeDrafts, groups: list[PageGroup], groups_of_layer: list[tuple[int, ...]]
+    ) -> None:
+        super().__init__(native_drafts.decoder, groups, groups_of_layer)
+        self.head, self.groups = native_drafts.head, groups
         self.kept.layers = LAST
         self._embeddings: Tensor | None = None
+        self._narrow, self._native = ProjectionCall(MOST_TOKENS), native_drafts
 
-    def read(self, states: Tensor, ids: list[int], positions: list[int], *, step: Step, keep: list[int]) -> Tensor:
-        """Compute N tokens with the states [N, H] that the head reads them with; returns logits [len(keep), V]."""
-        self._embeddings = self.head.fused(states, integers(ids))
-        return self(ids, positions, step, keep)
+    @property
+    def known(self) -> Tensor | None:
+        return self.head.known
 
     def narrow(self, states: Tensor) -> Tensor:
-        """Return the states [N, H] that the head reads for those of the target, [N, C]."""
-        narrowed: Tensor = self.head.narrow(states)
+        call = self._narrow.ready((self.head.narrow,), states) if native(states) else None
+        narrowed: Tensor = self.head.narrow(states) if call is None else call(states)
         return narrowed
 
-    def own_states(self) -> Tensor:
-        """Return the head's own last hidden states of the last call, [N, H]."""
-        return self.kept.states
+    def goes_ahead(self, count: int) -> bool:
+        return self._native.takes(count, self.groups)
+
+    def read(self, rows: HeadRows, ahead: Ahead | None) -> Made:
+        if ahead is not None or self.goes_ahead(len(rows.ids)):
+            return self._native.compute(self, rows, ahead)
+        tried = self._native.trial(self, rows)
+        self._embeddings = self.head.fused(rows.states, integers(rows.ids))
+        logits = self(rows.ids, rows.positions, rows.step, rows.keep)
+        states = self.kept.states[rows.keep]
+        made = Made(None, logits if self.head.words is None else self.head.words(states), states)
+        self._native.compare(tried, made)
+        return made
+
+    def first_call(self, positions: Tensor, embeddings: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Return what the decoder gives its layer for embeddings [N, H] at these positions: states, and the rest by
+        name.
+
+        Raises UntraceableError if it counts positions by itself.
+        """
+        if self._counts or not self._positions:
+            raise UntraceableError("its decoder takes no positions")
+        given = self._tokens_at(positions, embeddings)
+        hook = self._native.layer.register_forward_pre_hook(_reached, with_kwargs=True)
+        try:
+            self.model(**given, use_cache=False)
+        except _Reached as reached:
+            return reached.states, reached.others
+        finally:
+            hook.remove()
+        raise UntraceableError("its decoder does not call its layer")
+
+    def _tokens_at(self, positions: Tensor, embeddings: Tensor) -> dict[str, Tensor]:
+        self._embeddings = embeddings
+        ids = torch.zeros_like(positions)
+        return self._tokens(PassInputs(ids, positions, ids, self.cache.step), ())
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         given = super()._tokens(inputs, rows)
         assert self._embeddings is not None
         del given["input_ids"]
         return given | {"inputs_embeds": self._embeddings[None]}
+
+
+# -- a draft in one call -------------------------------------------------------------------------------
+
+Tried = tuple[DraftProgramme, Made]
+
+
+class NativeDrafts:
+    """The native calls of a draft head: a DraftProgramme, from when it has given what the head's own modules give.
+
+    It is given up when something has changed that it depends on, and made again.
+
+    decoder: that of the head, patched.
+    """
+
+    def __init__(self, head: HeadModule, decoder: Any) -> None:
+        self.head, self.decoder = head, decoder
+        self.layer = next(iter(layer_lists(decoder.get_decoder(), 1).values()))[0]
+        self.programme: DraftProgramme | None = None
+        self.refused: LayerProgramme | None = None  # with which there is no programme, or it has failed its trial
+
+    def takes(self, count: int, groups: list[PageGroup]) -> bool:
+        """Return whether a call of `count` rows is native now. groups: the pages of the head."""
+        programme = self.programme
+        if programme is None or count > MOST_TOKENS or not native(self.head.fuse.weight):
+            return False
+        if programme.layer is not self._layer() or not programme.is_current():
+            self.programme = None
+            return False
+        return self._pages(programme.layer, groups) is not None
+
+    def _layer(self) -> LayerProgramme | None:
+        """Return the native call of the head's layer, which its first pass by modules makes."""
+        made = getattr(vars(self.layer).get(FUSED), "programme", None)
+        return made if type(made) is LayerProgramme else None
+
+    def _pages(self, layer: LayerProgramme, groups: list[PageGroup]) -> KVStorage | None:
+        """Return the pages of the layer, if it reads and writes them as they are."""
+        group, *others = groups
+        if others or type(group) is not PageGroup or group.chunk is not None or group.window != layer.attention.window:
+            return None
+        pages = group.storage(layer.layer_idx, *layer.written)
+        return pages if layer.fits(pages) else None
+
+    def trial(self, runner: HeadRunner, rows: HeadRows) -> Tried | None:
+        """Return what a call gives that is to be compared with the head's modules, which compute the same next."""
+        layer = self._layer()
+        if layer is None or layer is self.refused or len(rows.ids) > MOST_TOKENS or not native(rows.states):
+            return None
+        if self._pages(layer, runner.groups) is None:
+            return None
+        self.refused = layer  # until the modules have given the same
+        try:
+            programme = DraftProgramme(layer, self._parts(), self._tables(runner, layer, 0))
+        except UntraceableError:
+            return None
+        return programme, self._computed(runner, programme, rows, Ahead([len(rows.keep)], [], []))
+
+    def compare(self, tried: Tried | None, made: Made) -> None:
+        """Take a tried programme if it gave what the head's modules have made."""
+        if tried is not None and all(map(_is_near, tried[1][1:], made[1:])):
+            self.programme, self.refused = tried[0], None
+
+    def compute(self, runner: HeadRunner, rows: HeadRows, ahead: Ahead | None) -> Made:
+        """Compute a call, which `takes` must hold for."""
+        assert self.programme is not None
+        return self._computed(runner, self.programme, rows, ahead or Ahead([len(rows.keep)], [], []))
+
+    def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: HeadRows, ahead: Ahead) -> Made:
+        positions = rows.positions + ahead.positions
+        while programme.tables is not None and max(positions) >= programme.tables[0].shape[1]:
+            more = self._tables(runner, programme.layer, programme.tables[0].shape[1])
+            assert more is not None
+            cos, sin = (torch.cat(pair, dim=1) for pair in zip(programme.tables, more, strict=True))
+            programme.tables = cos, sin
+        group, pages = rows.step.groups[0], self._pages(programme.layer, runner.groups)
+        ragged, slots = group.ragged, group.slots
+        assert pages is not None and ragged.block_table is not None
+        given = DraftRows(
+            integers(rows.ids), rows.states, integers(positions),
+            torch.cat([slots, integers(ahead.slots)]) if ahead.slots else slots,
+            ragged.block_table, ragged.cu_q, ragged.kv_len, integers(rows.keep), ahead.going,
+        )  # fmt: skip
+        tokens, logits, states = programme(given, pages)
+        return Made(tokens.tolist(), logits, states)
+
+    def _parts(self) -> HeadParts:
+        head, decoder = self.head, self.decoder.get_decoder()
+        norms = [child for child in decoder.children() if norm_form(child, head.fuse.weight.dtype) is not None]
+        if len(norms) != 1:
+            raise UntraceableError("its decoder has not one norm behind its layer")
+        words = head.words or self.decoder.get_output_embeddings()
+        embeddings = head.decoder.get_input_embeddings().weight
+        return HeadParts(embeddings, head.token_norm, head.state_norm, head.fuse, norms[0], words, head.known)
+
+    def _tables(self, runner: HeadRunner, layer: LayerProgramme, first: int) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin, [1, AT_ONCE, D], of the positions from `first` on, as the decoder gives them to its
+        layer; None if it gives none.
+        """
+        positions = torch.arange(first, first + AT_ONCE)
+        if positions_depend_on_length(self.decoder.config):
+            raise UntraceableError("its positions depend on the length of a text")
+        embeddings = RandomNumbers()(AT_ONCE, layer.width, dtype=layer.dtype)
+        states, others = runner.first_call(positions, embeddings)
+        if not torch.equal(states[0], embeddings):
+            raise UntraceableError("its decoder changes embeddings ahead of its layer")
+        tables = others.get("position_embeddings")
+        if tables is None and layer.table_dtype is None:
+            return None
+        if type(tables) is not tuple or any(type(each) is not Tensor or each.ndim != 3 for each in tables):
+            raise UntraceableError("its layer is given other tables than cos and sin")
+        cos, sin = (each.contiguous() for each in tables)
+        if len(cos) != 1 or cos.shape != sin.shape or {cos.dtype, sin.dtype} != {layer.table_dtype}:
+            raise UntraceableError("its layer is given other tables than cos and sin")
+        return cos, sin
+
+
+class _Reached(Exception):
+    """The layer was called: with these states, and with other arguments by name."""
+
+    def __init__(self, states: Tensor, others: dict[str, Any]) -> None:
+        super().__init__("the layer was called")
+        self.states, self.others = states, others
+
+
+def _reached(layer: nn.Module, arguments: tuple[Any, ...], others: dict[str, Any]) -> None:
+    raise _Reached(*arguments, others)
+
+
+def _is_near(made: Tensor, expected: Tensor) -> bool:
+    """Return whether numbers are as near to others as ways to round let them be."""
+    far = (made.float() - expected.float()).abs().max()
+    return bool(far <= NEAR[expected.dtype] * expected.float().abs().max())

@@ -62,4 +62,17 @@ class LayerCall(Structure):
     ]  # fmt: skip
 
 
+class DraftCall(Structure):
+    """Its fields are those of DraftCall in kernels.h."""
+
+    _fields_ = [
+        *[(part, LayerCall) for part in ("fuse", "layer", "head")],
+        *fields(
+            pointers="embeddings cos sin positions ids states ends going singles known drafted",
+            sizes="state_stride table_size hidden tokens steps",
+        ),
+    ]
+
+
 run_layer = kernel("layer", LayerCall)
+run_draft = kernel("draft", DraftCall)

@@ -24,7 +24,7 @@ from hf_accel.kernels.cpu import (  # noqa: F401  # each of these says its struc
 from hf_accel.kernels.cpu.build import SOURCE
 from hf_accel.kernels.cpu.library import ACTIVATIONS, EPILOGUES, packed_format
 
-SOURCES = "".join((SOURCE / name).read_text(encoding="utf-8") for name in ("kernels.h", "layer.cpp"))
+SOURCES = "".join((SOURCE / name).read_text(encoding="utf-8") for name in ("kernels.h", "draft.h", "layer.cpp"))
 HEADER = re.sub(r"//.*", "", SOURCES)
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
@@ -56,7 +56,7 @@ def of_python(kind: type[Structure]) -> list[tuple[str, object]]:
 def test_every_kernel_is_called() -> None:
     called = {name: kind.__name__ for name, kind in library._structs.items()}
     others = {name: name for name in ("LayerOp", "Linear", "Matrix")}
-    assert called == KERNELS | others | {"layer": "LayerCall"}
+    assert called == KERNELS | others | {"layer": "LayerCall", "draft": "DraftCall"}
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -64,7 +64,7 @@ def test_fields(name: str) -> None:
     assert of_python(STRUCTS[name]) == declared(name)
 
 
-@pytest.mark.parametrize("name", sorted({*KERNELS.values(), "LayerCall"}))
+@pytest.mark.parametrize("name", sorted({*KERNELS.values(), "LayerCall", "DraftCall"}))
 def test_packed_bytes_are_those_of_ctypes(name: str) -> None:
     kind, form = STRUCTS[name], struct.Struct(packed_format(STRUCTS[name]))
     assert form.size == ctypes.sizeof(kind)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,62 +13,72 @@ from ....cache.cached_sequence import CachedSequence
 from ....cache.step import Step, TokenRange
 from ...sequence import NO_DRAFT, Draft, Sequence
 from .model import MAX_CHUNK, ModelDrafter, PartialDraft, Past
+from .unread_states import FEW, StatesBook, UnreadStates
 
-MOST_WAITING = 4096  # tokens whose states wait to be read while nothing is drafted; beyond these the first are dropped
+
+class Ahead(NamedTuple):
+    """The steps of a call behind the first one, for which there are pages already.
+
+    going: for each step, the first one too, how many of the sequences go on, the first ones. positions, slots: of the
+    rows of these steps, one of each sequence that goes on.
+    """
+
+    going: list[int]
+    positions: list[int]
+    slots: list[int]
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """What a call of a head reads: N tokens, and the states [N, H] that it reads them with.
+
+    keep: the last row of each sequence, whose logits are wanted. step: what the first step writes and reads.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    states: Tensor
+    step: Step
+    keep: list[int]
+
+
+class Made(NamedTuple):
+    """What a call of a head gives.
+
+    tokens: the likeliest ones [steps, n], those of a sequence that has stopped being any; None if they are left to the
+    caller. logits, states: those of the last step, [n, V] and [n, H].
+    """
+
+    tokens: list[list[int]] | None
+    logits: Tensor
+    states: Tensor
 
 
 class HeadCalls(Protocol):
-    """Calls a draft head."""
+    """Calls a draft head.
 
-    def own_states(self) -> Tensor:
-        """Return the head's own last hidden states of the last call, [N, H]."""
+    known: [N] int64, the ids of the tokens that the head has logits of; None if it has those of all.
+    """
+
+    @property
+    def known(self) -> Tensor | None: ...
 
     def narrow(self, states: Tensor) -> Tensor:
         """Return the states [N, H] that the head reads for those of the target, [N, C]."""
 
-    def read(self, states: Tensor, ids: list[int], positions: list[int], *, step: Step, keep: list[int]) -> Tensor:
-        """Compute N tokens with the states [N, H] that the head reads them with; returns logits [len(keep), V]."""
+    def goes_ahead(self, count: int) -> bool:
+        """Return whether a call of `count` rows can take several steps."""
 
-
-@dataclass
-class ReadStates:
-    """A head has read this of a sequence: at a position the target's state there, and the token after it.
-
-    cached: the pages of the head. first: the first position that was read. final: how many were read since. waiting:
-    the states [n, H] of the positions after these, of which the head has read none yet.
-    """
-
-    cached: CachedSequence
-    first: int
-    final: int = 0
-    waiting: list[Tensor] = field(default_factory=list)
-
-    @property
-    def next(self) -> int:
-        """Return the first position that the head has not read."""
-        return self.first + self.final
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self.waiting))
-
-    @property
-    def end(self) -> int:
-        """Return the first position of which no state is known."""
-        return self.next + self.num_waiting
-
-    def cut(self, end: int) -> None:
-        """Drop the states at `end` and behind, which are those of drafted tokens that were rejected."""
-        kept = max(0, end - self.next)
-        if kept < self.num_waiting:
-            self.waiting = [torch.cat(self.waiting)[:kept]] if kept else []
+    def read(self, rows: HeadRows, ahead: Ahead | None) -> Made:
+        """Compute N tokens; with `ahead`, for which `goes_ahead` must hold, also those that follow."""
 
 
 class HeadDrafter(ModelDrafter):
     """Drafts token by token with a head of the target. Its first pass reads all states that wait.
 
-    A sequence whose first tokens came from a shared prefix has no states of them; the head then attends to fewer
-    tokens than the target does.
+    The reader of a sequence's states is the head's pages of it: at a position they hold the target's state there, and
+    the token after it. A sequence whose first tokens came from a shared prefix has no states of them; the head then
+    attends to fewer tokens than the target does.
 
     calls: the runner of the head, which is the runner of this ModelDrafter. layers: the target's states that it reads.
     """
@@ -79,108 +89,139 @@ class HeadDrafter(ModelDrafter):
         runner: Any = calls
         super().__init__(runner, *arguments, **keywords)
         self.calls, self.layers = calls, layers
-        self._read: dict[Sequence, ReadStates] = {}
+        self.book = StatesBook(self.pages.begin, CachedSequence.release)
 
     def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:
-        past = self._read.get(sequence)
-        if past is not None:
-            past.cut(start)
-        if past is None or start > past.end:
-            self.forget(sequence)
-            past = self._read[sequence] = ReadStates(self.pages.begin(), start)
-        new = states[past.end - start :]
-        if len(new):
-            past.waiting.append(self.calls.narrow(new))
-        if past.num_waiting > MOST_WAITING:
-            past.cached.truncate(0)
-            kept = torch.cat(past.waiting)[-MOST_WAITING // 2 :]
-            past.first, past.final, past.waiting = past.end - len(kept), 0, [kept]
+        self.book.watch(sequence, start, states)
 
     def forget(self, sequence: Sequence) -> None:
-        past = self._read.pop(sequence, None)
-        if past is not None:
-            past.cached.release()
+        self.book.forget(sequence)
 
     def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Read all states but the last MAX_CHUNK, as many in a pass."""
+        """Read all states but the last one of sequences with more than FEW, MAX_CHUNK in a pass over all of them."""
+        behind = []
         for sequence in sequences:
-            past = self._ready(sequence)
-            while past is not None and past.num_waiting > MAX_CHUNK:
-                whole = torch.cat(past.waiting)
-                part = PassPart(past, whole[:MAX_CHUNK], sequence.tokens[past.next + 1 : past.next + 1 + MAX_CHUNK])
-                self._pass_over([part])
-                past.final, past.waiting = past.final + MAX_CHUNK, [whole[MAX_CHUNK:]]
+            unread = self.book.ready(sequence)
+            if unread is not None and unread.count > FEW:
+                behind.append((sequence, unread))
+        while behind:
+            parts, room = [], MAX_CHUNK
+            for sequence, unread in behind:
+                count = min(unread.count - 1, room)
+                if count:
+                    ids = sequence.tokens[unread.start + 1 : unread.start + 1 + count]
+                    parts.append(PassPart(unread, ids))
+                room -= count
+            self._pass_over(parts, self.calls.narrow(_states(parts)))
+            for part in parts:
+                part.unread.take(len(part.ids))
+            behind = [each for each in behind if each[1].count > 1]
 
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
         self.catch_up(sequences)
         drafts: dict[Sequence, PartialDraft] = {}
         for sequence, length in zip(sequences, lengths, strict=True):
-            past = self._ready(sequence)
-            if past is not None and length:
-                drafts[sequence] = PartialDraft(sequence, Past(past.cached), length)
-        self._drafted_by_head(sorted(drafts.values(), key=lambda draft: -draft.length))
+            unread = self.book.ready(sequence)
+            if unread is not None and length:
+                drafts[sequence] = PartialDraft(sequence, Past(unread.reader), length)
+        if drafts:
+            self._drafted_by_head(sorted(drafts.values(), key=lambda draft: -draft.length))
         made = (drafts.get(sequence) for sequence in sequences)
         return [NO_DRAFT if draft is None else Draft(draft.tokens, draft.distribution) for draft in made]
 
-    def _ready(self, sequence: Sequence) -> ReadStates | None:
-        """Return what was read of a sequence, if the states of all its tokens but the last are known."""
-        past, last = self._read.get(sequence), len(sequence.tokens) - 1
-        if past is not None:
-            past.cut(last)
-        return None if past is None or past.end != last or not past.waiting else past
-
     def _drafted_by_head(self, drafts: list[PartialDraft]) -> None:
         """Generate drafts, of which the longest come first, so that those that go on are the first rows of a pass."""
-        if not drafts:
-            return
-        pasts = [self._read[draft.sequence] for draft in drafts]
-        parts = [
-            PassPart(past, torch.cat(past.waiting), draft.sequence.tokens[past.next + 1 :])
-            for draft, past in zip(drafts, pasts, strict=True)
-        ]
+        parts = []
+        for draft in drafts:
+            unread = self.book.ready(draft.sequence)
+            assert unread is not None
+            parts.append(PassPart(unread, draft.sequence.tokens[unread.start + 1 :]))
+        states, longest = self.calls.narrow(_states(parts)), drafts[0].length
+        plain = all(draft.sequence.sampling.plain for draft in drafts)
+        if plain and self.calls.goes_ahead(len(states)):
+            going = [sum(draft.length > number for draft in drafts) for number in range(longest)]
+            made = self._pass_over(parts, states, going)
+            assert made.tokens is not None
+            for number, count in enumerate(going):
+                for draft, token in zip(drafts[:count], made.tokens[number], strict=False):
+                    draft.tokens.append(token)
+        else:
+            self._drafted_one_by_one(drafts, parts, states)
+        for part in parts:
+            part.unread.take(part.unread.count)
+            part.unread.reader.truncate(part.unread.num_read)
+
+    def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
+        known = self.calls.known
+        if known is None:
+            return super()._over_target_vocabulary(logits)
+        wide = logits.new_full((len(logits), self.target_tokens), float("-inf"))
+        return wide.index_copy_(1, known, logits)
+
+    def _drafted_one_by_one(self, drafts: list[PartialDraft], parts: list[PassPart], states: Tensor) -> None:
         counts = [len(part.ids) for part in parts]
-        last = parts[0].states  # the head's own, from the second pass on
         for number in range(drafts[0].length):
             going = [draft for draft in drafts if draft.length > number]
             if number:
-                own = [states[None] for states in last[: len(going)]]
+                states = states[: len(going)]
                 parts = [
-                    PassPart(past, state, draft.tokens[-1:], ahead=count + number - 1)
-                    for past, state, draft, count in zip(pasts, own, going, counts, strict=False)
+                    PassPart(part.unread, draft.tokens[-1:], ahead=count + number - 1)
+                    for part, draft, count in zip(parts, going, counts, strict=False)
                 ]
-            logits, last = self._pass_over(parts)
-            _, chosen = self._next_tokens(going, self._over_target_vocabulary(logits))
+            made = self._pass_over(parts, states)
+            states = made.states
+            _, chosen = self._next_tokens(going, self._over_target_vocabulary(made.logits))
             for draft, token in zip(going, chosen.read(), strict=True):
                 draft.tokens.append(token)
-        for past, count in zip(pasts, counts, strict=True):
-            past.final, past.waiting = past.final + count, []
-            past.cached.truncate(past.final)
 
-    def _pass_over(self, parts: list[PassPart]) -> tuple[Tensor, Tensor]:
-        """Read parts of sequences; returns the logits [n, V] and the own last hidden states [n, H] of their ends."""
+    def _pass_over(self, parts: list[PassPart], states: Tensor, going: list[int] | None = None) -> Made:
+        """Read parts of sequences with the states [N, H], which stand end to end.
+
+        going: for each of several steps, how many of the sequences, the first ones, go on.
+        """
         ids: list[int] = []
         positions: list[int] = []
         ranges, keep = [], []
-        for part in parts:
-            past, start, count = part.past, part.past.final + part.ahead, len(part.ids)
-            self.pages.append(past.cached, count, start=past.final)
-            ranges.append(TokenRange(past.cached, start, count))
+        for index, part in enumerate(parts):
+            cached, first, count = part.unread.reader, part.first, len(part.ids)
+            more = 0 if going is None else sum(each > index for each in going) - 1
+            self.pages.append(cached, first + count + more - cached.num_tokens, start=part.unread.num_read)
+            ranges.append(TokenRange(cached, first, count))
             ids += self._in_vocabulary(part.ids)
-            positions += range(past.first + start, past.first + start + count)
+            positions += range(part.unread.first + first, part.unread.first + first + count)
             keep.append(len(ids) - 1)
-        states = torch.cat([part.states for part in parts])
-        logits = self.calls.read(states, ids, positions, step=self.pages.step(ranges), keep=keep)
-        return logits, self.calls.own_states()[keep]
+        rows = HeadRows(ids, positions, states, self.pages.step(ranges), keep)
+        return self.calls.read(rows, None if going is None else _ahead(parts, going))
 
 
 @dataclass
 class PassPart:
-    """A pass of a head reads this of a sequence: states [n, H], and the n tokens after these.
+    """A pass of a head reads this of a sequence: tokens, with the states of those before them.
 
     ahead: how many positions it has read besides the final ones.
     """
 
-    past: ReadStates
-    states: Tensor
+    unread: UnreadStates[CachedSequence]
     ids: list[int]
     ahead: int = 0
+
+    @property
+    def first(self) -> int:
+        """Return the first of the tokens, counted in the pages of the head."""
+        return self.unread.num_read + self.ahead
+
+
+def _states(parts: list[PassPart]) -> Tensor:
+    """Return the states of the target that parts of sequences are read with, [N, C]."""
+    read = [part.unread.all()[: len(part.ids)] for part in parts]
+    return read[0] if len(read) == 1 else torch.cat(read)
+
+
+def _ahead(parts: list[PassPart], going: list[int]) -> Ahead:
+    ahead = Ahead(going, [], [])
+    for number, count in enumerate(going[1:]):
+        for part in parts[:count]:
+            place = part.first + len(part.ids) + number
+            ahead.positions.append(part.unread.first + place)
+            ahead.slots.extend(part.unread.reader.tables[0].slots(place, place + 1))
+    return ahead

@@ -8,6 +8,7 @@
 #include <pthread.h>
 #endif
 
+#include "draft.h"
 #include "kernels.h"
 
 #define HFA_LEVEL(name) extern const Kernels hfa_table_##name;
@@ -82,6 +83,7 @@ HFA_API const char* hfa_error() { return message; }
 #define HFA_KERNEL(name, Call) HFA_CALL(name, Call, active->name(aligned))
 HFA_KERNELS(HFA_KERNEL)
 HFA_CALL(layer, LayerCall, run_layer(*active, aligned))
+HFA_CALL(draft, DraftCall, run_draft(*active, aligned))
 #undef HFA_KERNEL
 #undef HFA_CALL
 
@@ -93,6 +95,7 @@ HFA_API int64_t hfa_size_of(const char* name) {
   HFA_SIZE(Linear, Linear)
   HFA_SIZE(Matrix, Matrix)
   HFA_SIZE(layer, LayerCall)
+  HFA_SIZE(draft, DraftCall)
 #undef HFA_SIZE
   if (!std::strcmp(name, "LayerOp")) return LAYER_OP_SIZE;
   return -1;

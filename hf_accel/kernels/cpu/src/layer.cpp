@@ -1,5 +1,6 @@
 // Runs the operations of a layer one after the other: the kernels that Python would call one by one, so that
 // the result has the same bits. What this saves is the time between them.
+#include "draft.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -63,7 +64,7 @@ struct Layer {
   void norm(const LayerOp& op) const {
     NormCall norm = {at(op.x), at(op.out), op.weight, op.x.stride, call.tokens, op.dim, op.eps, op.offset,
                      op.round_first, call.dtype, op.weight_dtype, call.dtype, call.threads};
-    if (op.heads == 1) return kernels.norm(norm);
+    if (op.heads == 1 && op.out.stride == op.dim) return kernels.norm(norm);
     // The heads of the next token need not follow those of a token.
     norm.x_stride = head_stride(op.x, op.dim);
     norm.rows = op.heads;
@@ -273,4 +274,66 @@ void run_layer(const Kernels& kernels, const LayerCall& call) {
   const size_t bytes = static_cast<size_t>(call.width * call.tokens * size);
   const Layer layer = {kernels, call, size, static_cast<char*>(scratch<LayerCall>(bytes))};
   for (int64_t i = 0; i < call.count; ++i) layer.run(call.ops[i]);
+}
+
+// Each step reads, for each row, the embedding of its token and a state, and gives a token and a state for each sequence
+// that goes on; the next step reads these.
+void run_draft(const Kernels& kernels, const DraftCall& call) {
+  LayerCall fuse = call.fuse, layer = call.layer, head = call.head;
+  const int64_t size = layer.dtype == F32 ? 4 : 2, hidden = call.hidden * size, out = hidden + call.tokens * size;
+  const int64_t table = call.table_size * (layer.table_dtype == F32 ? 4 : 2), sequences = layer.sequences;
+  char* memory = static_cast<char*>(scratch<DraftCall>(
+      static_cast<size_t>(layer.tokens * (4 * hidden + 2 * table) + sequences * (hidden + 4) + 7 * 64)));
+  const auto take = [&](int64_t bytes) {
+    char* taken = memory;
+    memory += (bytes + 63) / 64 * 64;
+    return taken;
+  };
+  char *pairs = take(layer.tokens * 2 * hidden), *input = take(layer.tokens * hidden), *output = take(layer.tokens * hidden);
+  char *ends = take(sequences * hidden), *cos = take(layer.tokens * table), *sin = take(layer.tokens * table);
+  int32_t* lengths = reinterpret_cast<int32_t*>(take(sequences * 4));
+  std::memcpy(lengths, layer.kv_len, static_cast<size_t>(sequences) * 4);
+  fuse.x = pairs;
+  fuse.out = input;
+  layer.x = input;
+  layer.out = output;
+  layer.kv_len = lengths;
+  layer.cos = cos;
+  layer.sin = sin;
+  layer.batch = 1;
+  layer.table_token = call.table_size;
+  head.x = ends;
+  const char *embeddings = static_cast<const char*>(call.embeddings), *states = static_cast<const char*>(call.states);
+  int64_t state_stride = call.state_stride * size;
+  const int64_t *ids = call.ids, *positions = call.positions;
+  for (int64_t step = 0; step < call.steps; ++step) {
+    const int64_t going = call.going[step], rows = step ? going : layer.tokens;
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(pairs + 2 * r * hidden, embeddings + ids[r] * hidden, static_cast<size_t>(hidden));
+      std::memcpy(pairs + (2 * r + 1) * hidden, states + r * state_stride, static_cast<size_t>(hidden));
+      if (!table) continue;
+      std::memcpy(cos + r * table, static_cast<const char*>(call.cos) + positions[r] * table, static_cast<size_t>(table));
+      std::memcpy(sin + r * table, static_cast<const char*>(call.sin) + positions[r] * table, static_cast<size_t>(table));
+    }
+    fuse.tokens = layer.tokens = rows;
+    head.tokens = layer.sequences = going;
+    run_layer(kernels, fuse);
+    run_layer(kernels, layer);
+    for (int64_t i = 0; i < going; ++i)
+      std::memcpy(ends + i * hidden, output + (step ? i : call.ends[i]) * hidden, static_cast<size_t>(hidden));
+    run_layer(kernels, head);
+    int64_t* drafted = call.drafted + step * sequences;
+    const char* made = static_cast<const char*>(head.out);
+    kernels.argmax({made + hidden, out / size, going, call.tokens, 0, nullptr, drafted, layer.dtype, layer.threads});
+    for (int64_t i = 0; i < going; ++i) {
+      if (call.known) drafted[i] = call.known[drafted[i]];
+      ++lengths[i];
+    }
+    ids = drafted;
+    states = made;
+    state_stride = out;
+    positions += rows;
+    layer.slots += rows;
+    layer.cu_q = call.singles;
+  }
 }

@@ -1,0 +1,109 @@
+"""The hidden states that passes hand on, until a drafter reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...sequence import Sequence
+
+Reader = TypeVar("Reader")
+FEW = 16  # the most tokens that a draft is asked for together with; more are read ahead of it
+MOST_WAITING = 4096  # tokens whose states wait to be read while nothing is drafted; beyond these the first are dropped
+
+
+@dataclass
+class UnreadStates(Generic[Reader]):
+    """The hidden states of the tokens start..end-1 of a sequence, which `reader` has not read yet.
+
+    first: the first token whose state the reader has read or will read. parts: [n, D] each, end to end.
+    """
+
+    reader: Reader
+    first: int
+    start: int
+    parts: list[Tensor]
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def num_read(self) -> int:
+        return self.start - self.first
+
+    def add(self, start: int, states: Tensor) -> bool:
+        """Add the states of tokens from `start` on, in place of later ones. Returns False if some are missing."""
+        self.cut(start)
+        if start > self.end:
+            return False
+        new = states[self.end - start :]
+        if len(new):
+            self.parts.append(new)
+        return True
+
+    def cut(self, end: int) -> None:
+        """Drop the states at `end` and behind, which are those of drafted tokens that were rejected."""
+        if end < self.end:
+            kept = self.all()[: max(0, end - self.start)]
+            self.parts = [kept] if len(kept) else []
+
+    def all(self) -> Tensor:
+        """Return all states, [n, D]."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+    def take(self, count: int) -> Tensor:
+        """Return the first `count` states, [count, D], which count as read from now on."""
+        states = self.all()
+        self.start, self.parts = self.start + count, [states[count:]] if count < len(states) else []
+        return states[:count]
+
+
+class StatesBook(Generic[Reader]):
+    """The states of many sequences that wait to be read.
+
+    A sequence whose first tokens came from a shared prefix has no states of them: its reader begins behind these, and
+    so it does where too many states have waited.
+
+    begin: makes the reader of a sequence. end: frees one.
+    """
+
+    def __init__(self, begin: Callable[[], Reader], end: Callable[[Reader], None] = lambda reader: None) -> None:
+        self.begin, self.end = begin, end
+        self._unread: dict[Sequence, UnreadStates[Reader]] = {}
+
+    def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:
+        """Take the states [n, D] of tokens from `start` on, for the sequence and its followers."""
+        for each in (sequence, *sequence.followers):
+            unread = self._unread.get(each)
+            if unread is None or not unread.add(start, states):
+                unread = self._begun(each, start, states)
+            if unread.count > MOST_WAITING:
+                kept = unread.all()[-MOST_WAITING // 2 :]
+                self._begun(each, unread.end - len(kept), kept)
+
+    def _begun(self, sequence: Sequence, start: int, states: Tensor) -> UnreadStates[Reader]:
+        self.forget(sequence)
+        unread = self._unread[sequence] = UnreadStates(self.begin(), start, start, [states])
+        return unread
+
+    def ready(self, sequence: Sequence) -> UnreadStates[Reader] | None:
+        """Return the states of a sequence that decodes; None if nothing is new, or some of its tokens have none."""
+        unread = self._unread.get(sequence)
+        if unread is None:
+            return None
+        unread.cut(sequence.num_computed)
+        return unread if unread.parts and unread.end == sequence.num_computed else None
+
+    def forget(self, sequence: Sequence) -> None:
+        unread = self._unread.pop(sequence, None)
+        if unread is not None:
+            self.end(unread.reader)
