@@ -37,13 +37,14 @@ def chain(made: Any, model: Any, tokens: list[int], count: int) -> list[int]:
 def test_drafts_are_what_the_head_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After accepted and rejected drafts, in a batch, with prompts of which a part is in the pages already."""
     model, made, seen = target(family), head(family), 0
+    made.weights = None
     propose = HeadDrafter.propose
 
     def checked(self: Any, sequences: Any, lengths: Any) -> Any:
         nonlocal seen
         drafts = propose(self, sequences, lengths)
         for sequence, draft in zip(sequences, drafts, strict=True):
-            if self._read[sequence].first == 0:
+            if self.book._unread[sequence].first == 0:
                 seen += len(draft)
                 assert draft.tokens == chain(made, build(family), sequence.tokens, len(draft))
         return drafts
@@ -65,7 +66,7 @@ def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_states_that_wait_too_long_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_accel.generation.speculation.drafters.target_states.MOST_WAITING", 8)
+    monkeypatch.setattr("hf_accel.generation.speculation.drafters.unread_states.MOST_WAITING", 8)
     config = SpeculativeConfig(drafter=head("llama"), num_draft=2)
     assert by_generate(target("llama"), PROMPTS, 12, speculative=config) == answers("llama", PROMPTS, 12)
 

@@ -22,7 +22,7 @@ from ..losses.objective import Objective
 from ..trainer.callback import DistillationCallback
 from ..trainer.on_policy import collated, continued
 from .decoding import Decoder, as_patched
-from .heads import DraftHead, HeadTrainer
+from .heads import DraftHead, HeadTrainer, most_frequent
 from .measuring import measure_acceptance
 from .report import AcceptanceReport
 from .student import init_student
@@ -50,6 +50,7 @@ def distill_draft(
     dataset: Any,
     *,
     kind: Literal["model", "eagle"] = "model",
+    head_tokens: int | None = None,
     num_layers: int | None = None,
     layers: Sequence[int] | None = None,
     strategy: str | None = None,
@@ -81,6 +82,8 @@ def distill_draft(
 
     dataset: rows of token ids, dicts with input_ids, or with `tokenizer` texts; cut to max_length tokens. A tenth of
         the rows, at most 32, are kept for measuring.
+    head_tokens: how many tokens a head drafts, those that come most often in what it is trained on; None for all.
+        What it drafts costs less, and it never drafts another token, which the target still says.
     loss, alpha: as in `distillation_loss`; alpha=0 learns from the target alone.
     temperature: at which the draft will be used; the target writes, the loss compares, and both are measured at it.
         0 is greedy search, for which the loss compares at 1.
@@ -103,6 +106,10 @@ def distill_draft(
         raise UnsupportedError(f"a head has one layer behind the target's states; leave {' and '.join(named)} out")
     if kind == "eagle" and not share_embeddings:
         raise UnsupportedError("a head reads the target's own embeddings; leave share_embeddings=False out")
+    if head_tokens is not None:
+        positive_int("head_tokens", head_tokens)
+        if kind != "eagle":
+            raise UnsupportedError("a draft model drafts all tokens; leave head_tokens= out, or say kind='eagle'")
     positive_int("prompt_tokens", prompt_tokens)
     positive_int("max_length", max_length)
     objective = Objective(alpha, temperature or 1.0, loss)
@@ -116,7 +123,8 @@ def distill_draft(
         if num_layers is None and layers is None:
             num_layers = 1
         train, held_out = _rows(dataset, target, arguments, tokenizer=tokenizer, max_length=max_length)
-        draft: Any = DraftHead.of(target) if kind == "eagle" else init_student(
+        known = None if head_tokens is None else most_frequent(train, head_tokens)
+        draft: Any = DraftHead.of(target, tokens=known) if kind == "eagle" else init_student(
             target, num_layers=num_layers, layers=layers, strategy=strategy or "uniform", dataset=train,
             share_embeddings=share_embeddings,
         ).eval()  # fmt: skip

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,13 @@ from ...errors import UnsupportedError
 from ...generation.hf.head_module import HeadModule
 from ...generation.hf.pass_states import tapped
 from ...hardware.atomic import replaced_file
-from ...models import layers_config
+from ...models import layers_config, vocabulary_size
 from ..losses.distillation_loss import distillation_loss
 from ..losses.objective import Objective
 from .student import init_student
 
 SETTINGS, WEIGHTS = "draft_head.json", "draft_head.safetensors"
+KNOWN = "known"  # among the weights, the ids of the tokens that a head drafts
 STEPS_AHEAD = 3  # tokens that a head is trained to draft in a row
 DECAY = 0.8  # what a step counts of the one before, as in EAGLE-3
 
@@ -36,22 +40,31 @@ class DraftHead(HeadModule):
     """
 
     @classmethod
-    def of(cls, target: PreTrainedModel, target_layers: Sequence[int] | None = None) -> DraftHead:
+    def of(
+        cls, target: PreTrainedModel, target_layers: Sequence[int] | None = None, tokens: Sequence[int] | None = None
+    ) -> DraftHead:
         """Make a head that begins as the target's last layer, behind embeddings and a last state as they are.
 
         target_layers: the hidden states that it reads, as `output_hidden_states` numbers them; left out, a low, a
-        middle and the last one. Raises UnsupportedError for a target without float weights, and for numbers that it
-        does not have.
+        middle and the last one. tokens: the ids of the only tokens that it drafts, rising; None for all. Raises
+        UnsupportedError for a target without float weights, and for numbers that it does not have.
         """
         count = layers_config(target.config).num_hidden_layers
         chosen = target_layers or (min(2, count), max(1, count // 2), count)
         tapped(target, chosen)
-        head = cls(init_student(target, layers=[count - 1], share_embeddings=True), chosen)
+        if tokens is not None:
+            check_tokens(tokens, vocabulary_size(target))
+        head = cls(init_student(target, layers=[count - 1], share_embeddings=True), chosen, tokens)
         with torch.no_grad():
             for layer in (head.narrow, head.fuse):
                 size = layer.weight.shape[0]
                 layer.weight.zero_()
                 layer.weight[:, -size:] = torch.eye(size)
+            if head.words is not None:
+                theirs = head.decoder.get_output_embeddings()
+                if theirs.bias is not None:
+                    raise UnsupportedError("the target's head adds a bias; leave tokens= (head_tokens=) out")
+                head.words.weight.copy_(theirs.weight[head.known])
         return head.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -59,23 +72,35 @@ class DraftHead(HeadModule):
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         with replaced_file(path / WEIGHTS) as unfinished:
-            save_file({name: p.detach().contiguous() for name, p in self.own_parameters().items()}, unfinished)
+            own = {name: p.detach().contiguous() for name, p in self.own_parameters().items()}
+            save_file(own if self.known is None else {**own, KNOWN: self.known}, unfinished)
         with replaced_file(path / SETTINGS) as unfinished:
             settings = {"target": type(self.decoder).__name__, "target_layers": self.target_layers}
+            settings |= {"weights": self.weights}
+            settings |= {} if self.known is None else {"tokens": len(self.known), "tokens_sha256": digest(self.known)}
             unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], target: PreTrainedModel) -> DraftHead:
         """Load a head for the target that it was trained for.
 
-        Raises UnsupportedError for a folder that holds none, and for another target.
+        Raises UnsupportedError for a folder that holds none, for another target, and where the list of the tokens
+        that it drafts is not the one that it was trained with.
         """
         path = Path(folder)
         if not (path / SETTINGS).is_file():
             raise UnsupportedError(f"{path} holds no {SETTINGS}; give a folder that a head was saved to")
         settings = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
-        head = cls.of(target, settings["target_layers"])
-        kept, own = load_file(path / WEIGHTS), head.own_parameters()
+        kept = load_file(path / WEIGHTS)
+        known = kept.pop(KNOWN, None)
+        if (None if known is None else digest(known)) != settings.get("tokens_sha256"):
+            raise UnsupportedError(
+                f"{path}: the list of the tokens that the head drafts is not the one of {SETTINGS}, by its sha256; copy "
+                "both files from one head"
+            )
+        head = cls.of(target, settings["target_layers"], None if known is None else known.tolist())
+        head.weights = settings.get("weights", cls.weights)
+        own = head.own_parameters()
         odd = sorted(kept.keys() ^ own.keys()) or [name for name in own if own[name].shape != kept[name].shape]
         if odd:
             raise UnsupportedError(
@@ -86,6 +111,27 @@ class DraftHead(HeadModule):
             for name, parameter in own.items():
                 parameter.copy_(kept[name])
         return head
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise UnsupportedError unless these are ids of different tokens, in rising order."""
+    rising = all(first < second for first, second in pairwise(tokens))
+    if not tokens or not rising or tokens[0] < 0 or tokens[-1] >= vocabulary:
+        raise UnsupportedError(
+            f"tokens={list(tokens[:4])}...: the ids of the tokens that a head drafts rise from 0 on and stay below "
+            f"{vocabulary}, the size of the vocabulary"
+        )
+
+
+def digest(tokens: Tensor) -> str:
+    """Return the SHA-256 of a list of token ids."""
+    return hashlib.sha256(str(tokens.tolist()).encode()).hexdigest()
+
+
+def most_frequent(rows: Iterable[Sequence[int]], count: int) -> list[int]:
+    """Return the ids of the tokens that come most often in rows of tokens, at most `count`, in rising order."""
+    counts = Counter(chain.from_iterable(rows))
+    return sorted(token for token, _ in counts.most_common(count))
 
 
 # -- training ------------------------------------------------------------------------------------------
@@ -108,6 +154,8 @@ class HeadTrainer(Trainer):
     ) -> Any:
         ids, labels = inputs["input_ids"], inputs["labels"]
         states, logits = target_states(self.target, model.target_layers, ids, inputs.get("attention_mask"))
+        if model.known is not None:  # the target's distribution over these tokens
+            logits, labels = logits[..., model.known], _numbers_among(model.known, labels)
         goal = self.goal
         read = own = model.narrow(states[:, :-1].to(model.fuse.weight.dtype))
         total: Any = 0.0
@@ -119,6 +167,12 @@ class HeadTrainer(Trainer):
             )
             total = total + DECAY**step * loss
         return (total, {}) if return_outputs else total
+
+
+def _numbers_among(known: Tensor, labels: Tensor) -> Tensor:
+    """Return the places of labels among known tokens; -100, which counts nothing, for others."""
+    places = torch.searchsorted(known, labels).clamp(max=len(known) - 1)
+    return torch.where(known[places] == labels, places, -100)
 
 
 @torch.no_grad()
@@ -138,4 +192,4 @@ def head_logits(head: DraftHead, target: Any, ids: Tensor) -> tuple[Tensor, Tens
     """
     states, logits = target_states(target, head.target_layers, ids)
     made, _ = head(head.narrow(states[:, :-1]), ids[:, 1:])
-    return made[0], logits[0, 1:]
+    return head.over_vocabulary(made[0], logits.shape[-1]), logits[0, 1:]

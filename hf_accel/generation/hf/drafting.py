@@ -168,24 +168,27 @@ class _Drafters:
         if (refusal := watching_refusal(self.target)) is not None:
             raise UnsupportedError(f"a draft head cannot be used: {refusal}; use 'suffix', 'ngram' or a draft model")
         check_draft_head(head, self.target)
-        decoder = _twin(self.state, head.decoder, None)
-        groups, groups_of_layer = page_groups(decoder.config, CacheConfig(prefix_sharing=False))
+        native = self._native(head)
+        groups, groups_of_layer = page_groups(native.decoder.config, CacheConfig(prefix_sharing=False))
         return HeadDrafter(
-            HeadRunner(self._native(head, decoder), groups, groups_of_layer),
+            HeadRunner(native, groups, groups_of_layer),
             head.target_layers,
             Pages(groups),
             self.rule,
             target_pages=self.pages,
-            num_tokens=vocabulary_size(decoder),
+            num_tokens=vocabulary_size(native.decoder),
             target_tokens=vocabulary_size(self.target),
         )
 
-    def _native(self, head: HeadModule, decoder: PreTrainedModel) -> NativeDrafts:
-        """Return the native calls of a head, which are kept for later sessions."""
+    def _native(self, head: HeadModule) -> NativeDrafts:
+        """Return the native calls of a head, which are kept for later sessions until its weights change."""
+        written = head.weights, [parameter._version for parameter in head.own_parameters().values()]
         kept = self.state.drafts.get(HEAD)
-        if kept is None or kept[0] is not head or kept[1].decoder is not decoder:
-            kept = self.state.drafts[HEAD] = (head, NativeDrafts(head, decoder))
-        made: NativeDrafts = kept[1]
+        if kept is None or kept[0] is not head or kept[1] != written:
+            assert self.state.make_draft is not None
+            decoder = head.decoder if find_state(head.decoder) is not None else self.state.make_draft(head.decoder, head.weights)
+            kept = self.state.drafts[HEAD] = (head, written, NativeDrafts(head, decoder))
+        made: NativeDrafts = kept[2]
         return made
 
     def _self_int4(self) -> ModelDrafter:

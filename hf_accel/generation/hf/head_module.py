@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,17 @@ class HeadModule(nn.Module):
     decoder: a model of the target's class with one layer; its embeddings and head are the target's memory.
     target_layers: which of the target's hidden states are read, as `output_hidden_states` numbers them: 0 is the
     embeddings', the number of layers is the last one, behind the last norm.
+    known: [N] int64, the ids of the only tokens that it drafts, rising; `words` then gives their logits. None for all
+    tokens, whose logits the target's head gives.
+    weights: what its linear layers are rounded to while it drafts, on a CPU with our kernels; None for their own dtype.
+    A draft may be rounded in any way: what is verified are its tokens.
     """
 
-    def __init__(self, decoder: PreTrainedModel, target_layers: Sequence[int]) -> None:
+    weights: Literal["int8"] | None = "int8"
+
+    def __init__(
+        self, decoder: PreTrainedModel, target_layers: Sequence[int], known: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
         config = layers_config(decoder.config)
         size, dtype = config.hidden_size, decoder.dtype
@@ -36,7 +44,10 @@ class HeadModule(nn.Module):
         self.token_norm, self.state_norm = (nn.RMSNorm(size, eps=1e-6, dtype=dtype) for _ in range(2))
         self.fuse = nn.Linear(2 * size, size, bias=False, dtype=dtype)
         self.words: nn.Linear | None = None
-        self.register_buffer("known", None)
+        self.known: Tensor | None
+        self.register_buffer("known", None if known is None else torch.tensor(known))
+        if known is not None:
+            self.words = nn.Linear(size, len(known), bias=False, dtype=dtype)
 
     @property
     def config(self) -> Any:
@@ -52,9 +63,23 @@ class HeadModule(nn.Module):
         return self.fuse(torch.cat([embeddings, self.state_norm(states)], dim=-1))
 
     def forward(self, states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [B, T, V] and the last hidden states [B, T, H] for states [B, T, H] and ids [B, T]."""
-        read = self.decoder(inputs_embeds=self.fused(states, ids), use_cache=False, output_hidden_states=True)
-        return read.logits, read.hidden_states[-1]
+        """Return the logits [B, T, V], or those [B, T, N] of the tokens that are known, and the last hidden states
+        [B, T, H] for states [B, T, H] and ids [B, T].
+        """
+        keep = 0 if self.words is None else 1  # of the target's head
+        given = {"inputs_embeds": self.fused(states, ids), "use_cache": False, "output_hidden_states": True}
+        if keep and self.decoder._supports_logits_to_keep():
+            given["logits_to_keep"] = keep
+        read = self.decoder(**given)
+        last: Tensor = read.hidden_states[-1]
+        return read.logits if self.words is None else self.words(last), last
+
+    def over_vocabulary(self, logits: Tensor, size: int) -> Tensor:
+        """Return logits [..., N] of the tokens that are known as those of all, [..., size]: -inf for the others."""
+        if self.known is None:
+            return logits
+        wide = logits.new_full((*logits.shape[:-1], size), float("-inf"))
+        return wide.index_copy_(-1, self.known, logits)
 
     def own_parameters(self) -> dict[str, Tensor]:
         """Return the parameters that are not the target's, by name."""

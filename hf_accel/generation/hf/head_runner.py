@@ -14,10 +14,13 @@ from ...fused.draft_programme import DraftProgramme, DraftRows, HeadParts
 from ...fused.layer_programme import MOST_TOKENS, LayerProgramme
 from ...fused.norms import norm_form
 from ...fused.projections import ProjectionCall
+from ...config import WeightConfig
 from ...kernels.cpu.library import native
+from ...linear import QuantLinear
+from ...linear.methods.rtn import quantize
 from ...models import layer_lists, positions_depend_on_length
 from ...recognition.operation import UntraceableError
-from ...recognition.trial import RandomNumbers
+from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...tensors import integers
 from ...undo.state import FUSED
 from ..prompt_inputs import Rows
@@ -46,13 +49,13 @@ class HeadRunner(ModelRunner):
         self._embeddings: Tensor | None = None
         self._narrow, self._native = ProjectionCall(MOST_TOKENS), native_drafts
 
-    @property
-    def known(self) -> Tensor | None:
-        return self.head.known
+    def over_vocabulary(self, logits: Tensor, size: int) -> Tensor:
+        return self.head.over_vocabulary(logits, size)
 
     def narrow(self, states: Tensor) -> Tensor:
-        call = self._narrow.ready((self.head.narrow,), states) if native(states) else None
-        narrowed: Tensor = self.head.narrow(states) if call is None else call(states)
+        layer: Any = self.head.narrow
+        call = self._narrow.ready((layer,), states) if type(layer) is nn.Linear and native(states) else None
+        narrowed: Tensor = layer(states) if call is None else call(states)
         return narrowed
 
     def goes_ahead(self, count: int) -> bool:
@@ -109,11 +112,11 @@ class NativeDrafts:
 
     It is given up when something has changed that it depends on, and made again.
 
-    decoder: that of the head, patched.
+    head: whose linear layers are rounded here as its `weights` says. decoder: that of the head, patched with them.
     """
 
     def __init__(self, head: HeadModule, decoder: Any) -> None:
-        self.head, self.decoder = head, decoder
+        self.head, self.decoder = rounded(head), decoder
         self.layer = next(iter(layer_lists(decoder.get_decoder(), 1).values()))[0]
         self.programme: DraftProgramme | None = None
         self.refused: LayerProgramme | None = None  # with which there is no programme, or it has failed its trial
@@ -121,7 +124,7 @@ class NativeDrafts:
     def takes(self, count: int, groups: list[PageGroup]) -> bool:
         """Return whether a call of `count` rows is native now. groups: the pages of the head."""
         programme = self.programme
-        if programme is None or count > MOST_TOKENS or not native(self.head.fuse.weight):
+        if programme is None or count > MOST_TOKENS or not native(self.programme.parts.embeddings):
             return False
         if programme.layer is not self._layer() or not programme.is_current():
             self.programme = None
@@ -185,11 +188,11 @@ class NativeDrafts:
 
     def _parts(self) -> HeadParts:
         head, decoder = self.head, self.decoder.get_decoder()
-        norms = [child for child in decoder.children() if norm_form(child, head.fuse.weight.dtype) is not None]
+        embeddings = head.decoder.get_input_embeddings().weight
+        norms = [child for child in decoder.children() if norm_form(child, embeddings.dtype) is not None]
         if len(norms) != 1:
             raise UntraceableError("its decoder has not one norm behind its layer")
         words = head.words or self.decoder.get_output_embeddings()
-        embeddings = head.decoder.get_input_embeddings().weight
         return HeadParts(embeddings, head.token_norm, head.state_norm, head.fuse, norms[0], words, head.known)
 
     def _tables(self, runner: HeadRunner, layer: LayerProgramme, first: int) -> tuple[Tensor, Tensor] | None:
@@ -212,6 +215,20 @@ class NativeDrafts:
         if len(cos) != 1 or cos.shape != sin.shape or {cos.dtype, sin.dtype} != {layer.table_dtype}:
             raise UntraceableError("its layer is given other tables than cos and sin")
         return cos, sin
+
+
+def rounded(head: HeadModule) -> HeadModule:
+    """Return a head with the same numbers whose own linear layers are rounded as its `weights` says."""
+    if head.weights is None:
+        return head
+    own = {name: layer for name, layer in head.named_children() if isinstance(layer, nn.Linear)}
+    made: HeadModule = unwatched_twin(head, _modules={name: _rounded(layer) for name, layer in own.items()})
+    return made
+
+
+def _rounded(layer: nn.Linear) -> QuantLinear:
+    weight = quantize(layer.weight, WeightConfig(8))
+    return QuantLinear(weight, layer.bias, activations="int8", backend="auto", dtype=layer.weight.dtype).pack()
 
 
 class _Reached(Exception):

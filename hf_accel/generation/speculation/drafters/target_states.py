@@ -46,7 +46,7 @@ class Made(NamedTuple):
     """What a call of a head gives.
 
     tokens: the likeliest ones [steps, n], those of a sequence that has stopped being any; None if they are left to the
-    caller. logits, states: those of the last step, [n, V] and [n, H].
+    caller. logits, states: those of the last step, [n, N] of the tokens that the head knows and [n, H].
     """
 
     tokens: list[list[int]] | None
@@ -55,13 +55,10 @@ class Made(NamedTuple):
 
 
 class HeadCalls(Protocol):
-    """Calls a draft head.
+    """Calls a draft head."""
 
-    known: [N] int64, the ids of the tokens that the head has logits of; None if it has those of all.
-    """
-
-    @property
-    def known(self) -> Tensor | None: ...
+    def over_vocabulary(self, logits: Tensor, size: int) -> Tensor:
+        """Return logits of the head [n, N] as those of so many tokens, -inf for those that it never drafts."""
 
     def narrow(self, states: Tensor) -> Tensor:
         """Return the states [N, H] that the head reads for those of the target, [N, C]."""
@@ -152,11 +149,7 @@ class HeadDrafter(ModelDrafter):
             part.unread.reader.truncate(part.unread.num_read)
 
     def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
-        known = self.calls.known
-        if known is None:
-            return super()._over_target_vocabulary(logits)
-        wide = logits.new_full((len(logits), self.target_tokens), float("-inf"))
-        return wide.index_copy_(1, known, logits)
+        return super()._over_target_vocabulary(self.calls.over_vocabulary(logits, self.num_tokens))
 
     def _drafted_one_by_one(self, drafts: list[PartialDraft], parts: list[PassPart], states: Tensor) -> None:
         counts = [len(part.ids) for part in parts]
