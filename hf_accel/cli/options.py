@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -198,16 +198,14 @@ def _calibration(path: Path) -> Any:
 
 
 def _drafter(word: str | None) -> Any:
-    """Return a drafter's name unchanged; load a draft model from its path."""
+    """Return a drafter's name unchanged; load a draft model from its path, and a head when its target is there."""
     if word is None or word in DRAFTERS:
         return word
-    from hf_accel.distill.drafts.heads import SETTINGS
+    from hf_accel.distill.drafts.heads import SETTINGS, DraftHead
+    from hf_accel.generation.hf.head_module import SavedHead
 
     if (Path(word) / SETTINGS).is_file():
-        raise BadInputError(
-            f"--speculative {word} is a draft head, which is loaded for a model: in Python, "
-            "DraftHead.from_pretrained(folder, model); name a draft model here"
-        )
+        return SavedHead(partial(DraftHead.from_pretrained, word))
     return load_float(word)
 
 

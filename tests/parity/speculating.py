@@ -106,9 +106,9 @@ def near(family: str, vocabulary: int = VOCABULARY, noise: float = 0.02, seed: i
     return model.eval()
 
 
-def head(family: str) -> DraftHead:
-    """A head of the target with some noise, which is right now and then."""
-    made = DraftHead.of(stock(family))
+def head(family: str, tokens: abc.Sequence[int] | None = None) -> DraftHead:
+    """A head of the target with some noise, which is right now and then. tokens: those that it drafts, None for all."""
+    made = DraftHead.of(stock(family), tokens=tokens)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(7)
         for parameter in made.own_parameters().values():

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hf_accel
-from hf_accel import SpeculativeConfig, UnsupportedError
+from hf_accel import Draft, SpeculativeConfig, UnsupportedError
 from hf_accel.distill.drafts.heads import DraftHead, head_logits, target_states
+from hf_accel.fused.draft_programme import DraftProgramme
+from hf_accel.generation.speculation.drafters.model import MAX_CHUNK
 from hf_accel.generation.speculation.drafters.target_states import HeadDrafter
 
 from .families import VOCABULARY, build
@@ -27,35 +30,111 @@ def chain(made: Any, model: Any, tokens: list[int], count: int) -> list[int]:
     drafted: list[int] = []
     for _ in range(count):
         logits, own = made(read, ids)
-        drafted.append(int(logits[0, -1].argmax()))
+        drafted.append(int(made.over_vocabulary(logits[0, -1], VOCABULARY).argmax()))
         read = torch.cat([read, own[:, -1:]], dim=1)
         ids = torch.cat([ids, torch.tensor([drafted[-1:]])], dim=1)
     return drafted
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_drafts_are_what_the_head_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After accepted and rejected drafts, in a batch, with prompts of which a part is in the pages already."""
-    model, made, seen = target(family), head(family), 0
-    made.weights = None
-    propose = HeadDrafter.propose
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """Note the results of a method."""
+    results: list[Any] = []
+    method = getattr(owner, name)
+
+    def noted(*arguments: Any) -> Any:
+        results.append(method(*arguments))
+        return results[-1]
+
+    monkeypatch.setattr(owner, name, noted)
+    return results
+
+
+def checked_drafts(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead) -> list[int]:
+    """Compare each draft with what the head's own code drafts; returns the tokens that were compared."""
+    propose, seen = HeadDrafter.propose, list[int]()
 
     def checked(self: Any, sequences: Any, lengths: Any) -> Any:
-        nonlocal seen
         drafts = propose(self, sequences, lengths)
         for sequence, draft in zip(sequences, drafts, strict=True):
             if self.book._unread[sequence].first == 0:
-                seen += len(draft)
+                seen.extend(draft.tokens)
                 assert draft.tokens == chain(made, build(family), sequence.tokens, len(draft))
         return drafts
 
     monkeypatch.setattr(HeadDrafter, "propose", checked)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma2"])
+@pytest.mark.parametrize("tokens", [None, range(3, VOCABULARY, 2)])
+def test_drafts_are_what_the_head_says(family: str, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After accepted and rejected drafts, in a batch, with prompts of which a part is in the pages already."""
+    monkeypatch.setattr("hf_accel.generation.hf.head_runner.AT_ONCE", 8)
+    model, made = target(family), head(family, tokens)
+    made.weights = None
+    called = counted(monkeypatch, DraftProgramme, "__call__")
+    seen = checked_drafts(monkeypatch, family, made)
     config = SpeculativeConfig(drafter=made, num_draft=3)
     alone = requests(4, seed=6)
     assert by_generate(model, alone, 12, speculative=config) == answers(family, alone, 12)
-    assert seen > 60
-    tokens, stats = by_engine(model, PROMPTS, 12, speculative=config, token_budget=7, max_tokens=96)
-    assert tokens == answers(family, PROMPTS, 12) and stats["prefix_hits"] + stats["preemptions"] > 0
+    assert len(seen) > 60
+    # By modules: GPT-2 adds the embeddings of positions, and Gemma 2's own head caps logits, which a trial finds.
+    steps = {"gpt2": 0, "gemma2": 1 if tokens is None else 3}.get(family, 3)
+    assert max((len(drafted) for drafted, _, _ in called), default=0) == steps
+    made_tokens, stats = by_engine(model, PROMPTS, 12, speculative=config, token_budget=7, max_tokens=96)
+    assert made_tokens == answers(family, PROMPTS, 12) and stats["prefix_hits"] + stats["preemptions"] > 0
+
+
+def test_a_native_draft_that_fails_its_trial_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, calls = DraftProgramme.__call__, 0
+
+    def wrong(self: Any, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        tokens, logits, states = call(self, *arguments)
+        return tokens, logits + 1, states
+
+    monkeypatch.setattr(DraftProgramme, "__call__", wrong)
+    config = SpeculativeConfig(drafter=head("llama"), num_draft=2)
+    assert by_generate(target("llama"), PROMPTS, 8, speculative=config) == answers("llama", PROMPTS, 8)
+    assert calls == 1
+
+
+def test_a_change_of_the_head_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = target("llama"), head("llama")
+    made.weights = None
+    seen, called = checked_drafts(monkeypatch, "llama", made), counted(monkeypatch, DraftProgramme, "__call__")
+    config = SpeculativeConfig(drafter=made, num_draft=2)
+    for change in (lambda: made.fuse.weight.mul_(-1), lambda: made.fuse.weight.set_(made.fuse.weight * -1)):
+        by_generate(model, PROMPTS[:2], 8, speculative=config)
+        with torch.no_grad():
+            change()
+    hook = made.fuse.register_forward_hook(lambda layer, inputs, output: output * 2)
+    called.clear()
+    by_generate(model, PROMPTS[:2], 8, speculative=config)
+    hook.remove()
+    assert seen and not called
+
+
+def test_a_head_in_int8_drafts_about_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, drafts, called = head("llama"), [], counted(monkeypatch, DraftProgramme, "__call__")
+    for weights in (None, "int8"):
+        made.weights = weights
+        proposed = counted(monkeypatch, HeadDrafter, "propose")
+        config = SpeculativeConfig(drafter=made, num_draft=1)
+        assert by_generate(target("llama"), PROMPTS, 12, speculative=config) == answers("llama", PROMPTS, 12)
+        drafts.append([draft.tokens for each in proposed for draft in each])
+    same = sum(first == second for first, second in zip(*drafts, strict=False))
+    assert called and 0.6 * len(drafts[0]) < same < len(drafts[0])
+
+
+def test_prompts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = counted(monkeypatch, HeadDrafter, "_pass_over")
+    monkeypatch.setattr(HeadDrafter, "propose", lambda self, sequences, lengths: [Draft() for _ in sequences])
+    prompts = [prompt * 20 for prompt in requests(3, seed=5)]
+    config = SpeculativeConfig(drafter=head("llama"), num_draft=2)
+    by_generate(target("llama"), prompts, 3, speculative=config)
+    assert 1 <= len(passes) <= 1 + sum(map(len, prompts)) // MAX_CHUNK
 
 
 def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +181,22 @@ def test_a_head_is_saved_and_loaded(tmp_path: Any) -> None:
         DraftHead.from_pretrained(tmp_path / "other", model)
 
 
+def test_the_tokens_of_a_head_are_those_that_it_was_saved_with(tmp_path: Any) -> None:
+    model, tokens = build("llama"), [5, 7, 30]
+    DraftHead.of(model, tokens=tokens).save_pretrained(tmp_path)
+    loaded = DraftHead.from_pretrained(tmp_path, model)
+    assert loaded.known is not None and loaded.known.tolist() == tokens
+    assert head_logits(loaded, model, torch.tensor([PROMPTS[0]]))[0].isfinite().sum(-1).unique().tolist() == [3]
+    weights = load_file(tmp_path / "draft_head.safetensors")
+    for other in ([7, 5, 30], [5, 7, 31]):
+        save_file({**weights, "known": torch.tensor(other)}, tmp_path / "draft_head.safetensors")
+        with pytest.raises(UnsupportedError, match="is not the one of draft_head"):
+            DraftHead.from_pretrained(tmp_path, model)
+    for wrong in ([], [7, 5], [5, 5], [1, VOCABULARY]):
+        with pytest.raises(UnsupportedError, match="rise from 0 on"):
+            DraftHead.of(model, tokens=wrong)
+
+
 def test_a_head_of_another_model_is_an_error() -> None:
     config = SpeculativeConfig(drafter=head("gpt2"), num_draft=2)
     with pytest.raises(UnsupportedError, match="is a head of GPT2LMHeadModel"):
@@ -114,16 +209,24 @@ def test_a_head_of_another_model_is_an_error() -> None:
         DraftHead.of(build("llama"), [0, 9])
 
 
-def test_a_head_learns_what_its_target_writes() -> None:
+@pytest.mark.parametrize("head_tokens", [None, VOCABULARY // 2])
+def test_a_head_learns_what_its_target_writes(head_tokens: int | None) -> None:
     model = build("llama")
     rows = torch.randint(1, VOCABULARY, (120, 24), generator=torch.Generator().manual_seed(1)).tolist()
     made = hf_accel.distill_draft(
         model, rows, kind="eagle", max_steps=40, batch_size=8, max_length=24, prompt_tokens=4, progress_bar=False,
-        measure={"max_tokens": 200, "max_draft": 2},
+        measure={"max_tokens": 200, "max_draft": 2}, head_tokens=head_tokens,
     )  # fmt: skip
     assert made.before is not None and made.after is not None
     assert made.after.text_acceptance > made.before.text_acceptance
+    if head_tokens is not None:
+        counts = torch.bincount(torch.tensor(rows[:-12]).flatten(), minlength=VOCABULARY)
+        assert made.draft.known is not None and len(made.draft.known) == head_tokens
+        assert counts[made.draft.known].min() >= counts.sort(descending=True).values[head_tokens - 1]
+        return
     with pytest.raises(UnsupportedError, match="leave num_layers out"):
         hf_accel.distill_draft(model, rows, kind="eagle", num_layers=1)
+    with pytest.raises(UnsupportedError, match="leave head_tokens= out"):
+        hf_accel.distill_draft(model, rows, head_tokens=4)
     with pytest.raises(UnsupportedError, match="share_embeddings=False"):
         hf_accel.distill_draft(model, rows, kind="eagle", share_embeddings=False)

@@ -30,7 +30,7 @@ from ..speculation.verifiers import verifier
 from ..speculation.verifiers.verifier import Verifier
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
-from .head_module import HeadModule, check_draft_head
+from .head_module import HeadModule, SavedHead, check_draft_head
 from .head_runner import HeadRunner, NativeDrafts
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
@@ -126,8 +126,8 @@ class _Drafters:
             return self._named(wanted)
         if isinstance(wanted, Drafter):
             return wanted
-        if isinstance(wanted, HeadModule):
-            return self._head(wanted)
+        if isinstance(wanted, HeadModule | SavedHead):
+            return self._head(wanted.loaded(self.target) if isinstance(wanted, SavedHead) else wanted)
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
             return CandidateDrafter(wanted, vocabulary_size(self.target))
         model = without_adapters(wanted)
@@ -258,7 +258,7 @@ def _is_model(drafter: Any) -> bool:
     return (
         drafter == "self-int4"
         if isinstance(drafter, str)
-        else isinstance(without_adapters(drafter), PreTrainedModel | HeadModule)
+        else isinstance(without_adapters(drafter), PreTrainedModel | HeadModule | SavedHead)
     )
 
 

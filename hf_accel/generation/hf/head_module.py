@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,23 @@ class HeadModule(nn.Module):
         """Return the parameters that are not the target's, by name."""
         shared = {id(p) for p in _shared(self.decoder)}
         return {name: p for name, p in self.named_parameters() if id(p) not in shared}
+
+
+class SavedHead:
+    """A head in a folder, which is loaded for each target that it is to draft for.
+
+    load: returns it for a target.
+    """
+
+    def __init__(self, load: Callable[[Any], HeadModule]) -> None:
+        self._load = load
+        self._loaded: WeakKeyDictionary[Any, HeadModule] = WeakKeyDictionary()
+
+    def loaded(self, target: Any) -> HeadModule:
+        head = self._loaded.get(target)
+        if head is None:
+            head = self._loaded[target] = self._load(target)
+        return head
 
 
 def _shared(decoder: Any) -> list[Tensor]:

@@ -156,6 +156,9 @@ class NativeDrafts:
             programme = DraftProgramme(layer, self._parts(), self._tables(runner, layer, 0))
         except UntraceableError:
             return None
+        if not programme.is_current():  # a hook wants to see a module, for as long as it is there
+            self.refused = None
+            return None
         return programme, self._computed(runner, programme, rows, Ahead([len(rows.keep)], [], []))
 
     def compare(self, tried: Tried | None, made: Made) -> None:
