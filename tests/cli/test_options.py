@@ -8,10 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+import hf_accel
 from hf_accel.cli.options import PATCH_OPTIONS, Asked, PatchOption, texts_in_file
 from hf_accel.cli.output import BadInputError, as_options
 from hf_accel.config import CacheConfig, PatchConfig, SpeculativeConfig, WeightConfig
+
+from .conftest import TINY
 
 CONFIGS: dict[str, Any] = {"weights": WeightConfig, "cache": CacheConfig, "speculative": SpeculativeConfig}
 LEFT_OUT = {  # fields without an option, and why
@@ -138,7 +143,12 @@ def test_messages_in_the_words_of_the_command_line(said: str, shown: str) -> Non
     assert as_options(said, options) == shown
 
 
-def test_a_draft_head_is_loaded_in_python(tmp_path: Path) -> None:
-    (tmp_path / "draft_head.json").write_text("{}")
-    with pytest.raises(BadInputError, match=r"DraftHead\.from_pretrained\(folder, model\)"):
-        asked(speculative=str(tmp_path))
+def test_a_draft_head_is_loaded_for_its_target(tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(TINY)
+    hf_accel.DraftHead.of(target).save_pretrained(tmp_path)
+    saved = asked(speculative=str(tmp_path))["speculative"]
+    model = hf_accel.patch(target, weights=None, speculative=SpeculativeConfig(drafter=saved, num_draft=2))
+    assert saved.loaded(model) is saved.loaded(model)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    assert hf_accel.stats(model)["drafted"] > 0

@@ -107,7 +107,7 @@ def near(family: str, vocabulary: int = VOCABULARY, noise: float = 0.02, seed: i
 
 
 def head(family: str, tokens: abc.Sequence[int] | None = None) -> DraftHead:
-    """A head of the target with some noise, which is right now and then. tokens: those that it drafts, None for all."""
+    """A head of the target with some noise, which is right now and then. tokens: those that it drafts."""
     made = DraftHead.of(stock(family), tokens=tokens)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(7)

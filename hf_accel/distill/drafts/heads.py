@@ -75,8 +75,8 @@ class DraftHead(HeadModule):
             own = {name: p.detach().contiguous() for name, p in self.own_parameters().items()}
             save_file(own if self.known is None else {**own, KNOWN: self.known}, unfinished)
         with replaced_file(path / SETTINGS) as unfinished:
-            settings = {"target": type(self.decoder).__name__, "target_layers": self.target_layers}
-            settings |= {"weights": self.weights}
+            settings: dict[str, Any] = {"target": type(self.decoder).__name__, "target_layers": self.target_layers}
+            settings["weights"] = self.weights
             settings |= {} if self.known is None else {"tokens": len(self.known), "tokens_sha256": digest(self.known)}
             unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
@@ -95,8 +95,8 @@ class DraftHead(HeadModule):
         known = kept.pop(KNOWN, None)
         if (None if known is None else digest(known)) != settings.get("tokens_sha256"):
             raise UnsupportedError(
-                f"{path}: the list of the tokens that the head drafts is not the one of {SETTINGS}, by its sha256; copy "
-                "both files from one head"
+                f"{path}: the list of the tokens that the head drafts is not the one of {SETTINGS}, by its sha256; "
+                "copy both files from one head"
             )
         head = cls.of(target, settings["target_layers"], None if known is None else known.tolist())
         head.weights = settings.get("weights", cls.weights)

@@ -16,6 +16,7 @@ from ...cache.hf import attends_to_sources, page_groups
 from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
+from ...kernels.cpu.library import refusal as kernels_refusal
 from ...models import vocabulary_size, without_adapters
 from ...undo.state import find_state, state_of
 from ..sequence import Draft, Sequence
@@ -34,7 +35,7 @@ from .head_module import HeadModule, SavedHead, check_draft_head
 from .head_runner import HeadRunner, NativeDrafts
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
-from .refusals import ragged_refusal
+from .refusals import ragged_refusal, report_no_drafts
 from .states_drafters import (
     MOST_OF_A_BLOCK,
     block_drafter,
@@ -87,10 +88,18 @@ def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller
 
 
 def keep_controller(config: SpeculativeConfig, speculation: Speculation, model: Any) -> None:
-    """Keep the controller at the end of a session for the next one, unless the model was unpatched meanwhile."""
+    """Keep the controller at the end of a session for the next one, unless the model was unpatched meanwhile.
+
+    A drafter that was asked for, and has never drafted since it costs more than it brings, is reported.
+    """
     state = find_state(model)
-    if state is not None:
-        state.generation.controllers[_controller_key(config)] = speculation.controller
+    if state is None:
+        return
+    state.generation.controllers[_controller_key(config)] = speculation.controller
+    for drafter in speculation.drafters:
+        verdict = None if drafter.is_free else speculation.controller.verdict(drafter.name)
+        if verdict is not None:
+            report_no_drafts(state.generation, verdict, f"verdict of {drafter.name}")
 
 
 def _controller_key(config: SpeculativeConfig) -> tuple[Any, ...]:
@@ -182,11 +191,16 @@ class _Drafters:
 
     def _native(self, head: HeadModule) -> NativeDrafts:
         """Return the native calls of a head, which are kept for later sessions until its weights change."""
-        written = head.weights, [parameter._version for parameter in head.own_parameters().values()]
+        weights = None if kernels_refusal() is not None else head.weights
+        written = weights, [parameter._version for parameter in head.own_parameters().values()]
         kept = self.state.drafts.get(HEAD)
         if kept is None or kept[0] is not head or kept[1] != written:
             assert self.state.make_draft is not None
-            decoder = head.decoder if find_state(head.decoder) is not None else self.state.make_draft(head.decoder, head.weights)
+            decoder = (
+                head.decoder
+                if find_state(head.decoder) is not None
+                else self.state.make_draft(head.decoder, head.weights)
+            )
             kept = self.state.drafts[HEAD] = (head, written, NativeDrafts(head, decoder))
         made: NativeDrafts = kept[2]
         return made

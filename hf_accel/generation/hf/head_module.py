@@ -27,8 +27,8 @@ class HeadModule(nn.Module):
     embeddings', the number of layers is the last one, behind the last norm.
     known: [N] int64, the ids of the only tokens that it drafts, rising; `words` then gives their logits. None for all
     tokens, whose logits the target's head gives.
-    weights: what its linear layers are rounded to while it drafts, on a CPU with our kernels; None for their own dtype.
-    A draft may be rounded in any way: what is verified are its tokens.
+    weights: what its linear layers are rounded to while it drafts, where our kernels are; None for their own dtype. A
+    draft may be rounded in any way: what is verified are its tokens.
     """
 
     weights: Literal["int8"] | None = "int8"

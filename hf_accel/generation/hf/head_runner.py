@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ...cache.group import PageGroup
 from ...cache.step import PassInputs
 from ...cache.storage import KVStorage
+from ...config import WeightConfig
 from ...fused.draft_programme import DraftProgramme, DraftRows, HeadParts
 from ...fused.layer_programme import MOST_TOKENS, LayerProgramme
 from ...fused.norms import norm_form
 from ...fused.projections import ProjectionCall
-from ...config import WeightConfig
 from ...kernels.cpu.library import native
 from ...linear import QuantLinear
 from ...linear.methods.rtn import quantize
@@ -112,11 +112,11 @@ class NativeDrafts:
 
     It is given up when something has changed that it depends on, and made again.
 
-    head: whose linear layers are rounded here as its `weights` says. decoder: that of the head, patched with them.
+    head: whose own linear layers may be rounded. decoder: that of the head, patched.
     """
 
     def __init__(self, head: HeadModule, decoder: Any) -> None:
-        self.head, self.decoder = rounded(head), decoder
+        self.head, self.decoder = head, decoder
         self.layer = next(iter(layer_lists(decoder.get_decoder(), 1).values()))[0]
         self.programme: DraftProgramme | None = None
         self.refused: LayerProgramme | None = None  # with which there is no programme, or it has failed its trial
@@ -124,7 +124,7 @@ class NativeDrafts:
     def takes(self, count: int, groups: list[PageGroup]) -> bool:
         """Return whether a call of `count` rows is native now. groups: the pages of the head."""
         programme = self.programme
-        if programme is None or count > MOST_TOKENS or not native(self.programme.parts.embeddings):
+        if programme is None or count > MOST_TOKENS or not native(programme.parts.embeddings):
             return False
         if programme.layer is not self._layer() or not programme.is_current():
             self.programme = None
@@ -221,9 +221,7 @@ class NativeDrafts:
 
 
 def rounded(head: HeadModule) -> HeadModule:
-    """Return a head with the same numbers whose own linear layers are rounded as its `weights` says."""
-    if head.weights is None:
-        return head
+    """Return a head with the same parts whose own linear layers are rounded to INT8."""
     own = {name: layer for name, layer in head.named_children() if isinstance(layer, nn.Linear)}
     made: HeadModule = unwatched_twin(head, _modules={name: _rounded(layer) for name, layer in own.items()})
     return made
@@ -243,7 +241,7 @@ class _Reached(Exception):
 
 
 def _reached(layer: nn.Module, arguments: tuple[Any, ...], others: dict[str, Any]) -> None:
-    raise _Reached(*arguments, others)
+    raise _Reached(arguments[0], others)
 
 
 def _is_near(made: Tensor, expected: Tensor) -> bool:

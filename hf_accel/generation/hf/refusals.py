@@ -211,11 +211,12 @@ def report_stock_loop(state: GenerationState, refusal: str) -> None:
         warn_once(state, refusal, text)
 
 
-def report_no_drafts(state: GenerationState, refusal: str) -> None:
+def report_no_drafts(state: GenerationState, refusal: str, key: str | None = None) -> None:
+    """Report that a call decodes without drafts. key: what the warning is remembered by, if `refusal` has numbers."""
     _note(state, "drafts", f"none: {refusal}")
     said = "; this is said once, and for each call in hf_accel.stats(model)['drafts']"
     text = f"generate() decodes without drafts, because {refusal}{said}"
-    warn_once(state, refusal, text)
+    warn_once(state, key or refusal, text)
 
 
 def _note(state: GenerationState, name: str, text: str) -> None:

@@ -23,6 +23,7 @@ EARNED = 0.01  # the share of all time that drafts may lose later
 UNMEASURED_DRAFT = 0.3  # the assumed time of a drafter's pass before it was measured
 FIRST_WAIT, LAST_WAIT = 1, 512  # the passes from one trial to the next while none was right, which double
 WAIT = 8  # the passes from one trial to the next once a draft was right
+MANY = 64  # the passes after which it is known whether drafts pay
 REFRESH = 64  # the number of passes after which draft lengths other than the best are tried
 # The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
 # over all sequences, of about the last 96 drafts, is what is expected of each, of which the last 16 count.
@@ -52,6 +53,7 @@ class DraftSource:
     wait: int = FIRST_WAIT
     next_trial: int = 0  # the pass from which on there may be trials
     idle: tuple[int, int] = (0, 0)  # for so many sequences nothing can be drafted before this pass
+    has_paid: bool = False  # whether drafts were ever chosen because they pay
 
     def of(self, sequence: Sequence) -> Drafted:
         return self.sequences.setdefault(sequence, Drafted())
@@ -130,6 +132,7 @@ class Controller:
         if known.deepest:
             chains = expected_gains(known, records, bounds)
             lengths = allocate(chains, costs.seconds, draft, other_rows=rows - count, least=costs.doubt(rows))
+            known.has_paid = known.has_paid or any(lengths)
             if self.num_passes % REFRESH == 0:  # so that times without drafts, or with longer ones, stay new
                 more = self.num_passes // REFRESH % 2
                 lengths = [more and min(2 * n + 1, bound) for n, bound in zip(lengths, bounds, strict=True)]
@@ -140,6 +143,18 @@ class Controller:
         affordable = self.num_passes + int(lacking / (EARNED * one))
         known.idle = (0, 0) if any(lengths) or is_refreshed else (count, max(known.next_trial, affordable))
         return lengths
+
+    def verdict(self, source: str) -> str | None:
+        """Return why a drafter has drafted nothing but trials, as a clause; None if its drafts have paid, or if that
+        is not known after so few passes.
+        """
+        known = self.sources.get(source)
+        if self.num_draft != "auto" or known is None or known.has_paid or self.num_passes < MANY:
+            return None
+        if not known.tally.verified or not known.costs.widths or not self.verify_costs.is_measured(1):
+            return None
+        cost, rate = known.costs.seconds(1) / self.verify_costs.seconds(1), known.tally.acceptances([None], 0)[0]
+        return f"drafts of {source!r} do not pay: a token costs {cost:.2f} of a pass, and {rate:.0%} are accepted"
 
     def _add_trials(
         self, records: list[Drafted | None], lengths: list[int], rows: int, draft: Seconds | None

@@ -195,3 +195,15 @@ def test_sources_are_judged_apart() -> None:
 def test_what_makes_no_sense_is_refused(number: int, most: int) -> None:
     with pytest.raises(UnsupportedError, match=r"num_draft|max_draft"):
         Controller(number, most)
+
+
+@pytest.mark.parametrize(("acceptance", "drafting", "says"), [(0.2, 0.8, True), (0.9, 0.05, False)])
+def test_a_drafter_that_does_not_pay_is_named(acceptance: float, drafting: float, says: bool) -> None:
+    run = Simulation(CURVES["rising"], [acceptance], drafting=drafting, seed=1)
+    run.run(20)
+    assert run.controller.verdict("") is None  # too early to say
+    run.run(200)
+    verdict = run.controller.verdict("")
+    assert (verdict is not None) is says
+    if verdict is not None:
+        assert "do not pay: a token costs 0.8" in verdict
