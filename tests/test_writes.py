@@ -57,6 +57,7 @@ WRITERS = {
     "recurrent.hf.headed_scans": {"dict"},
     "recurrent.hf.lightning": {"dict"},
     "fused.hf.sites": {"class", "dict"},
+    "generation.hf.head_runner": {"hook"},  # on a draft's own layer, within a call
     "generation.hf.pass_states": {"hook"},  # within a pass
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},

@@ -49,7 +49,7 @@ class HeadParts:
 
 @dataclass(frozen=True)
 class DraftRows:
-    """What a draft reads and writes. The first step reads N rows of n sequences, each later step one row of each.
+    """A draft reads and writes this. The first step reads N rows of n sequences, each later step one row of each.
 
     ids, positions: [N] and [rows of all steps] int64. states: [N, H], read with a stride. slots: [rows of all steps]
     int64. block_table, cu_q, kv_len: as in Ragged, those of the first step, with the blocks of all. ends: [n] int64,

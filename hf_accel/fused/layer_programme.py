@@ -191,11 +191,11 @@ class LayerProgramme(NativeOperations, TracedLayer):
         source: the pages that hold keys of an encoder's output, and what attention reads of them.
         """
         out = torch.empty_like(x)
-        run_layer(*self.fields(x.data_ptr(), out.data_ptr(), fields, pages, source))
+        run_layer(*self.fields(x.data_ptr(), out.data_ptr(), fields, pages, source=source))
         return out
 
     def fields(
-        self, x: int, out: int, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None
+        self, x: int, out: int, fields: CallFields, pages: KV, *, source: tuple[KV, SourceFields] | None = None
     ) -> tuple[int, ...]:
         """Return the fields of the struct of a call, see `__call__`. x, out: addresses."""
         dtype = DTYPES[self.dtype]

@@ -69,7 +69,7 @@ def checked_drafts(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead
 @pytest.mark.parametrize("tokens", [None, range(3, VOCABULARY, 2)])
 def test_drafts_are_what_the_head_says(family: str, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After accepted and rejected drafts, in a batch, with prompts of which a part is in the pages already."""
-    monkeypatch.setattr("hf_accel.generation.hf.head_runner.AT_ONCE", 8)
+    monkeypatch.setattr("hf_accel.generation.hf.head_runner.POSITIONS_AT_ONCE", 8)
     model, made = target(family), head(family, tokens)
     made.weights = None
     called = counted(monkeypatch, DraftProgramme, "__call__")

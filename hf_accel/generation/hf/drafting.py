@@ -16,7 +16,6 @@ from ...cache.hf import attends_to_sources, page_groups
 from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...kernels.cpu.library import refusal as kernels_refusal
 from ...models import vocabulary_size, without_adapters
 from ...undo.state import find_state, state_of
 from ..sequence import Draft, Sequence
@@ -32,7 +31,7 @@ from ..speculation.verifiers.verifier import Verifier
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
 from .head_module import HeadModule, SavedHead, check_draft_head
-from .head_runner import HeadRunner, NativeDrafts
+from .head_runner import HeadRunner
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
 from .refusals import ragged_refusal, report_no_drafts
@@ -46,7 +45,6 @@ from .states_drafters import (
 )
 from .vocabulary import vocabulary_refusal
 
-HEAD = "head"  # where the native calls of a draft head are kept
 NO_MODEL_DRAFTS = "no model drafts for an encoder-decoder, or where layers attend to images ('ngram' and 'suffix' do)"
 
 
@@ -177,7 +175,7 @@ class _Drafters:
         if (refusal := watching_refusal(self.target)) is not None:
             raise UnsupportedError(f"a draft head cannot be used: {refusal}; use 'suffix', 'ngram' or a draft model")
         check_draft_head(head, self.target)
-        native = self._native(head)
+        native = native_drafts(self.state, head)
         groups, groups_of_layer = page_groups(native.decoder.config, CacheConfig(prefix_sharing=False))
         return HeadDrafter(
             HeadRunner(native, groups, groups_of_layer),
@@ -188,22 +186,6 @@ class _Drafters:
             num_tokens=vocabulary_size(native.decoder),
             target_tokens=vocabulary_size(self.target),
         )
-
-    def _native(self, head: HeadModule) -> NativeDrafts:
-        """Return the native calls of a head, which are kept for later sessions until its weights change."""
-        weights = None if kernels_refusal() is not None else head.weights
-        written = weights, [parameter._version for parameter in head.own_parameters().values()]
-        kept = self.state.drafts.get(HEAD)
-        if kept is None or kept[0] is not head or kept[1] != written:
-            assert self.state.make_draft is not None
-            decoder = (
-                head.decoder
-                if find_state(head.decoder) is not None
-                else self.state.make_draft(head.decoder, head.weights)
-            )
-            kept = self.state.drafts[HEAD] = (head, written, NativeDrafts(head, decoder))
-        made: NativeDrafts = kept[2]
-        return made
 
     def _self_int4(self) -> ModelDrafter:
         """Make a drafter from the target with its linears in INT4. It shares the target's pages."""

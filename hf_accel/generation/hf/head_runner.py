@@ -15,21 +15,23 @@ from ...fused.draft_programme import DraftProgramme, DraftRows, HeadParts
 from ...fused.layer_programme import MOST_TOKENS, LayerProgramme
 from ...fused.norms import norm_form
 from ...fused.projections import ProjectionCall
-from ...kernels.cpu.library import native
+from ...kernels.cpu.library import native, refusal
 from ...linear import QuantLinear
 from ...linear.methods.rtn import quantize
 from ...models import layer_lists, positions_depend_on_length
 from ...recognition.operation import UntraceableError
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...tensors import integers
-from ...undo.state import FUSED
+from ...undo.state import FUSED, find_state
 from ..prompt_inputs import Rows
-from ..speculation.drafters.target_states import Ahead, HeadRows, Made
+from ..speculation.drafters.target_states import Ahead, Made, ReadRows
+from .generation_state import GenerationState
 from .head_module import HeadModule
 from .model_runner import ModelRunner
 from .pass_states import LAST
 
-AT_ONCE = 512  # the positions whose tables are made together
+HEAD = "head"  # where a GenerationState keeps the native calls of a draft head
+POSITIONS_AT_ONCE = 512  # the positions whose tables are made together
 NEAR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit
 
 
@@ -61,7 +63,7 @@ class HeadRunner(ModelRunner):
     def goes_ahead(self, count: int) -> bool:
         return self._native.takes(count, self.groups)
 
-    def read(self, rows: HeadRows, ahead: Ahead | None) -> Made:
+    def read(self, rows: ReadRows, ahead: Ahead | None) -> Made:
         if ahead is not None or self.goes_ahead(len(rows.ids)):
             return self._native.compute(self, rows, ahead)
         tried = self._native.trial(self, rows)
@@ -84,7 +86,7 @@ class HeadRunner(ModelRunner):
         hook = self._native.layer.register_forward_pre_hook(_reached, with_kwargs=True)
         try:
             self.model(**given, use_cache=False)
-        except _Reached as reached:
+        except _LayerReached as reached:
             return reached.states, reached.others
         finally:
             hook.remove()
@@ -144,7 +146,7 @@ class NativeDrafts:
         pages = group.storage(layer.layer_idx, *layer.written)
         return pages if layer.fits(pages) else None
 
-    def trial(self, runner: HeadRunner, rows: HeadRows) -> Tried | None:
+    def trial(self, runner: HeadRunner, rows: ReadRows) -> Tried | None:
         """Return what a call gives that is to be compared with the head's modules, which compute the same next."""
         layer = self._layer()
         if layer is None or layer is self.refused or len(rows.ids) > MOST_TOKENS or not native(rows.states):
@@ -166,12 +168,12 @@ class NativeDrafts:
         if tried is not None and all(map(_is_near, tried[1][1:], made[1:])):
             self.programme, self.refused = tried[0], None
 
-    def compute(self, runner: HeadRunner, rows: HeadRows, ahead: Ahead | None) -> Made:
+    def compute(self, runner: HeadRunner, rows: ReadRows, ahead: Ahead | None) -> Made:
         """Compute a call, which `takes` must hold for."""
         assert self.programme is not None
         return self._computed(runner, self.programme, rows, ahead or Ahead([len(rows.keep)], [], []))
 
-    def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: HeadRows, ahead: Ahead) -> Made:
+    def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: ReadRows, ahead: Ahead) -> Made:
         positions = rows.positions + ahead.positions
         while programme.tables is not None and max(positions) >= programme.tables[0].shape[1]:
             more = self._tables(runner, programme.layer, programme.tables[0].shape[1])
@@ -199,13 +201,13 @@ class NativeDrafts:
         return HeadParts(embeddings, head.token_norm, head.state_norm, head.fuse, norms[0], words, head.known)
 
     def _tables(self, runner: HeadRunner, layer: LayerProgramme, first: int) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin, [1, AT_ONCE, D], of the positions from `first` on, as the decoder gives them to its
+        """Return cos and sin, [1, POSITIONS_AT_ONCE, D], of the positions from `first` on, as the decoder gives them to its
         layer; None if it gives none.
         """
-        positions = torch.arange(first, first + AT_ONCE)
+        positions = torch.arange(first, first + POSITIONS_AT_ONCE)
         if positions_depend_on_length(self.decoder.config):
             raise UntraceableError("its positions depend on the length of a text")
-        embeddings = RandomNumbers()(AT_ONCE, layer.width, dtype=layer.dtype)
+        embeddings = RandomNumbers()(POSITIONS_AT_ONCE, layer.width, dtype=layer.dtype)
         states, others = runner.first_call(positions, embeddings)
         if not torch.equal(states[0], embeddings):
             raise UntraceableError("its decoder changes embeddings ahead of its layer")
@@ -220,10 +222,24 @@ class NativeDrafts:
         return cos, sin
 
 
-def rounded(head: HeadModule) -> HeadModule:
-    """Return a head with the same parts whose own linear layers are rounded to INT8."""
-    own = {name: layer for name, layer in head.named_children() if isinstance(layer, nn.Linear)}
-    made: HeadModule = unwatched_twin(head, _modules={name: _rounded(layer) for name, layer in own.items()})
+def native_drafts(state: GenerationState, head: HeadModule) -> NativeDrafts:
+    """Return the native calls of a head, which are kept for later sessions until its weights change.
+
+    The linear layers are rounded as the head's `weights` says.
+    """
+    weights = None if refusal() is not None else head.weights
+    written = weights, [parameter._version for parameter in head.own_parameters().values()]
+    kept = state.drafts.get(HEAD)
+    if kept is None or kept[0] is not head or kept[1] != written:
+        decoder, own = head.decoder, head
+        if find_state(decoder) is None:
+            assert state.make_draft is not None
+            decoder = state.make_draft(decoder, weights)
+        if weights is not None:
+            layers = {name: layer for name, layer in head.named_children() if isinstance(layer, nn.Linear)}
+            own = unwatched_twin(head, _modules={name: _rounded(layer) for name, layer in layers.items()})
+        kept = state.drafts[HEAD] = (head, written, NativeDrafts(own, decoder))
+    made: NativeDrafts = kept[2]
     return made
 
 
@@ -232,7 +248,7 @@ def _rounded(layer: nn.Linear) -> QuantLinear:
     return QuantLinear(weight, layer.bias, activations="int8", backend="auto", dtype=layer.weight.dtype).pack()
 
 
-class _Reached(Exception):
+class _LayerReached(Exception):
     """The layer was called: with these states, and with other arguments by name."""
 
     def __init__(self, states: Tensor, others: dict[str, Any]) -> None:
@@ -241,7 +257,7 @@ class _Reached(Exception):
 
 
 def _reached(layer: nn.Module, arguments: tuple[Any, ...], others: dict[str, Any]) -> None:
-    raise _Reached(arguments[0], others)
+    raise _LayerReached(arguments[0], others)
 
 
 def _is_near(made: Tensor, expected: Tensor) -> bool:

@@ -29,8 +29,8 @@ class Ahead(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HeadRows:
-    """What a call of a head reads: N tokens, and the states [N, H] that it reads them with.
+class ReadRows:
+    """A call of a head reads this: N tokens, and the states [N, H] that it reads them with.
 
     keep: the last row of each sequence, whose logits are wanted. step: what the first step writes and reads.
     """
@@ -43,7 +43,7 @@ class HeadRows:
 
 
 class Made(NamedTuple):
-    """What a call of a head gives.
+    """A call of a head gives this.
 
     tokens: the likeliest ones [steps, n], those of a sequence that has stopped being any; None if they are left to the
     caller. logits, states: those of the last step, [n, N] of the tokens that the head knows and [n, H].
@@ -66,7 +66,7 @@ class HeadCalls(Protocol):
     def goes_ahead(self, count: int) -> bool:
         """Return whether a call of `count` rows can take several steps."""
 
-    def read(self, rows: HeadRows, ahead: Ahead | None) -> Made:
+    def read(self, rows: ReadRows, ahead: Ahead | None) -> Made:
         """Compute N tokens; with `ahead`, for which `goes_ahead` must hold, also those that follow."""
 
 
@@ -183,7 +183,7 @@ class HeadDrafter(ModelDrafter):
             ids += self._in_vocabulary(part.ids)
             positions += range(part.unread.first + first, part.unread.first + first + count)
             keep.append(len(ids) - 1)
-        rows = HeadRows(ids, positions, states, self.pages.step(ranges), keep)
+        rows = ReadRows(ids, positions, states, self.pages.step(ranges), keep)
         return self.calls.read(rows, None if going is None else _ahead(parts, going))
 
 
