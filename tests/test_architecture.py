@@ -162,9 +162,9 @@ KEYWORDS = {
         "progress_bar",
     ],
     "distill_draft": [
-        "kind", "head_tokens", "num_layers", "layers", "strategy", "loss", "alpha", "temperature", "regenerate", "prompt_tokens",
-        "max_length", "max_steps", "batch_size", "learning_rate", "args", "share_embeddings", "tokenizer", "measure",
-        "seed", "progress_bar",
+        "kind", "head_tokens", "num_layers", "layers", "strategy", "loss", "alpha", "temperature", "regenerate",
+        "prompt_tokens", "max_length", "max_steps", "batch_size", "learning_rate", "args", "share_embeddings",
+        "tokenizer", "measure", "seed", "progress_bar",
     ],
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ from ..speculation.verifiers.verifier import Verifier
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
 from .head_module import HeadModule, SavedHead, check_draft_head
-from .head_runner import HeadRunner
+from .head_runner import HeadRunner, native_drafts
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
 from .refusals import ragged_refusal, report_no_drafts

@@ -201,8 +201,8 @@ class NativeDrafts:
         return HeadParts(embeddings, head.token_norm, head.state_norm, head.fuse, norms[0], words, head.known)
 
     def _tables(self, runner: HeadRunner, layer: LayerProgramme, first: int) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin, [1, POSITIONS_AT_ONCE, D], of the positions from `first` on, as the decoder gives them to its
-        layer; None if it gives none.
+        """Return cos and sin, [1, POSITIONS_AT_ONCE, D], of the positions from `first` on, as the decoder gives them
+        to its layer; None if it gives none.
         """
         positions = torch.arange(first, first + POSITIONS_AT_ONCE)
         if positions_depend_on_length(self.decoder.config):
