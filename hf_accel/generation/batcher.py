@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -208,22 +209,17 @@ class Batcher:
         positions: list[int] = []
         keep: list[int] = []
         rows: list[PassRows] = []
-        ranges = []
+        ranges = list[TokenRange]()
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, start = chunk.sequence, chunk.sequence.num_computed
-            assert sequence.cached is not None
-            count = chunk.count + len(draft.tokens)
-            seen, in_windows = None, False
-            if (given := sequence.prompt_inputs) is not None:
-                rows += given.rows(len(ids), start, count)
-                seen, in_windows = given.seen_by(start, count), given.seen_in_windows
+            given = sequence.prompt_inputs
+            for each in self._ranges(chunk, draft, len(ids)):
+                if given is not None:
+                    rows += given.rows(len(positions), each.start, each.count)
+                positions += each.span
+                ranges.append(each)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
-            positions += range(start, start + count)
-            prompt = sequence.num_prefilled
-            ranges.append(
-                TokenRange(sequence.cached, start, count, num_prompt=prompt, seen=seen, seen_in_windows=in_windows)
-            )
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)
@@ -232,6 +228,28 @@ class Batcher:
         if self.speculation is not None:
             self.speculation.watch(chunks, drafts)
         return logits
+
+    def _ranges(self, chunk: Chunk, draft: Draft, first: int) -> Iterator[TokenRange]:
+        """Yield the tokens that a pass computes of a sequence: the chunk with the first branch of its draft, and then
+        each other branch. first: the index of the chunk's first token in the pass.
+        """
+        sequence, start = chunk.sequence, chunk.sequence.num_computed
+        forks = () if self.speculation is None else self.speculation.forks_of(sequence)
+        alone = sum(len(fork.rows) for fork in forks)
+        parts = [(sequence.cached, start, chunk.count + len(draft) - alone, list[int]())]
+        last = chunk.count - 1  # row 0 of the draft
+        for fork in forks:
+            copied = [first + last + row for row in fork.copied]
+            parts.append((fork.cached, start + last + len(copied), len(fork.rows), copied))
+        for cached, begin, count, copied in parts:
+            assert cached is not None
+            seen, in_windows = None, False
+            if (given := sequence.prompt_inputs) is not None:
+                seen, in_windows = given.seen_by(begin, count), given.seen_in_windows
+            yield TokenRange(
+                cached, begin, count, num_prompt=sequence.num_prefilled, seen=seen, seen_in_windows=in_windows,
+                copied=copied,
+            )  # fmt: skip
 
     def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft], logits: Tensor) -> list[Progress]:
         """Choose tokens for the chunks that reach their sequence's end, and commit them.
@@ -293,6 +311,7 @@ class Batcher:
             return Progress(sequence, tokens, logprobs, error)
         if self.speculation is not None:
             self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
+            self.speculation.settle(sequence, tokens)
         before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
         assert sequence.cached is not None
         sequence.cached.truncate(sequence.num_computed)

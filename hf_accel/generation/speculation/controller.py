@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from ...keywords import positive_int
 from ..sequence import Sequence
 from .acceptance import Tally, gains
 from .costs import CostTable, Seconds, allocate
+from .trees import Shape
 
 # Times are in decoding passes of the model.
 FIRST_BALANCE, MAX_BALANCE = 0.25, 16.0  # the time that drafts may lose at first, and the most that is kept of gains
 EARNED = 0.01  # the share of all time that drafts may lose later
+MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
 UNMEASURED_DRAFT = 0.3  # the assumed time of a drafter's pass before it was measured
 FIRST_WAIT, LAST_WAIT = 1, 512  # the passes from one trial to the next while none was right, which double
 WAIT = 8  # the passes from one trial to the next once a draft was right
@@ -85,15 +87,25 @@ class Controller:
     draft model computes the prompt), and it is asked for no sequence that the balance cannot pay to read.
     """
 
-    def __init__(self, num_draft: int | Literal["auto"] = "auto", max_draft: int = 8) -> None:
+    def __init__(
+        self, num_draft: int | Literal["auto"] = "auto", max_draft: int = 8, max_nodes: int = MAX_NODES
+    ) -> None:
         if num_draft not in ("auto", 0):
             positive_int("num_draft", num_draft)
         positive_int("max_draft", max_draft)
-        self.num_draft, self.max_draft, self.num_passes = num_draft, max_draft, 0
+        positive_int("max_nodes", max_nodes)
+        self.num_draft, self.max_draft, self.max_nodes, self.num_passes = num_draft, max_draft, max_nodes, 0
         self.verify_costs = CostTable()
         self.sources: dict[str, DraftSource] = {}
         self.balance: float | None = None  # seconds
         self._pass = PassRecord()
+
+    def shapes(
+        self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], *, trees: bool = False, **settings: Any
+    ) -> list[Shape]:
+        """Return what to draft for each of `sequences`; see `lengths`. trees: whether the drafter proposes trees."""
+        lengths = self.lengths(sequences, limits, **settings)
+        return [Shape(length, self.max_nodes if trees and length else length) for length in lengths]
 
     def lengths(
         self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], *,

@@ -19,6 +19,7 @@ from ..sequence import NO_DRAFT, Chunk, Draft, Sequence
 from .acceptance import Tally
 from .controller import Controller
 from .drafters.drafter import Drafter
+from .trees import Fork, Shape, branches, fork_branches, in_branches
 from .verifiers.verifier import Verifier
 
 
@@ -28,11 +29,15 @@ class SpeculationStatistics:
 
     steps: decoding steps of single sequences, with or without a draft. A step gives the accepted tokens and one more.
     passes: passes of the model. tokens: new tokens. lengths: the number of steps with a draft of each length.
+    branched: the steps that went on with another branch of a tree than its first. no_trees: why drafters that propose
+    trees are asked for chains, as a clause; None if they are not.
     """
 
     steps: int = 0
     passes: int = 0
     tokens: int = 0
+    branched: int = 0
+    no_trees: str | None = None
     lengths: Counter[int] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
     drafting_seconds: float = 0.0
@@ -77,6 +82,8 @@ class SpeculationStatistics:
             "drafted_at": list(drafted),
             "accepted_at": list(accepted),
             "acceptance_at": [a / d for a, d in zip(accepted, drafted, strict=True)],
+            "branched": self.branched,
+            "no_trees": self.no_trees,
             "draft_lengths": {str(length): self.lengths[length] for length in sorted(self.lengths)},
             "drafting_seconds": self.drafting_seconds,
             "verifying_seconds": self.verifying_seconds,
@@ -92,6 +99,7 @@ class Speculation:
     invariant_rows: the largest number of rows for which the model rounds each row as it rounds a single one; None for
     any number. In a larger pass, verified tokens could differ from decoded ones. So drafts do not make a pass larger
     than that. num_tokens: the tokens that the model may say, of which alone a draft is made; None for any.
+    no_trees: why the model cannot verify trees, as a clause; None if it can.
     """
 
     def __init__(
@@ -103,21 +111,24 @@ class Speculation:
         invariant_rows: int | None = None,
         agreement: ProcessAgreement = ALONE,
         num_tokens: int | None = None,
+        no_trees: str | None = None,
     ) -> None:
-        self.num_tokens = num_tokens
+        self.num_tokens, self.no_trees = num_tokens, no_trees
         self.verifier, self.invariant_rows, self.agreement = verifier, invariant_rows, agreement
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or Controller()
-        self.statistics = SpeculationStatistics()
+        self.statistics = SpeculationStatistics(no_trees=no_trees if any(d.trees for d in drafters) else None)
         self.states: Callable[[], Tensor] | None = None  # returns the hidden states of the last pass, [N, D]
         self._drafts: dict[Sequence, Draft] = {}
+        self._forks: dict[Sequence, list[Fork]] = {}
+        self._states: dict[Sequence, tuple[int, Tensor]] = {}  # of trees, from the first row on
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
 
     # -- before the pass -------------------------------------------------------------------------------
 
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[Draft]:
         """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
-        self._drafts, self._seconds = {}, 0.0
+        self._drafts, self._states, self._seconds = {}, {}, 0.0
         begun = time.perf_counter()
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
@@ -142,43 +153,56 @@ class Speculation:
     def _propose_from(
         self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, *, pages: Pages
     ) -> None:
-        lengths = self.controller.lengths(
+        trees = drafter.trees and self.no_trees is None
+        shapes = self.controller.shapes(
             sequences,
             [sequence.num_left - 1 for sequence in sequences],
             other_rows=other_rows,
             is_free=drafter.is_free,
             source=drafter.name,
+            trees=trees,
         )
-        lengths = self.agreement.agree(lengths)  # which measured time decides
-        if not any(lengths):
+        shapes = [Shape(*shape) for shape in self.agreement.agree(shapes)]  # which measured time decides
+        if not any(shape.nodes for shape in shapes):
             return
-        granted = reserve(sequences, lengths, room, pages)
-        asked = [(sequence, count) for sequence, count in zip(sequences, granted, strict=True) if count]
+        granted = reserve(sequences, shapes, room, pages)
+        asked = [(sequence, shape) for sequence, shape in zip(sequences, granted, strict=True) if shape.nodes]
         if not asked:
             return
         chosen = [sequence for sequence, _ in asked]
         begun = time.perf_counter()
         drafter.catch_up(chosen)
         ready = time.perf_counter()
-        drafts = drafter.propose(chosen, [count for _, count in asked])
+        if trees:
+            drafts = drafter.propose_trees(chosen, [shape for _, shape in asked])
+        else:
+            drafts = drafter.propose(chosen, [shape.depth for _, shape in asked])
         ended = time.perf_counter()
-        for (sequence, count), draft in zip(asked, drafts, strict=True):
-            assert sequence.cached is not None
-            if len(draft) > count:
-                raise HfAccelError(
-                    f"the drafter {drafter.name!r} proposed {len(draft)} tokens where {count} were asked for; "
-                    "propose at most lengths[i]"
-                )
-            draft = draft if self.num_tokens is None else draft.below(self.num_tokens)
-            sequence.cached.truncate(sequence.num_computed + 1 + len(draft))
-            if len(draft):
-                self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
+        for (sequence, shape), draft in zip(asked, drafts, strict=True):
+            self._take(drafter, sequence, in_branches(draft, shape, drafter.name), pages)
         passes = 0.0 if drafter.is_free else ended - ready
         if passes:
             tokens = sum(map(len, drafts))
-            self.controller.observe_drafting(tokens, max(map(len, drafts)), passes, source=drafter.name)
+            levels = max(draft.num_levels for draft in drafts)
+            self.controller.observe_drafting(tokens, levels, passes, source=drafter.name)
         self.controller.observe_asking(chosen, ended - begun - passes, source=drafter.name)
         self._seconds += ended - begun
+
+    def _take(self, drafter: Drafter, sequence: Sequence, draft: Draft, pages: Pages) -> None:
+        """Give the draft of a sequence its slots, or what there are slots for. Those of its first branch are there."""
+        assert sequence.cached is not None
+        draft = draft if self.num_tokens is None else draft.below(self.num_tokens)
+        sequence.cached.truncate(sequence.num_computed + 1 + len(branches(draft)[0]))
+        if not len(draft):
+            return
+        draft, forks = fork_branches(sequence.cached, draft, sequence.num_computed, pages)
+        self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
+        if forks:
+            self._forks[sequence] = forks
+
+    def forks_of(self, sequence: Sequence) -> list[Fork]:
+        """Return the branches of a sequence's draft that have blocks of their own."""
+        return self._forks.get(sequence, [])
 
     def draft_of(self, sequence: Sequence) -> Draft:
         return self._drafts.get(sequence, NO_DRAFT)
@@ -190,9 +214,21 @@ class Speculation:
         states, end = self.states(), 0
         for chunk, draft in zip(chunks, drafts, strict=True):
             first, end = end, end + chunk.count + len(draft)
-            for drafter in self.drafters:
-                if drafter.layers and chunk.sequence.sampling.takes_drafts:
-                    drafter.watch(chunk.sequence, chunk.sequence.num_computed, states[first:end])
+            if chunk.sequence in self._forks:
+                self._states[chunk.sequence] = chunk.sequence.num_computed, states[first:end]
+            shown = states[first : first + chunk.count + len(branches(draft)[0])]
+            self._show(chunk.sequence, chunk.sequence.num_computed, shown)
+
+    def _show(self, sequence: Sequence, start: int, states: Tensor) -> None:
+        for drafter in self.drafters:
+            if drafter.layers and sequence.sampling.takes_drafts:
+                drafter.watch(sequence, start, states)
+
+    def _watch_again(self, sequence: Sequence, rows: list[int]) -> None:
+        """Show the states of the branch that was taken, where those of the first one were shown."""
+        start, states = self._states.pop(sequence, (0, None))
+        if states is not None:
+            self._show(sequence, start, states[rows])
 
     # -- after the pass --------------------------------------------------------------------------------
 
@@ -201,6 +237,23 @@ class Speculation:
         draft = self.draft_of(sequence)
         self.controller.observe_drafts(sequence, len(draft), accepted, source=draft.source or "")
         self.statistics.record_step(len(draft), accepted, tokens)
+
+    def settle(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Let a sequence go on with the blocks of the branch that it took. tokens: its new ones."""
+        forks = self._forks.get(sequence)
+        if forks is None:
+            return
+        rows = self.draft_of(sequence).rows(tokens[:-1])
+        taken = next((fork for fork in forks if rows[-1] in fork.rows), None)
+        if taken is not None and sequence.cached is not None:
+            sequence.cached.take(taken.cached)
+            self.statistics.branched += 1
+            self._watch_again(sequence, rows)
+        self._drop_forks(sequence)
+
+    def _drop_forks(self, sequence: Sequence) -> None:
+        for fork in self._forks.pop(sequence, ()):
+            fork.cached.release()
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Record a pass over `rows` rows. seconds: the time of the whole pass, drafting included."""
@@ -212,6 +265,7 @@ class Speculation:
 
         If a drafter raises an error, this warns, because the error belongs to no sequence that still runs.
         """
+        self._drop_forks(sequence)
         for drafter in self.drafters:
             try:
                 drafter.forget(sequence)
@@ -221,23 +275,23 @@ class Speculation:
 
 
 def reserve(
-    sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int], room: int | None, pages: Pages
-) -> list[int]:
-    """Allocate slots for drafts, and return their numbers: at most lengths[i] for each sequence, and `room` in all.
+    sequences: abc.Sequence[Sequence], shapes: abc.Sequence[Shape], room: int | None, pages: Pages
+) -> list[Shape]:
+    """Allocate slots for a branch of each draft. Returns the shapes: at most shapes[i], and `room` tokens in all.
 
     There are fewer if blocks or memory run out. No sequence is preempted, and none fails, for a draft.
     """
     granted = []
-    left = sum(lengths) if room is None else room
-    for sequence, length in zip(sequences, lengths, strict=True):
+    left = sum(shape.nodes for shape in shapes) if room is None else room
+    for sequence, shape in zip(sequences, shapes, strict=True):
         assert sequence.cached is not None
         start = sequence.num_computed
-        count = pages.room(sequence.cached, max(0, min(length, left)), start=start)
+        count = pages.room(sequence.cached, max(0, min(shape.depth, left)), start=start)
         if count:
             try:
                 pages.append(sequence.cached, count, start=start)
             except (MemoryError, RuntimeError):  # torch raises RuntimeError when it cannot allocate memory
                 count = 0
-        granted.append(count)
-        left -= count
+        granted.append(Shape(count, min(shape.nodes, left) if count else 0))
+        left -= granted[-1].nodes
     return granted

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....tensors import Unread, integers, is_remote, known, sent
 from ...sequence import Draft
 from . import noise
-from .verifier import Place, Verifier, accepted_of, first_rows
+from .verifier import Place, Verifier, accepted_of, first_rows, row_places
 
 # All tokens of a row are raced if more than 512 and more than one in 8 of them are possible.
 DENSE, LARGE = 8, 512
@@ -33,10 +33,7 @@ class SeededVerifier(Verifier):
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
     ) -> Unread[list[list[int]]]:
         first_rows(probabilities, drafts)
-        every = [
-            place.next(j) for draft, place in zip(drafts, places, strict=True) for j in range(len(draft) + 1)
-        ]  # fmt: skip
-        return self.drawn(probabilities, every).then(lambda chosen: accepted_of(drafts, chosen))
+        return self.drawn(probabilities, row_places(places, drafts)).then(lambda chosen: accepted_of(drafts, chosen))
 
 
 def race(probabilities: Tensor, keys: abc.Sequence[int]) -> Unread[list[int]]:

@@ -55,8 +55,8 @@ class Verifier(ABC):
         """For each sequence, the accepted tokens of its draft and one more.
 
         probabilities: the model's, [sum(len(draft) + 1), V] float32, after all processing. The rows of a sequence are
-        consecutive; row j is the distribution of the token after its first j drafted tokens. places: the Place of each
-        sequence's first new token. With an empty draft, a token is drawn as without speculation.
+        consecutive, one for each row of its draft: the distribution of the token after that. places: the Place of each
+        sequence's first new token. Of a tree, the drafted tokens that equal the model's own are accepted. With an empty draft, a token is drawn as without speculation.
         """
 
     def draw(self, probabilities: Tensor, places: abc.Sequence[Place]) -> list[int]:
@@ -87,6 +87,11 @@ def first_rows(probabilities: Tensor, drafts: abc.Sequence[Draft]) -> list[int]:
     if row != len(probabilities):
         raise UnsupportedError(f"{len(probabilities)} rows of probabilities for drafts that need {row}")
     return starts
+
+
+def row_places(places: abc.Sequence[Place], drafts: abc.Sequence[Draft]) -> list[Place]:
+    """Return the Place of the token after each row of each draft. places: of each sequence's first new token."""
+    return [place.next(depth) for place, draft in zip(places, drafts, strict=True) for depth in draft.depths]
 
 
 def accepted_of(drafts: abc.Sequence[Draft], chosen: list[int]) -> list[list[int]]:
