@@ -310,7 +310,7 @@ class Batcher:
             self.remove(sequence, "error", error)
             return Progress(sequence, tokens, logprobs, error)
         if self.speculation is not None:
-            self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
+            self.speculation.observe(sequence, chosen.tokens[: chosen.num_accepted], len(tokens))
             self.speculation.settle(sequence, tokens)
         before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
         assert sequence.cached is not None

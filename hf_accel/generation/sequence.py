@@ -185,6 +185,15 @@ class Draft:
         """Return the most drafted tokens that can be accepted."""
         return max(self.depths)
 
+    @cached_property
+    def ranks(self) -> dict[int, dict[int, int]]:
+        """Return of each row the rows that follow it, with the number of likelier siblings of each."""
+        found: dict[int, dict[int, int]] = {}
+        for index in range(len(self)):
+            own = found.setdefault(index if self.parents is None else self.parents[index] + 1, {})
+            own[index + 1] = len(own)
+        return found
+
     def line(self, row: int) -> list[int]:
         """Return the rows that lead from row 0 to this one, both included."""
         if self.parents is None:

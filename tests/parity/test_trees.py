@@ -76,7 +76,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_settings(settings: dict[str, Any]) -> None:
     stats = assert_same("llama", 4, **settings)
     if settings.get("token_budget") != 1:
-        assert stats["branched"] > 5 and stats["no_trees"] is None
+        assert stats["branched"] > 0 and stats["no_trees"] is None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt2"])

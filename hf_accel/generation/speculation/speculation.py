@@ -43,14 +43,17 @@ class SpeculationStatistics:
     drafting_seconds: float = 0.0
     verifying_seconds: float = 0.0
 
-    def record_step(self, drafted: int, accepted: int, tokens: int) -> None:
-        """Record a decoding step of one sequence. tokens: its new ones: accepted + 1, or fewer if it has ended."""
+    def record_step(self, drafted: int, accepted: int, tokens: int, *, levels: int | None = None) -> None:
+        """Record a decoding step of one sequence. tokens: its new ones: accepted + 1, or fewer if it has ended.
+
+        levels: how many of the drafted tokens follow each other at most; None for all of them.
+        """
         if not 0 <= accepted <= drafted:
             raise ValueError(f"{accepted} tokens accepted of {drafted} drafted")
         self.steps += 1
         self.tokens += tokens
         self.lengths[drafted] += 1
-        self.tally.add(drafted, accepted)
+        self.tally.add(drafted if levels is None else levels, accepted)
 
     def record_pass(self, drafting_seconds: float, verifying_seconds: float) -> None:
         self.passes += 1
@@ -59,7 +62,7 @@ class SpeculationStatistics:
 
     @property
     def drafted(self) -> int:
-        return int(sum(self.tally.drafted))
+        return sum(length * count for length, count in self.lengths.items())
 
     @property
     def accepted(self) -> int:
@@ -68,7 +71,8 @@ class SpeculationStatistics:
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON. Values that no step or draft defines yet are None.
 
-        acceptance_at: by position, the accepted of the drafted tokens; those after a rejected one count as drafted.
+        acceptance_at: by position, the accepted of the drafted tokens; those after a rejected one count as drafted, and
+        of a tree one at each depth.
         """
         drafted, accepted = self.tally.drafted, self.tally.accepted
         return {
@@ -232,11 +236,14 @@ class Speculation:
 
     # -- after the pass --------------------------------------------------------------------------------
 
-    def observe(self, sequence: Sequence, accepted: int, tokens: int) -> None:
-        """Record that `accepted` drafted tokens of a sequence were accepted, and that it has `tokens` new tokens."""
+    def observe(self, sequence: Sequence, accepted: list[int], tokens: int) -> None:
+        """Record which drafted tokens of a sequence were accepted, and that it has `tokens` new tokens."""
         draft = self.draft_of(sequence)
-        self.controller.observe_drafts(sequence, len(draft), accepted, source=draft.source or "")
-        self.statistics.record_step(len(draft), accepted, tokens)
+        if draft.parents is None:
+            self.controller.observe_drafts(sequence, len(draft), len(accepted), source=draft.source)
+        else:
+            self.controller.observe_tree(sequence, draft, draft.rows(accepted), source=draft.source)
+        self.statistics.record_step(len(draft), len(accepted), tokens, levels=draft.num_levels)
 
     def settle(self, sequence: Sequence, tokens: list[int]) -> None:
         """Let a sequence go on with the blocks of the branch that it took. tokens: its new ones."""

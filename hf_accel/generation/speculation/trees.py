@@ -24,6 +24,9 @@ class Shape(NamedTuple):
     nodes: int
 
 
+NOTHING = Shape(0, 0)
+
+
 @dataclass
 class Fork:
     """A branch of a draft with blocks of its own.
