@@ -57,7 +57,9 @@ class CallFields(NamedTuple):
             slots.data_ptr(), 0 if written is None else written.data_ptr(), *(tensor.data_ptr() for tensor in held),
             table.stride(0), len(table), block_size, len(slots),
         )  # fmt: skip
-        return CallFields(places, pages, threads(), (*(tables or ()), slots, *held, slots if written is None else written))
+        return CallFields(
+            places, pages, threads(), (*(tables or ()), slots, *held, slots if written is None else written)
+        )
 
 
 class SourceFields(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections import abc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -24,6 +23,7 @@ from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
 from .sequence import NO_DRAFT, Chunk, Draft, Sequence
 from .speculation.speculation import Speculation
+from .speculation.trees import pass_ranges
 from .speculation.verifiers.rejection import TokenVerifier
 
 TOKEN_VERIFIER = TokenVerifier()  # of batchers without drafts
@@ -213,7 +213,8 @@ class Batcher:
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, start = chunk.sequence, chunk.sequence.num_computed
             given = sequence.prompt_inputs
-            for each in self._ranges(chunk, draft, len(ids)):
+            forks = () if self.speculation is None else self.speculation.forks_of(sequence)
+            for each in pass_ranges(chunk, draft, forks, len(ids)):
                 if given is not None:
                     rows += given.rows(len(positions), each.start, each.count)
                 positions += each.span
@@ -228,28 +229,6 @@ class Batcher:
         if self.speculation is not None:
             self.speculation.watch(chunks, drafts)
         return logits
-
-    def _ranges(self, chunk: Chunk, draft: Draft, first: int) -> Iterator[TokenRange]:
-        """Yield the tokens that a pass computes of a sequence: the chunk with the first branch of its draft, and then
-        each other branch. first: the index of the chunk's first token in the pass.
-        """
-        sequence, start = chunk.sequence, chunk.sequence.num_computed
-        forks = () if self.speculation is None else self.speculation.forks_of(sequence)
-        alone = sum(len(fork.rows) for fork in forks)
-        parts = [(sequence.cached, start, chunk.count + len(draft) - alone, list[int]())]
-        last = chunk.count - 1  # row 0 of the draft
-        for fork in forks:
-            copied = [first + last + row for row in fork.copied]
-            parts.append((fork.cached, start + last + len(copied), len(fork.rows), copied))
-        for cached, begin, count, copied in parts:
-            assert cached is not None
-            seen, in_windows = None, False
-            if (given := sequence.prompt_inputs) is not None:
-                seen, in_windows = given.seen_by(begin, count), given.seen_in_windows
-            yield TokenRange(
-                cached, begin, count, num_prompt=sequence.num_prefilled, seen=seen, seen_in_windows=in_windows,
-                copied=copied,
-            )  # fmt: skip
 
     def _choose(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft], logits: Tensor) -> list[Progress]:
         """Choose tokens for the chunks that reach their sequence's end, and commit them.

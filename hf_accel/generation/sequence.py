@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -217,7 +217,7 @@ class Draft:
         return Draft([self.tokens[index] for index in indices], probabilities, self.source, parents)
 
     def below(self, limit: int) -> Draft:
-        """Return the draft up to each first token that is `limit` or larger, as one that stands for an image may be."""
+        """Return the draft up to each first token that is `limit` or larger, as one that stands for an image is."""
         parents = range(-1, len(self) - 1) if self.parents is None else self.parents
         kept = {-1}
         for index, (token, parent) in enumerate(zip(self.tokens, parents, strict=True)):
@@ -256,6 +256,16 @@ class Draft:
 
 
 NO_DRAFT = Draft()
+
+
+class Shape(NamedTuple):
+    """The most of a draft: `depth` tokens that follow each other, and `nodes` tokens in all."""
+
+    depth: int
+    nodes: int
+
+
+NO_SHAPE = Shape(0, 0)
 
 
 @dataclass(frozen=True)

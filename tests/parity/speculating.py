@@ -15,7 +15,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 import hf_accel
 from hf_accel import Draft, Drafter, SpeculativeConfig
 from hf_accel.distill.drafts.heads import DraftHead
-from hf_accel.generation.speculation.trees import Shape
+from hf_accel.generation.sequence import Shape
 
 from .families import VOCABULARY, build
 

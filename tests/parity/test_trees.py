@@ -37,13 +37,16 @@ def assert_same(
     """Compare the tokens of all prompts; returns the statistics of the drafts."""
     expected = plain(family, dtype, weights, sampled)
     known = {(tuple(p), 5 if sampled else 0): answer for p, answer in zip(PROMPTS, expected, strict=True)}
-    config = SpeculativeConfig(
-        drafter=OracleTree(known), num_draft=num_draft, max_nodes=max_nodes, verify=verify
-    )
+    config = SpeculativeConfig(drafter=OracleTree(known), num_draft=num_draft, max_nodes=max_nodes, verify=verify)
     options = {**(SAMPLED | {"seed": 5} if sampled else {"seed": 0}), "stop_token_ids": ends}
     expected = [_until(answer, ends) for answer in expected]
     tokens, stats = by_engine(
-        target(family, block_size, dtype, weights), PROMPTS, NEW_TOKENS, speculative=config, options=options, **settings
+        target(family, block_size, dtype, weights),
+        PROMPTS,
+        NEW_TOKENS,
+        speculative=config,
+        options=options,
+        **settings,
     )
     assert tokens == expected
     found: dict[str, Any] = stats["speculation"]

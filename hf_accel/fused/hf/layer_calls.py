@@ -242,9 +242,8 @@ class LayerCalls(ABC, Generic[Layer]):
             return "its pass needs a mask"
         step = whole.groups[pages.group_index]
         # With padding, there are fewer tokens than columns.
-        tokens = len(step.slots)
-        if step.written is not None:
-            tokens = 0 if whole.token_columns is not None else len(x) * whole.num_columns
+        filled = len(x) * whole.num_columns if whole.token_columns is None else 0
+        tokens = len(step.slots) if step.written is None else filled
         if not programme.takes(x, tables, tokens=tokens):
             return "its pass has padding, or tensors of another shape or place"
         has_source = isinstance(whole_cache, RaggedEncoderDecoderCache)

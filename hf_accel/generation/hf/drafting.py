@@ -64,8 +64,9 @@ def make_speculation(
     controller = _controller(config, state) if controller is None else controller
     speculation = Speculation(
         rule, made, controller, invariant_rows=state.invariant_rows, agreement=state.agreement,
-        num_tokens=vocabulary_size(drafters.target), no_trees=trees_refusal(drafters.target, pages),
+        num_tokens=vocabulary_size(drafters.target),
     )  # fmt: skip
+    speculation.leave_trees(trees_refusal(drafters.target, pages))
     layers = {drafter.layers for drafter in made if drafter.layers}
     if len(layers) > 1:
         raise UnsupportedError(

@@ -60,7 +60,8 @@ def choose_tokens(
 ) -> list[Chosen | Exception]:
     """Choose the new tokens of each sequence. An error of one sequence is returned instead of its tokens.
 
-    logits: [sum(len(draft) + 1), V], any floating dtype, with a row for each row of a draft (see Draft). Raises HfAccelError for another number of rows.
+    logits: [sum(len(draft) + 1), V], any floating dtype, with a row for each row of a draft (see Draft). Raises
+    HfAccelError for another number of rows.
     """
     logits = logits.detach()
     members = _members(sequences, drafts)

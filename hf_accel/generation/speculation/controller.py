@@ -13,10 +13,9 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from ...keywords import positive_int
-from ..sequence import Draft, Sequence
+from ..sequence import NO_SHAPE, Draft, Sequence, Shape
 from .acceptance import Tally, gains, likeliest_tree
 from .costs import CostTable, Seconds, allocate_trees
-from .trees import NOTHING, Shape
 
 # Times are in decoding passes of the model.
 FIRST_BALANCE, MAX_BALANCE = 0.25, 16.0  # the time that drafts may lose at first, and the most that is kept of gains
@@ -138,7 +137,7 @@ class Controller:
             return [Shape(depth, max(depth, most_nodes) if depth else 0) for depth in depths]
         known, costs, rows = self._source(source), self.verify_costs, len(sequences) + other_rows
         bounds = [max(0, min(limit, self.max_draft, max(1, 2 * known.deepest))) for limit in limits]
-        shapes = [NOTHING] * len(bounds)
+        shapes = [NO_SHAPE] * len(bounds)
         # To find that nothing can be drafted takes as long as a draft does in a small model. So it is remembered.
         idle = known.idle[0] == count and self.num_passes < known.idle[1]
         if idle or not any(bounds) or not costs.is_measured(rows):
@@ -160,7 +159,7 @@ class Controller:
             shapes = allocate_trees(gains, costs.seconds, draft, other_rows=rows - count, least=costs.doubt(rows))
             if self.num_passes % REFRESH == 0:  # so that times without drafts, or with longer ones, stay new
                 shapes = [_larger(*pair, most_nodes) for pair in zip(shapes, bounds, strict=True)]
-                shapes = shapes if self.num_passes // REFRESH % 2 else [NOTHING] * len(bounds)
+                shapes = shapes if self.num_passes // REFRESH % 2 else [NO_SHAPE] * len(bounds)
         lacking = known.reading - self.balance
         if self.num_passes >= known.next_trial:
             several = zip(records, bounds, shapes, strict=True)
@@ -293,7 +292,7 @@ def expected_trees(
         left = [1 - rate for rate in rates[0]]
         for tally in source.ranks:
             if chain:
-                # What a sibling has of what those before it have left is alike at all depths.
+                # What a sibling has of what those before it have left is the same at all depths.
                 seen = tally.acceptances([SIBLING * left[0], *[None] * (len(chain) - 1)], WEIGHT)
                 rates.append([min(pair) for pair in zip(seen, left, strict=True)])
                 left = [max(0.0, all - rate) for all, rate in zip(left, rates[-1], strict=True)]

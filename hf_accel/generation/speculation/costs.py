@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from statistics import median_low
 
-from .trees import NOTHING, Shape
+from ..sequence import NO_SHAPE, Shape
 
 MEMORY = 31  # the last observations of a width that count
 EXTRAPOLATED = 0.02  # a further row than any measured is assumed to add this share of the time, or a quarter of a row
@@ -127,9 +127,10 @@ def allocate_trees(
     it needs none. other_rows: of the pass, such as prefill, which are computed in any case: next to them, a drafted
     token pays if it comes faster than by decoding alone. least: seconds that any draft must gain.
 
-    No token is likelier than the one that it follows. So for each total number of drafted tokens, those with the highest gains are
-    the best choice. All total numbers are tried, because the time of a kernel rises in steps, and all depths, because
-    each takes a pass of the drafter. The choice is optimal if the time of that is linear in its rows.
+    No token is likelier than the one that it follows. So for each total number of drafted tokens, those with the
+    highest gains are the best choice. All total numbers are tried, because the time of a kernel rises in steps, and
+    all depths, because each takes a pass of the drafter. The choice is optimal if the time of that is linear in its
+    rows.
     """
     entries = sorted((-gain, depth, i) for i, tree in enumerate(gains) for gain, depth in tree)
     deepest = 1 + max((depth for _, depth, _ in entries), default=-1)
@@ -145,7 +146,7 @@ def allocate_trees(
     best = max((rows + tokens) / (verify(rows + n) + seconds) for _, n, tokens, seconds in options)
     # Among equal choices the one with the fewest rows is taken, which comes first.
     depth, count, _, _ = max(options, key=lambda one: one[2] - best * (verify(rows + other_rows + one[1]) + one[3]))
-    shapes = [NOTHING] * len(gains)
+    shapes = [NO_SHAPE] * len(gains)
     for _, at, i in [entry for entry in entries if entry[1] < depth][:count]:
         shapes[i] = Shape(max(shapes[i].depth, at + 1), shapes[i].nodes + 1)
     return shapes

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from ...cache.pages import Pages
-from ...errors import HfAccelError, HfAccelWarning
+from ...errors import HfAccelWarning
 from ..agreement import ALONE, ProcessAgreement
-from ..sequence import NO_DRAFT, Chunk, Draft, Sequence
+from ..sequence import NO_DRAFT, Chunk, Draft, Sequence, Shape
 from .acceptance import Tally
 from .controller import Controller
 from .drafters.drafter import Drafter
-from .trees import Fork, Shape, branches, fork_branches, in_branches
+from .trees import Fork, branches, fork_branches, in_branches
 from .verifiers.verifier import Verifier
 
 
@@ -71,8 +71,8 @@ class SpeculationStatistics:
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON. Values that no step or draft defines yet are None.
 
-        acceptance_at: by position, the accepted of the drafted tokens; those after a rejected one count as drafted, and
-        of a tree one at each depth.
+        acceptance_at: by position, the accepted of the drafted tokens; those after a rejected one count as drafted. A
+        tree counts as one token at each depth.
         """
         drafted, accepted = self.tally.drafted, self.tally.accepted
         return {
@@ -103,7 +103,6 @@ class Speculation:
     invariant_rows: the largest number of rows for which the model rounds each row as it rounds a single one; None for
     any number. In a larger pass, verified tokens could differ from decoded ones. So drafts do not make a pass larger
     than that. num_tokens: the tokens that the model may say, of which alone a draft is made; None for any.
-    no_trees: why the model cannot verify trees, as a clause; None if it can.
     """
 
     def __init__(
@@ -115,18 +114,21 @@ class Speculation:
         invariant_rows: int | None = None,
         agreement: ProcessAgreement = ALONE,
         num_tokens: int | None = None,
-        no_trees: str | None = None,
     ) -> None:
-        self.num_tokens, self.no_trees = num_tokens, no_trees
+        self.num_tokens = num_tokens
         self.verifier, self.invariant_rows, self.agreement = verifier, invariant_rows, agreement
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or Controller()
-        self.statistics = SpeculationStatistics(no_trees=no_trees if any(d.trees for d in drafters) else None)
+        self.statistics = SpeculationStatistics()
         self.states: Callable[[], Tensor] | None = None  # returns the hidden states of the last pass, [N, D]
         self._drafts: dict[Sequence, Draft] = {}
         self._forks: dict[Sequence, list[Fork]] = {}
         self._states: dict[Sequence, tuple[int, Tensor]] = {}  # of trees, from the first row on
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
+
+    def leave_trees(self, why: str | None) -> None:
+        """Ask drafters for chains if the model cannot verify trees. why: the reason, as a clause; None if it can."""
+        self.statistics.no_trees = why if any(drafter.trees for drafter in self.drafters) else None
 
     # -- before the pass -------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class Speculation:
     def _propose_from(
         self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, *, pages: Pages
     ) -> None:
-        trees = drafter.trees and self.no_trees is None
+        trees = drafter.trees and self.statistics.no_trees is None
         shapes = self.controller.shapes(
             sequences,
             [sequence.num_left - 1 for sequence in sequences],

@@ -8,23 +8,14 @@ branch is accepted, the sequence goes on with its blocks, and nothing moves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ...cache.cached_sequence import CachedSequence
 from ...cache.pages import Pages
+from ...cache.step import TokenRange
 from ...errors import HfAccelError
-from ..sequence import Draft
-
-
-class Shape(NamedTuple):
-    """The most that is drafted: `depth` tokens that follow each other, and `nodes` tokens in all."""
-
-    depth: int
-    nodes: int
-
-
-NOTHING = Shape(0, 0)
+from ..sequence import Chunk, Draft, Shape
 
 
 @dataclass
@@ -40,7 +31,7 @@ class Fork:
 
 
 def in_branches(draft: Draft, shape: Shape, name: str) -> Draft:
-    """Return the draft with its tokens in the order of branches: each is followed by its first child, where it has one.
+    """Return the draft with its tokens in the order of branches: each is followed by its first child, if it has any.
 
     Raises HfAccelError for a draft that is larger than `shape`, or is no tree. name: of the drafter.
     """
@@ -105,3 +96,23 @@ def _forked(cached: CachedSequence, start: int, count: int, pages: Pages) -> Cac
         pass
     fork.release()
     return None
+
+
+def pass_ranges(chunk: Chunk, draft: Draft, forks: Sequence[Fork], first: int) -> Iterator[TokenRange]:
+    """Yield the tokens that a pass computes of a sequence: the chunk with the first branch of its draft, and then each
+    fork. first: the index of the chunk's first token in the pass.
+    """
+    sequence, start, last = chunk.sequence, chunk.sequence.num_computed, chunk.count - 1  # row 0 is the last token
+    count = chunk.count + len(draft) - sum(len(fork.rows) for fork in forks)
+    parts = [(sequence.cached, start, count, list[int]())]
+    for fork in forks:
+        copied = [first + last + row for row in fork.copied]
+        parts.append((fork.cached, start + last + len(copied), len(fork.rows), copied))
+    given = sequence.prompt_inputs
+    for cached, begin, count, copied in parts:
+        assert cached is not None
+        seen, in_windows = (None, False) if given is None else (given.seen_by(begin, count), given.seen_in_windows)
+        yield TokenRange(
+            cached, begin, count, num_prompt=sequence.num_prefilled, seen=seen, seen_in_windows=in_windows,
+            copied=copied,
+        )  # fmt: skip

@@ -240,11 +240,21 @@ PROGRAMMES: dict[str, dict[str, Any]] = {
     "trees": {"block_size": 4, "num_blocks": 30, "window": None, "verify": "token", "trees": True},
     "scarce trees": {"block_size": 4, "num_blocks": 14, "window": None, "verify": "seeded", "trees": True},
     "trees of single tokens": {
-        "block_size": 1, "num_blocks": 90, "window": 5, "verify": "block", "trees": True, "token_budget": 19,
+        "block_size": 1,
+        "num_blocks": 90,
+        "window": 5,
+        "verify": "block",
+        "trees": True,
+        "token_budget": 19,
     },
     "trees in windows": {"block_size": 4, "num_blocks": 24, "window": 6, "verify": "seeded", "trees": True},
     "growing trees": {
-        "block_size": 16, "num_blocks": 1, "window": None, "verify": "token", "trees": True, "growable": True,
+        "block_size": 16,
+        "num_blocks": 1,
+        "window": None,
+        "verify": "token",
+        "trees": True,
+        "growable": True,
     },
 }
 

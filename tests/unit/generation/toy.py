@@ -21,9 +21,8 @@ from hf_accel.cache.pages import Pages
 from hf_accel.cache.step import Step
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sampling.token_prefix import Prefix
-from hf_accel.generation.sequence import Draft, Sequence
+from hf_accel.generation.sequence import Draft, Sequence, Shape
 from hf_accel.generation.speculation.drafters.drafter import Drafter
-from hf_accel.generation.speculation.trees import Shape
 from hf_accel.generation.speculation.verifiers.verifier import Place, Verifier
 
 VOCABULARY = 12
@@ -161,9 +160,7 @@ class ToyDrafter(Drafter):
 
     name = "toy"
 
-    def __init__(
-        self, seed: int, verifier: Verifier, window: int | None, *, drawn: bool, trees: bool = False
-    ) -> None:
+    def __init__(self, seed: int, verifier: Verifier, window: int | None, *, drawn: bool, trees: bool = False) -> None:
         self.trees = trees
         self.random = random.Random(seed)
         self.verifier, self.window, self.drawn = verifier, window, drawn

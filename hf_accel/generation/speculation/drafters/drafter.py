@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections import abc
 from typing import TYPE_CHECKING
 
-from ...sequence import Draft, Sequence
-from ..trees import Shape
+from ...sequence import Draft, Sequence, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor

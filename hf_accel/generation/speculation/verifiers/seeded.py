@@ -29,6 +29,15 @@ class SeededVerifier(Verifier):
     def drawn(self, probabilities: Tensor, places: abc.Sequence[Place]) -> Unread[list[int]]:
         return race(probabilities, [noise.race_key(place.seed, place.position) for place in places])
 
+    def candidates(self, probabilities: Tensor, places: abc.Sequence[Place], count: int) -> list[list[int]]:
+        """Return those that are first in a race; the model's own token wins one with the same numbers."""
+        keys = [noise.race_key(place.seed, place.position) for place in places]
+        ids = torch.arange(probabilities.shape[1], device=probabilities.device)
+        starts = range(0, len(keys), NOISE_ROWS)
+        parts = ((integers(keys[at : at + NOISE_ROWS]), probabilities[at : at + NOISE_ROWS]) for at in starts)
+        speeds = [own / noise.exponentials(sent(some, own)[:, None], ids) for some, own in parts]
+        return super().candidates(torch.cat(speeds), places, count) if speeds else []
+
     def verified(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
     ) -> Unread[list[list[int]]]:

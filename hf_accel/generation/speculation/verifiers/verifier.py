@@ -56,8 +56,18 @@ class Verifier(ABC):
 
         probabilities: the model's, [sum(len(draft) + 1), V] float32, after all processing. The rows of a sequence are
         consecutive, one for each row of its draft: the distribution of the token after that. places: the Place of each
-        sequence's first new token. Of a tree, the drafted tokens that equal the model's own are accepted. With an empty draft, a token is drawn as without speculation.
+        sequence's first new token. Of a tree, the drafted tokens that equal the model's own are accepted. With an
+        empty draft, a token is drawn as without speculation.
         """
+
+    def candidates(self, probabilities: Tensor, places: abc.Sequence[Place], count: int) -> list[list[int]]:
+        """Return for each row of a draft's probabilities [n, V] the tokens that are likeliest to be the model's own.
+
+        They are siblings of a tree, the likeliest first. places: as `drawn` takes them. count: the most of each.
+        """
+        values, ids = probabilities.topk(min(count, probabilities.shape[1]), dim=-1)
+        rows = zip(values.tolist(), ids.tolist(), strict=True)
+        return [[token for value, token in zip(*row, strict=True) if value > 0] for row in rows]
 
     def draw(self, probabilities: Tensor, places: abc.Sequence[Place]) -> list[int]:
         """Return what `drawn` describes; the host waits for the device."""

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from hf_accel.errors import HfAccelError
-from hf_accel.generation.sequence import Draft, Sequence
+from hf_accel.generation.sequence import Draft, Sequence, Shape
 from hf_accel.generation.speculation.acceptance import likeliest_tree
 from hf_accel.generation.speculation.controller import Controller
-from hf_accel.generation.speculation.trees import Shape, branches, fork_branches, in_branches
+from hf_accel.generation.speculation.trees import branches, fork_branches, in_branches
 
 from ..toy import toy_pages
 
