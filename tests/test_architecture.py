@@ -148,7 +148,7 @@ KEYWORDS = {
     ],
     "quantization_report": ["reference"],
     "CacheConfig": ["block_size", "max_tokens", "prefix_sharing"],
-    "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "verify", "ngram"],
+    "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "max_nodes", "verify", "ngram"],
     "Engine": ["max_tokens", "token_budget", "max_running", "speculative"],
     "save_gguf": ["tokenizer"],
     "save_compressed": ["activations", "tokenizer", "max_shard_size"],

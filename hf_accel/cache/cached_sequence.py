@@ -38,6 +38,10 @@ class CachedSequence:
             raise
         return other
 
+    def take(self, other: CachedSequence) -> None:
+        """Go on with the blocks of a fork, which takes those of this sequence."""
+        self.tables, other.tables = other.tables, self.tables
+
     def truncate(self, num_tokens: int) -> None:
         """Keep only the first `num_tokens` tokens."""
         del self.digests[num_tokens // self.sharing_size :]

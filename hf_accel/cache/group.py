@@ -51,6 +51,7 @@ class PageGroup:
 
     holds_tokens = True  # whether a block holds as many tokens of a sequence as it has slots
     sees_padding = False  # whether padding between tokens would change what is kept of them
+    branches: bool = True  # whether branches of a drafted tree can share the tokens that they begin with
     chunk: int | None = None  # the tokens of a chunk, if a token attends to those of its chunk alone
 
     def __init__(
@@ -218,14 +219,14 @@ class PageGroup:
         counts: list[int] = []
         size, device = self.pool.block_size, cu_q.device
         for each, table, queries in zip(ranges, tables, runs, strict=True):
-            slots += table.slots(each.write_from or each.start, each.start + each.count)
+            slots += table.slots(each.first_written, each.start + each.count)
             dropped = table.num_dropped_blocks * size
             for count, first, stop in self.attended(each, dropped, queries):
                 counts.append(count)
                 held.append(stop - first)
                 attending.append(table.blocks[(first - dropped) // size :])
         written = None
-        if len(slots) < sum(each.count for each in ranges):
+        if len(slots) < sum(each.count for each in ranges) or any(each.copied for each in ranges):
             written = integers(written_places(ranges)).to(device)
         ragged = Ragged(
             cu_q if self.chunk is None else offsets(counts, device),

@@ -27,6 +27,8 @@ class TokenRange:
     tokens of the sequence that were given; later ones were generated, which is a difference to some recurrent layers.
     seen: for each token, how many of the sequence's first tokens it attends to; None if to those up to itself.
     seen_in_windows: whether that is so in layers with a sliding window alone, and to those up to itself in all others.
+    copied: the tokens before `start` that the pass computes for another sequence, as indices in the pass: their K and
+    V are written for this one too. So branches of a tree share the tokens that they begin with.
     """
 
     sequence: CachedSequence
@@ -36,6 +38,7 @@ class TokenRange:
     num_prompt: int = sys.maxsize
     seen: Sequence[int] | None = None
     seen_in_windows: bool = False
+    copied: Sequence[int] = ()
 
     @property
     def span(self) -> range:
@@ -43,7 +46,11 @@ class TokenRange:
 
     @property
     def num_written(self) -> int:
-        return self.start + self.count - (self.write_from or self.start)
+        return self.start + self.count - self.first_written
+
+    @property
+    def first_written(self) -> int:
+        return (self.write_from or self.start) - len(self.copied)
 
     def runs(self, *, windowed: bool) -> list[tuple[int, int]]:
         """Return the runs of tokens that attend causally to the first tokens of their sequence: (tokens, attended to).
@@ -100,8 +107,9 @@ class GroupStep:
 
     They share a sliding window, so also blocks.
 
-    written: [W] int64, the indices of the tokens that the pass writes, out of its N tokens; None if it writes all.
-    A token whose block is shared is written only once. slots: [W] int64, where these tokens are written.
+    written: [W] int64, the indices of the tokens that the pass writes, out of its N tokens; None if it writes all of
+    them once. A token whose block is shared is written only once, and one that several branches of a draft begin with
+    is written for each. slots: [W] int64, where these tokens are written.
     ragged: what attention reads. Its block table and kv_len begin at the first block that the sequence still holds.
     own: the part that attention reads on this rank, where ranks share out the blocks; `slots` and `written` are then
     those of this rank.
@@ -150,9 +158,12 @@ class Step:
 
 
 def written_places(ranges: Sequence[TokenRange]) -> list[int]:
-    """Return the indices of the tokens that a pass over these ranges writes."""
-    ends = accumulate(each.count for each in ranges)
-    return [place for each, end in zip(ranges, ends, strict=True) for place in range(end - each.num_written, end)]
+    """Return the indices of the tokens that a pass over these ranges writes, in the order of their slots."""
+    places, end = list[int](), 0
+    for each in ranges:
+        end += each.count
+        places += [*each.copied, *range(end - each.num_written + len(each.copied), end)]
+    return places
 
 
 def offsets(lengths: list[int], device: torch.device) -> Tensor:

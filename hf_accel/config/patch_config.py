@@ -115,6 +115,7 @@ class SpeculativeConfig:
         CandidateGenerator, a hf_accel Drafter, or a list of these, of which the first that has a proposal is taken.
     num_draft: tokens to draft; "auto" finds out what pays for each sequence, none included.
     max_draft: the most that "auto" takes.
+    max_nodes: the most tokens of a draft that is a tree, whose longest branch has num_draft; for drafters of trees.
     verify: "token" (Leviathan et al. 2023, Chen et al. 2023), "block" (Sun et al. 2025), or "seeded" (Daliri et al.
         2024): sampled tokens then depend on the seed and the model alone, not on the drafter.
     ngram: fewest and most tokens that an n-gram lookup matches.
@@ -123,6 +124,7 @@ class SpeculativeConfig:
     drafter: Drafters = "auto"
     num_draft: int | Literal["auto"] = "auto"
     max_draft: int = 8
+    max_nodes: int = 16
     verify: Literal["token", "block", "seeded"] = "token"
     ngram: tuple[int, int] = (2, 5)
 
@@ -134,6 +136,7 @@ class SpeculativeConfig:
         if self.num_draft != "auto":
             positive_int("num_draft", self.num_draft, way_out="; speculative=None is for no drafts, 'auto' for few")
         positive_int("max_draft", self.max_draft)
+        positive_int("max_nodes", self.max_nodes)
         one_of("verify", self.verify, ("token", "block", "seeded"))
         object.__setattr__(self, "ngram", tuple(self.ngram))
         if len(self.ngram) != 2 or not 1 <= self.ngram[0] <= self.ngram[1]:

@@ -49,12 +49,17 @@ class CallFields(NamedTuple):
                 cos, sin = tables = cos.contiguous(), sin.contiguous()
             strides = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
             places = (cos.data_ptr(), sin.data_ptr(), tokens, batch, *strides)
-        slots, ragged = step.slots, step.ragged
+        slots, written, ragged = step.slots, step.written, step.ragged
         table = ragged.block_table
         assert table is not None
-        held = (slots, table, ragged.cu_q, ragged.kv_len)
-        pages = (*(tensor.data_ptr() for tensor in held), table.stride(0), len(table), block_size)
-        return CallFields(places, pages, threads(), (*(tables or ()), *held))
+        held = (table, ragged.cu_q, ragged.kv_len)
+        pages = (
+            slots.data_ptr(), 0 if written is None else written.data_ptr(), *(tensor.data_ptr() for tensor in held),
+            table.stride(0), len(table), block_size, len(slots),
+        )  # fmt: skip
+        return CallFields(
+            places, pages, threads(), (*(tables or ()), slots, *held, slots if written is None else written)
+        )
 
 
 class SourceFields(NamedTuple):

@@ -23,6 +23,7 @@ from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
 from .sequence import NO_DRAFT, Chunk, Draft, Sequence
 from .speculation.speculation import Speculation
+from .speculation.trees import pass_ranges
 from .speculation.verifiers.rejection import TokenVerifier
 
 TOKEN_VERIFIER = TokenVerifier()  # of batchers without drafts
@@ -208,22 +209,18 @@ class Batcher:
         positions: list[int] = []
         keep: list[int] = []
         rows: list[PassRows] = []
-        ranges = []
+        ranges = list[TokenRange]()
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, start = chunk.sequence, chunk.sequence.num_computed
-            assert sequence.cached is not None
-            count = chunk.count + len(draft.tokens)
-            seen, in_windows = None, False
-            if (given := sequence.prompt_inputs) is not None:
-                rows += given.rows(len(ids), start, count)
-                seen, in_windows = given.seen_by(start, count), given.seen_in_windows
+            given = sequence.prompt_inputs
+            forks = () if self.speculation is None else self.speculation.forks_of(sequence)
+            for each in pass_ranges(chunk, draft, forks, len(ids)):
+                if given is not None:
+                    rows += given.rows(len(positions), each.start, each.count)
+                positions += each.span
+                ranges.append(each)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
-            positions += range(start, start + count)
-            prompt = sequence.num_prefilled
-            ranges.append(
-                TokenRange(sequence.cached, start, count, num_prompt=prompt, seen=seen, seen_in_windows=in_windows)
-            )
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)
@@ -292,7 +289,8 @@ class Batcher:
             self.remove(sequence, "error", error)
             return Progress(sequence, tokens, logprobs, error)
         if self.speculation is not None:
-            self.speculation.observe(sequence, chosen.num_accepted, len(tokens))
+            self.speculation.observe(sequence, chosen.tokens[: chosen.num_accepted], len(tokens))
+            self.speculation.settle(sequence, tokens)
         before, sequence.num_computed = sequence.num_computed, len(sequence.tokens) - 1
         assert sequence.cached is not None
         sequence.cached.truncate(sequence.num_computed)

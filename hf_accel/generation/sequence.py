@@ -6,7 +6,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,40 +146,126 @@ class StopRules:
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that a drafter proposes as the continuation of a sequence.
+    """Tokens that a drafter proposes as the continuation of a sequence: one after the other, or a tree.
 
     probabilities: [len(tokens), V] float32, the distribution that each token was drawn from, after all processing;
         None if the tokens were not drawn, but looked up or chosen greedily.
     source: the name of what proposed the tokens, for statistics; empty for the drafter's own name.
+    parents: of each token, the index of the one that it follows among the drafted ones; -1 for the sequence's last
+        token. A parent comes before its children, and the likelier one of two children first. None for a chain, where
+        each token follows the one before.
+
+    Row 0 of a draft is the sequence's last token, and row j + 1 is drafted token j.
     """
 
     tokens: list[int] = field(default_factory=list)
     probabilities: Tensor | None = None
     source: str = ""
+    parents: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def below(self, limit: int) -> Draft:
-        """Return the draft up to its first token that is `limit` or larger, as one that stands for an image may be."""
-        count = next((index for index, token in enumerate(self.tokens) if token >= limit), len(self))
-        if count == len(self):
+    @property
+    def is_chain(self) -> bool:
+        return self.parents is None or all(parent == index - 1 for index, parent in enumerate(self.parents))
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Return of each row how many drafted tokens lead to it, itself included."""
+        if self.parents is None:
+            return list(range(len(self) + 1))
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent + 1] + 1)
+        return depths
+
+    @property
+    def num_levels(self) -> int:
+        """Return the most drafted tokens that can be accepted."""
+        return max(self.depths)
+
+    @cached_property
+    def ranks(self) -> dict[int, dict[int, int]]:
+        """Return of each row the rows that follow it, with the number of likelier siblings of each."""
+        found: dict[int, dict[int, int]] = {}
+        for index in range(len(self)):
+            own = found.setdefault(index if self.parents is None else self.parents[index] + 1, {})
+            own[index + 1] = len(own)
+        return found
+
+    def line(self, row: int) -> list[int]:
+        """Return the rows that lead from row 0 to this one, both included."""
+        if self.parents is None:
+            return list(range(row + 1))
+        line = [row]
+        while line[-1]:
+            line.append(self.parents[line[-1] - 1] + 1)
+        return line[::-1]
+
+    def prefix(self, row: int) -> list[int]:
+        """Return the drafted tokens that lead to a row, its own included."""
+        return self.tokens[:row] if self.parents is None else [self.tokens[each - 1] for each in self.line(row)[1:]]
+
+    def kept(self, indices: list[int]) -> Draft:
+        """Return the draft of some of the tokens alone. No token is kept whose parent is not."""
+        if indices == list(range(len(self))):
             return self
-        probabilities = None if self.probabilities is None else self.probabilities[:count]
-        return Draft(self.tokens[:count], probabilities, self.source)
+        new = {-1: -1} | {old: index for index, old in enumerate(indices)}
+        probabilities = None if self.probabilities is None else self.probabilities[indices]
+        parents = None if self.parents is None else tuple(new[self.parents[index]] for index in indices)
+        return Draft([self.tokens[index] for index in indices], probabilities, self.source, parents)
+
+    def below(self, limit: int) -> Draft:
+        """Return the draft up to each first token that is `limit` or larger, as one that stands for an image is."""
+        parents = range(-1, len(self) - 1) if self.parents is None else self.parents
+        kept = {-1}
+        for index, (token, parent) in enumerate(zip(self.tokens, parents, strict=True)):
+            if token < limit and parent in kept:
+                kept.add(index)
+        return self.kept(sorted(kept)[1:])
+
+    def rows(self, chosen: list[int]) -> list[int]:
+        """Return row 0 and the rows of those drafted tokens that follow each other as the first of `chosen` do."""
+        rows, row = [0], 0
+        children = self._children
+        while len(rows) <= len(chosen) and (found := children.get((row, chosen[len(rows) - 1]))) is not None:
+            row = found
+            rows.append(row)
+        return rows
+
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        """Return the row of each drafted token, by the row that it follows and the token."""
+        parents = range(-1, len(self) - 1) if self.parents is None else self.parents
+        found: dict[tuple[int, int], int] = {}
+        for index, (token, parent) in enumerate(zip(self.tokens, parents, strict=True)):
+            found.setdefault((parent + 1, token), index + 1)
+        return found
 
     def accepted(self, chosen: list[int]) -> list[int]:
         """Return the accepted tokens (the drafted tokens that equal the model's own) and the model's next token.
 
-        chosen: the model's own token at the position of each drafted token, and at the position after them.
+        chosen: of each row, the model's own token after it.
         """
-        same = 0
-        while same < len(self) and self.tokens[same] == chosen[same]:
-            same += 1
-        return chosen[: same + 1]
+        tokens, row = [chosen[0]], 0
+        while (found := self._children.get((row, tokens[-1]))) is not None:
+            row = found
+            tokens.append(chosen[row])
+        return tokens
 
 
 NO_DRAFT = Draft()
+
+
+class Shape(NamedTuple):
+    """The most of a draft: `depth` tokens that follow each other, and `nodes` tokens in all."""
+
+    depth: int
+    nodes: int
+
+
+NO_SHAPE = Shape(0, 0)
 
 
 @dataclass(frozen=True)

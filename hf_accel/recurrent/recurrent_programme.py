@@ -33,11 +33,13 @@ class RecurrentProgramme(NativeOperations):
         """x: [B, Q, hidden], contiguous, of tokens without padding -> [B, Q, hidden]. pages: of the layer's states."""
         batch, row = x.shape[:2]
         out = x.new_empty(batch, row, self.out_width)
-        places = (states.slots, states.given, states.starts, states.before)
+        places = (states.given, states.starts, states.before)
         dtype = DTYPES[self.dtype]
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), 0, 0, batch * row, batch, 0, 0,
-            pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, *(tensor.data_ptr() for tensor in places),
-            0, len(states.before), 1, *NO_BIAS, 0, 0, 0, *NO_SOURCE, dtype, 0, DTYPES[pages.k.dtype], dtype, threads(),
+            pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, states.slots.data_ptr(), 0,
+            *(tensor.data_ptr() for tensor in places),
+            0, len(states.before), 1, 0, *NO_BIAS, 0, 0, 0, *NO_SOURCE,
+            dtype, 0, DTYPES[pages.k.dtype], dtype, threads(),
         )  # fmt: skip
         return out

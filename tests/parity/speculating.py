@@ -15,6 +15,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 import hf_accel
 from hf_accel import Draft, Drafter, SpeculativeConfig
 from hf_accel.distill.drafts.heads import DraftHead
+from hf_accel.generation.sequence import Shape
 
 from .families import VOCABULARY, build
 
@@ -90,6 +91,56 @@ class OracleDrafter(Drafter):
         text = next(text for known, text in self.texts if known == prompt)
         drafted = text[start : start + length]
         return Draft([t if (start + i) % (self.right + 1) else (t + 1) % VOCABULARY for i, t in enumerate(drafted)])
+
+
+class OracleTree(Drafter):
+    """Proposes trees around known texts, with wrong tokens beside the right ones and behind them.
+
+    known: the text of each (prompt, seed). first, any: how often the right token is the first of its siblings, and how
+    often it is among them.
+    """
+
+    name = "oracle tree"
+    is_free = True
+    trees = True
+
+    def __init__(
+        self, known: dict[tuple[tuple[int, ...], int], list[int]], first: float = 0.7, anywhere: float = 0.9
+    ) -> None:
+        self.known, self.first, self.anywhere = known, first, anywhere
+        self.random = random.Random(0)
+
+    def propose(self, sequences: Any, lengths: Any) -> list[Draft]:
+        drafts = self.propose_trees(sequences, [Shape(length, length) for length in lengths])
+        return [Draft(draft.prefix(draft.depths.index(draft.num_levels))) for draft in drafts]
+
+    def propose_trees(self, sequences: Any, shapes: Any) -> list[Draft]:
+        return [self._tree(sequence, shape) for sequence, shape in zip(sequences, shapes, strict=True)]
+
+    def _tree(self, sequence: Any, shape: Shape) -> Draft:
+        key = tuple(sequence.tokens[: sequence.num_prompt]), sequence.seed
+        rest = self.known[key][sequence.num_new :]
+        tokens: list[int] = []
+        parents: list[int] = []
+        level = [(-1, True)]  # the tokens of a depth, and whether all up to them are right
+        for depth in range(shape.depth):
+            behind, level = level, []
+            for parent, is_right in behind:
+                own = self._siblings(rest[depth] if is_right and depth < len(rest) else None)
+                for token in own[: shape.nodes - len(tokens)]:
+                    tokens.append(token)
+                    parents.append(parent)
+                    level.append((len(tokens) - 1, is_right and depth < len(rest) and token == rest[depth]))
+        return Draft(tokens, parents=tuple(parents))
+
+    def _siblings(self, right: int | None) -> list[int]:
+        """Return one to three tokens, which differ."""
+        wrong = [token for token in self.random.sample(range(VOCABULARY), 4) if token != right]
+        found = wrong[: self.random.choice([1, 1, 2, 3])]
+        draw = self.random.random()
+        if right is None or draw > self.anywhere:
+            return found[:1] if self.random.random() < 0.5 else []
+        return [right, *found[1:]] if draw < self.first else [*found, right]
 
 
 def near(family: str, vocabulary: int = VOCABULARY, noise: float = 0.02, seed: int = 5) -> PreTrainedModel:

@@ -158,6 +158,7 @@ class StateGroup(PageGroup):
 
     holds_tokens = False
     sees_padding = True
+    branches = False
 
     def __init__(self, *, num_blocks: int, growable: bool, prefix_sharing: bool = False) -> None:
         super().__init__(

@@ -47,7 +47,7 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
 
     def compute(self, programme: JoinedLayer, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
         storage: KVStorage = pages.group.storage(programme.layer_idx, *programme.written)
-        if not programme.fits(storage):
+        if not programme.fits(storage) or place.group_step.written is not None:
             return None
         step, mask = place.group_step, place.kwargs.get("attention_mask")
         assert place.tables is not None

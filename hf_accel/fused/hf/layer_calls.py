@@ -242,7 +242,9 @@ class LayerCalls(ABC, Generic[Layer]):
             return "its pass needs a mask"
         step = whole.groups[pages.group_index]
         # With padding, there are fewer tokens than columns.
-        if step.written is not None or not programme.takes(x, tables, tokens=len(step.slots)):
+        filled = len(x) * whole.num_columns if whole.token_columns is None else 0
+        tokens = len(step.slots) if step.written is None else filled
+        if not programme.takes(x, tables, tokens=tokens):
             return "its pass has padding, or tensors of another shape or place"
         has_source = isinstance(whole_cache, RaggedEncoderDecoderCache)
         if has_source is not (programme.source is not None):

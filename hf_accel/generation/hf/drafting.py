@@ -16,6 +16,7 @@ from ...cache.hf import attends_to_sources, page_groups
 from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
+from ...fused.hf.own_code import PagedSequences
 from ...models import vocabulary_size, without_adapters
 from ...undo.state import find_state, state_of
 from ..sequence import Draft, Sequence
@@ -65,6 +66,7 @@ def make_speculation(
         rule, made, controller, invariant_rows=state.invariant_rows, agreement=state.agreement,
         num_tokens=vocabulary_size(drafters.target),
     )  # fmt: skip
+    speculation.leave_trees(trees_refusal(drafters.target, pages))
     layers = {drafter.layers for drafter in made if drafter.layers}
     if len(layers) > 1:
         raise UnsupportedError(
@@ -76,13 +78,24 @@ def make_speculation(
     return speculation
 
 
+def trees_refusal(model: Any, pages: Pages) -> str | None:
+    """Return why a model cannot verify trees of drafted tokens, as one clause; None if it can."""
+    if not all(group.branches for group in pages.groups):
+        return "its states cannot be shared by the branches of a tree"
+    if any(isinstance(module, PagedSequences) for module in model.modules()):
+        return "code of its own computes each sequence"
+    if any(group.context is not None for group in pages.groups):
+        return "ranks share out the context"
+    return None
+
+
 def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller:
     """Return the controller that an earlier session with this config has kept, or a new one.
 
     A controller that another session uses now is not found.
     """
     kept = state.controllers.pop(_controller_key(config), None)
-    return Controller(config.num_draft, config.max_draft) if kept is None else kept
+    return Controller(config.num_draft, config.max_draft, config.max_nodes) if kept is None else kept
 
 
 def keep_controller(config: SpeculativeConfig, speculation: Speculation, model: Any) -> None:
@@ -104,7 +117,7 @@ def _controller_key(config: SpeculativeConfig) -> tuple[Any, ...]:
     """The key under which a controller is kept. A drafter that is an object is identified by its id()."""
     wanted = config.drafters
     names = tuple(drafter if isinstance(drafter, str) else id(drafter) for drafter in wanted)
-    return names, config.num_draft, config.max_draft
+    return names, config.num_draft, config.max_draft, config.max_nodes
 
 
 def draft_models(speculation: Speculation) -> list[Any]:

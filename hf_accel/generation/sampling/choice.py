@@ -44,7 +44,11 @@ class Member:
     rows: range
 
     def prefixes(self) -> list[Prefix]:
-        return [prefix_of(self.sequence, self.draft.tokens[:j]) for j in range(len(self.rows))]
+        return [prefix_of(self.sequence, self.draft.prefix(row)) for row in range(len(self.rows))]
+
+    def used(self, chosen: Chosen) -> list[int]:
+        """Return the rows of logits from which the tokens were chosen."""
+        return [self.rows[row] for row in self.draft.rows(chosen.tokens[: chosen.num_accepted])]
 
     @property
     def place(self) -> Place:
@@ -56,8 +60,8 @@ def choose_tokens(
 ) -> list[Chosen | Exception]:
     """Choose the new tokens of each sequence. An error of one sequence is returned instead of its tokens.
 
-    logits: [sum(len(draft) + 1), V], any floating dtype. Row j of a sequence is for the token after its first j
-    drafted tokens. Raises HfAccelError for another number of rows.
+    logits: [sum(len(draft) + 1), V], any floating dtype, with a row for each row of a draft (see Draft). Raises
+    HfAccelError for another number of rows.
     """
     logits = logits.detach()
     members = _members(sequences, drafts)
@@ -148,10 +152,10 @@ def _with_errors(
     """Return the results, with the errors of the rows that they come from."""
     for at, (member, result) in enumerate(zip(members, results, strict=True)):
         if failed_rows and isinstance(result, Chosen):
-            used = member.rows[: len(result.tokens)]
+            used = member.used(result)
             failed = next((number for number, row in enumerate(used) if row in failed_rows), None)
             if failed is not None:
-                error = failed_rows[member.rows[failed]]
+                error = failed_rows[used[failed]]
                 results[at] = Chosen(result.tokens[:failed], failed, error=error) if failed else error
     return results
 
@@ -211,7 +215,7 @@ def _with_logprobs(
         count = member.sequence.sampling.num_logprobs
         if count is not None and isinstance(result, Chosen):
             reported.append(at)
-            rows += member.rows[: len(result.tokens)]
+            rows += member.used(result)[: len(result.tokens)]
             tokens += result.tokens
             counts += [count] * len(result.tokens)
     if reported:

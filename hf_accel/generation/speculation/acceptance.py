@@ -6,6 +6,7 @@ An acceptance is the probability that a drafted token is accepted if all tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
 
@@ -34,6 +35,14 @@ class Tally:
             self.verified[position] = self.verified[position] * self.keep + (position <= accepted)
             self.accepted[position] = self.accepted[position] * self.keep + (position < accepted)
 
+    def count(self, position: int, *, accepted: bool) -> None:
+        """Count one token whose prefix was accepted."""
+        for counts in (self.drafted, self.verified, self.accepted):
+            counts += [0] * (position + 1 - len(counts))
+        self.drafted[position] = self.drafted[position] * self.keep + 1
+        self.verified[position] = self.verified[position] * self.keep + 1
+        self.accepted[position] = self.accepted[position] * self.keep + accepted
+
     def acceptances(self, expected: Sequence[float | None], weight: float) -> list[float]:
         """Return the acceptance of each position. What is expected there counts as `weight` verified tokens.
 
@@ -54,3 +63,25 @@ class Tally:
 def gains(acceptances: Sequence[float]) -> list[float]:
     """Return for each drafted token the probability that it and all tokens before it are accepted."""
     return list(accumulate(acceptances, mul))
+
+
+def likeliest_tree(rates: Sequence[Sequence[float]], nodes: int) -> list[tuple[float, int]]:
+    """Return the tokens of the tree of at most `nodes` tokens of which the most are expected to be accepted.
+
+    rates[r][d]: the acceptance of the token of rank r among its siblings behind d accepted ones. Returns of each token
+    the probability that it and all before it are accepted, and its depth from 0 on; the likeliest first.
+    """
+    found: list[tuple[float, int]] = []
+    waiting: list[tuple[float, int, int, float]] = []  # minus the probability, depth, rank, that of the parent
+
+    def wait(depth: int, rank: int, parent: float) -> None:
+        if depth < len(rates[0]) and rank < len(rates) and rates[rank][depth] > 0:
+            heappush(waiting, (-parent * rates[rank][depth], depth, rank, parent))
+
+    wait(0, 0, 1.0)
+    while waiting and len(found) < nodes:
+        gain, depth, rank, parent = heappop(waiting)
+        found.append((-gain, depth))
+        wait(depth + 1, 0, -gain)
+        wait(depth, rank + 1, parent)
+    return found

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from ...keywords import positive_int
-from ..sequence import Sequence
-from .acceptance import Tally, gains
-from .costs import CostTable, Seconds, allocate
+from ..sequence import NO_SHAPE, Draft, Sequence, Shape
+from .acceptance import Tally, gains, likeliest_tree
+from .costs import CostTable, Seconds, allocate_trees
 
 # Times are in decoding passes of the model.
 FIRST_BALANCE, MAX_BALANCE = 0.25, 16.0  # the time that drafts may lose at first, and the most that is kept of gains
 EARNED = 0.01  # the share of all time that drafts may lose later
+MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
 UNMEASURED_DRAFT = 0.3  # the assumed time of a drafter's pass before it was measured
 FIRST_WAIT, LAST_WAIT = 1, 512  # the passes from one trial to the next while none was right, which double
 WAIT = 8  # the passes from one trial to the next once a draft was right
@@ -28,6 +29,8 @@ REFRESH = 64  # the number of passes after which draft lengths other than the be
 # The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
 # over all sequences, of about the last 96 drafts, is what is expected of each, of which the last 16 count.
 PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.5, 2.5, 96.0, 16.0
+# The siblings of a tree that count, and the part of what is left by those before it that one is expected to have.
+MOST_SIBLINGS, SIBLING = 6, 0.3
 
 
 @dataclass
@@ -42,9 +45,13 @@ class Drafted:
 
 @dataclass
 class DraftSource:
-    """The acceptance and the costs of a drafter over all sequences, as far as they were observed."""
+    """The acceptance and the costs of a drafter over all sequences, as far as they were observed.
+
+    tally: of chains, and of the likeliest of siblings in trees. ranks: of the second sibling, the third, and so on.
+    """
 
     tally: Tally = field(default_factory=partial(Tally, SOURCE_MEMORY))
+    ranks: list[Tally] = field(default_factory=lambda: [Tally(SOURCE_MEMORY) for _ in range(1, MOST_SIBLINGS)])
     sequences: WeakKeyDictionary[Sequence, Drafted] = field(default_factory=WeakKeyDictionary)
     deepest: int = 0  # the most accepted tokens of one draft
     costs: CostTable = field(default_factory=CostTable)  # of passes of the drafter's model
@@ -87,15 +94,26 @@ class Controller:
     draft model computes the prompt), and it is asked for no sequence that the balance cannot pay to read.
     """
 
-    def __init__(self, num_draft: int | Literal["auto"] = "auto", max_draft: int = 8) -> None:
+    def __init__(
+        self, num_draft: int | Literal["auto"] = "auto", max_draft: int = 8, max_nodes: int = MAX_NODES
+    ) -> None:
         if num_draft not in ("auto", 0):
             positive_int("num_draft", num_draft)
         positive_int("max_draft", max_draft)
-        self.num_draft, self.max_draft, self.num_passes = num_draft, max_draft, 0
+        positive_int("max_nodes", max_nodes)
+        self.num_draft, self.max_draft, self.max_nodes, self.num_passes = num_draft, max_draft, max_nodes, 0
         self.verify_costs = CostTable()
         self.sources: dict[str, DraftSource] = {}
         self.balance: float | None = None  # seconds
         self._pass = PassRecord()
+
+    def shapes(
+        self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], *, trees: bool = False, **settings: Any
+    ) -> list[Shape]:
+        """Return what to draft for each of `sequences`; see `lengths`. trees: whether the drafter proposes trees."""
+        if trees:
+            return self._shapes(sequences, limits, most_nodes=self.max_nodes, **settings)
+        return [Shape(length, length) for length in self.lengths(sequences, limits, **settings)]
 
     def lengths(
         self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], *,
@@ -107,20 +125,29 @@ class Controller:
         choice, such as prefill, and sequences with a draft of another source. is_free: whether drafting needs no pass
         of a model. source: the name of the drafter; acceptance and cost are learnt for each source.
         """
+        settings: Any = {"other_rows": other_rows, "is_free": is_free, "source": source}
+        return [shape.nodes for shape in self._shapes(sequences, limits, **settings)]
+
+    def _shapes(
+        self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], *,
+        other_rows: int = 0, is_free: bool = True, source: str = "", most_nodes: int = 0,
+    ) -> list[Shape]:  # fmt: skip
+        """Return the drafts with the most new tokens a second. most_nodes: the most tokens of a tree; 0 for chains."""
         count = self._pass.sequences = max(self._pass.sequences, len(sequences))
         if self.num_draft != "auto":
-            return [max(0, min(self.num_draft, limit)) for limit in limits]
+            depths = (max(0, min(self.num_draft, limit)) for limit in limits)
+            return [Shape(depth, max(depth, most_nodes) if depth else 0) for depth in depths]
         known, costs, rows = self._source(source), self.verify_costs, len(sequences) + other_rows
         bounds = [max(0, min(limit, self.max_draft, max(1, 2 * known.deepest))) for limit in limits]
-        lengths = [0] * len(bounds)
+        shapes = [NO_SHAPE] * len(bounds)
         # To find that nothing can be drafted takes as long as a draft does in a small model. So it is remembered.
         idle = known.idle[0] == count and self.num_passes < known.idle[1]
         if idle or not any(bounds) or not costs.is_measured(rows):
-            return lengths
+            return shapes
         one = costs.seconds(count)
         left = self.balance = FIRST_BALANCE * one if self.balance is None else self.balance
         if left <= 0:
-            return lengths
+            return shapes
         records = [known.of(sequence) for sequence in sequences]
         for i, record in enumerate(records):
             left -= known.reading if bounds[i] and not record.is_read else 0.0
@@ -130,19 +157,21 @@ class Controller:
         draft = None if is_free else known.costs.seconds
         is_refreshed = known.deepest > 0 and self.num_passes % REFRESH == 0
         if known.deepest:
-            chains = expected_gains(known, records, bounds)
-            lengths = allocate(chains, costs.seconds, draft, other_rows=rows - count, least=costs.doubt(rows))
-            known.has_paid = known.has_paid or any(lengths)
+            gains = expected_trees(known, records, bounds, most_nodes)
+            shapes = allocate_trees(gains, costs.seconds, draft, other_rows=rows - count, least=costs.doubt(rows))
+            known.has_paid = known.has_paid or any(shape.nodes for shape in shapes)
             if self.num_passes % REFRESH == 0:  # so that times without drafts, or with longer ones, stay new
-                more = self.num_passes // REFRESH % 2
-                lengths = [more and min(2 * n + 1, bound) for n, bound in zip(lengths, bounds, strict=True)]
+                shapes = [_larger(*pair, most_nodes) for pair in zip(shapes, bounds, strict=True)]
+                shapes = shapes if self.num_passes // REFRESH % 2 else [NO_SHAPE] * len(bounds)
         lacking = known.reading - self.balance
         if self.num_passes >= known.next_trial:
-            open_to = [r if bound and not n else None for r, bound, n in zip(records, bounds, lengths, strict=True)]
-            lacking = self._add_trials(open_to, lengths, rows, draft)
+            several = zip(records, bounds, shapes, strict=True)
+            open_to = [record if bound and not shape.nodes else None for record, bound, shape in several]
+            lacking = self._add_trials(open_to, shapes, rows, draft)
         affordable = self.num_passes + int(lacking / (EARNED * one))
-        known.idle = (0, 0) if any(lengths) or is_refreshed else (count, max(known.next_trial, affordable))
-        return lengths
+        drafts = any(shape.nodes for shape in shapes)
+        known.idle = (0, 0) if drafts or is_refreshed else (count, max(known.next_trial, affordable))
+        return shapes
 
     def verdict(self, source: str) -> str | None:
         """Return why a drafter has drafted nothing but trials, as a clause; None if its drafts have paid, or if that
@@ -157,14 +186,15 @@ class Controller:
         return f"drafts of {source!r} do not pay: a token costs {cost:.2f} of a pass, and {rate:.0%} are accepted"
 
     def _add_trials(
-        self, records: list[Drafted | None], lengths: list[int], rows: int, draft: Seconds | None
+        self, records: list[Drafted | None], shapes: list[Shape], rows: int, draft: Seconds | None
     ) -> float:
         """Add a token for sequences without a draft, those without one for longest first, as the balance pays for.
 
         records: None where there is no trial. Returns the seconds that the balance lacks for one more.
         """
         assert self.balance is not None
-        rows, width, price = rows + sum(lengths), sum(map(bool, lengths)), 0.0
+        rows += sum(shape.nodes for shape in shapes)
+        width, price = sum(shape.nodes > 0 for shape in shapes), 0.0
         costs, seconds = self.verify_costs, draft or (lambda width: 0.0)
         tried = sorted((record.last_pass, i, record) for i, record in enumerate(records) if record)
         for count, (_, i, record) in enumerate(tried, 1):
@@ -172,7 +202,7 @@ class Controller:
             price += seconds(width + count) - (seconds(width) if width else 0.0)
             if price > self.balance:
                 break
-            lengths[i], record.is_trial = 1, True
+            shapes[i], record.is_trial = Shape(1, 1), True
         return price - self.balance
 
     def observe_drafting(self, tokens: int, passes: int, seconds: float, source: str = "") -> None:
@@ -209,6 +239,21 @@ class Controller:
         record = known.of(sequence)
         for tally in (known.tally, record.tally):
             tally.add(drafted, accepted)
+        self._observe(known, record, drafted, accepted)
+
+    def observe_tree(self, sequence: Sequence, draft: Draft, rows: abc.Sequence[int], source: str = "") -> None:
+        """Learn the acceptance of a tree. rows: row 0 of the draft, and those of the accepted tokens."""
+        known = self._source(source)
+        record = known.of(sequence)
+        ranks = draft.ranks
+        for depth, (row, taken) in enumerate(zip(rows, [*rows[1:], -1], strict=True)):
+            for child, rank in ranks.get(row, {}).items():
+                own = [known.ranks[rank - 1]] if 0 < rank < MOST_SIBLINGS else [known.tally, record.tally]
+                for tally in own if rank < MOST_SIBLINGS else ():
+                    tally.count(depth, accepted=child == taken)
+        self._observe(known, record, len(draft), len(rows) - 1)
+
+    def _observe(self, known: DraftSource, record: Drafted, drafted: int, accepted: int) -> None:
         known.is_tried, record.is_trial = known.is_tried or record.is_trial, False
         known.deepest, record.last_pass = max(known.deepest, accepted), self.num_passes
         self._pass.drafted += drafted
@@ -247,3 +292,30 @@ def expected_gains(
     expected = [rate if position < max(1, seen) else None for position, rate in enumerate(expected)]
     pairs = zip(drafted, bounds, strict=True)
     return [gains(one.tally.acceptances(expected[:bound], WEIGHT)) for one, bound in pairs]
+
+
+def expected_trees(
+    source: DraftSource, drafted: abc.Sequence[Drafted], bounds: abc.Sequence[int], most_nodes: int
+) -> list[list[tuple[float, int]]]:
+    """Return the tokens of the next draft of each sequence, as allocate_trees takes them. most_nodes: 0 for chains."""
+    chains = expected_gains(source, drafted, bounds)
+    if not most_nodes:
+        return [[(gain, depth) for depth, gain in enumerate(chain)] for chain in chains]
+    trees = []
+    for chain in chains:
+        rates = [[gain / before if before else 0.0 for gain, before in zip(chain, [1.0, *chain], strict=False)]]
+        left = [1 - rate for rate in rates[0]]
+        for tally in source.ranks:
+            if chain:
+                # What a sibling has of what those before it have left is the same at all depths.
+                seen = tally.acceptances([SIBLING * left[0], *[None] * (len(chain) - 1)], WEIGHT)
+                rates.append([min(pair) for pair in zip(seen, left, strict=True)])
+                left = [max(0.0, all - rate) for all, rate in zip(left, rates[-1], strict=True)]
+        trees.append(likeliest_tree(rates, most_nodes))
+    return trees
+
+
+def _larger(shape: Shape, bound: int, most_nodes: int) -> Shape:
+    """Return about twice as large a draft. bound: its most depth."""
+    depth = min(2 * shape.depth + 1, bound)
+    return Shape(depth, max(depth, min(2 * shape.nodes + 1, most_nodes)) if depth else 0)

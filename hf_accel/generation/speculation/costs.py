@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from statistics import median_low
 
+from ..sequence import NO_SHAPE, Shape
+
 MEMORY = 31  # the last observations of a width that count
 EXTRAPOLATED = 0.02  # a further row than any measured is assumed to add this share of the time, or a quarter of a row
 NOISE = 0.1  # the assumed mean relative deviation of an observation, which counts as two of them
@@ -102,19 +104,36 @@ def allocate(
     other_rows: int = 0,
     least: float = 0.0,
 ) -> list[int]:
-    """Return the draft lengths with the highest rate of new tokens (the goodput of SmartSpec, arXiv 2406.14066).
+    """Return the draft lengths with the highest rate of new tokens; see allocate_trees.
 
-    gains[i][j]: the probability that the first j + 1 drafted tokens of sequence i are all accepted. At most
-    len(gains[i]) tokens are drafted for sequence i. verify: of the model's pass. draft: of a drafter's pass; None if
+    gains[i][j]: the probability that the first j + 1 drafted tokens of sequence i are all accepted.
+    """
+    trees = [[(gain, depth) for depth, gain in enumerate(chain)] for chain in gains]
+    return [shape.nodes for shape in allocate_trees(trees, verify, draft, other_rows=other_rows, least=least)]
+
+
+def allocate_trees(
+    gains: Sequence[Sequence[tuple[float, int]]],
+    verify: Seconds,
+    draft: Seconds | None = None,
+    *,
+    other_rows: int = 0,
+    least: float = 0.0,
+) -> list[Shape]:
+    """Return the drafts with the highest rate of new tokens (the goodput of SmartSpec, arXiv 2406.14066).
+
+    gains[i]: of each token that can be drafted for sequence i, the probability that it and all before it are accepted,
+    and its depth from 0 on. verify: of the model's pass. draft: of a drafter's pass; None if
     it needs none. other_rows: of the pass, such as prefill, which are computed in any case: next to them, a drafted
     token pays if it comes faster than by decoding alone. least: seconds that any draft must gain.
 
-    The probabilities do not rise with j. So for each total number of drafted tokens, those with the highest gains are
-    the best choice. All total numbers are tried, because the time of a kernel rises in steps, and all depths, because
-    each takes a pass of the drafter. The choice is optimal if the time of that is linear in its rows.
+    No token is likelier than the one that it follows. So for each total number of drafted tokens, those with the
+    highest gains are the best choice. All total numbers are tried, because the time of a kernel rises in steps, and
+    all depths, because each takes a pass of the drafter. The choice is optimal if the time of that is linear in its
+    rows.
     """
-    entries = sorted((-gain, depth, i) for i, chain in enumerate(gains) for depth, gain in enumerate(chain))
-    deepest = max(map(len, gains), default=0)
+    entries = sorted((-gain, depth, i) for i, tree in enumerate(gains) for gain, depth in tree)
+    deepest = 1 + max((depth for _, depth, _ in entries), default=-1)
     options = [(0, 0, 0.0, 0.0)]  # depth, drafted tokens, expected accepted ones, seconds to draft
     for depth in [deepest] if draft is None else range(1, deepest + 1):
         tokens, seconds, widths = 0.0, least, [0] * depth
@@ -127,7 +146,7 @@ def allocate(
     best = max((rows + tokens) / (verify(rows + n) + seconds) for _, n, tokens, seconds in options)
     # Among equal choices the one with the fewest rows is taken, which comes first.
     depth, count, _, _ = max(options, key=lambda one: one[2] - best * (verify(rows + other_rows + one[1]) + one[3]))
-    lengths = [0] * len(gains)
-    for _, _, i in [entry for entry in entries if entry[1] < depth][:count]:
-        lengths[i] += 1
-    return lengths
+    shapes = [NO_SHAPE] * len(gains)
+    for _, at, i in [entry for entry in entries if entry[1] < depth][:count]:
+        shapes[i] = Shape(max(shapes[i].depth, at + 1), shapes[i].nodes + 1)
+    return shapes

@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from ...cache.pages import Pages
-from ...errors import HfAccelError, HfAccelWarning
+from ...errors import HfAccelWarning
 from ..agreement import ALONE, ProcessAgreement
-from ..sequence import NO_DRAFT, Chunk, Draft, Sequence
+from ..sequence import NO_DRAFT, Chunk, Draft, Sequence, Shape
 from .acceptance import Tally
 from .controller import Controller
 from .drafters.drafter import Drafter
+from .trees import Fork, branches, fork_branches, in_branches
 from .verifiers.verifier import Verifier
 
 
@@ -28,24 +29,31 @@ class SpeculationStatistics:
 
     steps: decoding steps of single sequences, with or without a draft. A step gives the accepted tokens and one more.
     passes: passes of the model. tokens: new tokens. lengths: the number of steps with a draft of each length.
+    branched: the steps that went on with another branch of a tree than its first. no_trees: why drafters that propose
+    trees are asked for chains, as a clause; None if they are not.
     """
 
     steps: int = 0
     passes: int = 0
     tokens: int = 0
+    branched: int = 0
+    no_trees: str | None = None
     lengths: Counter[int] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
     drafting_seconds: float = 0.0
     verifying_seconds: float = 0.0
 
-    def record_step(self, drafted: int, accepted: int, tokens: int) -> None:
-        """Record a decoding step of one sequence. tokens: its new ones: accepted + 1, or fewer if it has ended."""
+    def record_step(self, drafted: int, accepted: int, tokens: int, *, levels: int | None = None) -> None:
+        """Record a decoding step of one sequence. tokens: its new ones: accepted + 1, or fewer if it has ended.
+
+        levels: how many of the drafted tokens follow each other at most; None for all of them.
+        """
         if not 0 <= accepted <= drafted:
             raise ValueError(f"{accepted} tokens accepted of {drafted} drafted")
         self.steps += 1
         self.tokens += tokens
         self.lengths[drafted] += 1
-        self.tally.add(drafted, accepted)
+        self.tally.add(drafted if levels is None else levels, accepted)
 
     def record_pass(self, drafting_seconds: float, verifying_seconds: float) -> None:
         self.passes += 1
@@ -54,7 +62,7 @@ class SpeculationStatistics:
 
     @property
     def drafted(self) -> int:
-        return int(sum(self.tally.drafted))
+        return sum(length * count for length, count in self.lengths.items())
 
     @property
     def accepted(self) -> int:
@@ -63,7 +71,8 @@ class SpeculationStatistics:
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON. Values that no step or draft defines yet are None.
 
-        acceptance_at: by position, the accepted of the drafted tokens; those after a rejected one count as drafted.
+        acceptance_at: by position, the accepted of the drafted tokens; those after a rejected one count as drafted. A
+        tree counts as one token at each depth.
         """
         drafted, accepted = self.tally.drafted, self.tally.accepted
         return {
@@ -77,6 +86,8 @@ class SpeculationStatistics:
             "drafted_at": list(drafted),
             "accepted_at": list(accepted),
             "acceptance_at": [a / d for a, d in zip(accepted, drafted, strict=True)],
+            "branched": self.branched,
+            "no_trees": self.no_trees,
             "draft_lengths": {str(length): self.lengths[length] for length in sorted(self.lengths)},
             "drafting_seconds": self.drafting_seconds,
             "verifying_seconds": self.verifying_seconds,
@@ -111,13 +122,19 @@ class Speculation:
         self.statistics = SpeculationStatistics()
         self.states: Callable[[], Tensor] | None = None  # returns the hidden states of the last pass, [N, D]
         self._drafts: dict[Sequence, Draft] = {}
+        self._forks: dict[Sequence, list[Fork]] = {}
+        self._states: dict[Sequence, tuple[int, Tensor]] = {}  # of trees, from the first row on
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
+
+    def leave_trees(self, why: str | None) -> None:
+        """Ask drafters for chains if the model cannot verify trees. why: the reason, as a clause; None if it can."""
+        self.statistics.no_trees = why if any(drafter.trees for drafter in self.drafters) else None
 
     # -- before the pass -------------------------------------------------------------------------------
 
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[Draft]:
         """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
-        self._drafts, self._seconds = {}, 0.0
+        self._drafts, self._states, self._seconds = {}, {}, 0.0
         begun = time.perf_counter()
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
@@ -142,43 +159,56 @@ class Speculation:
     def _propose_from(
         self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, *, pages: Pages
     ) -> None:
-        lengths = self.controller.lengths(
+        trees = drafter.trees and self.statistics.no_trees is None
+        shapes = self.controller.shapes(
             sequences,
             [sequence.num_left - 1 for sequence in sequences],
             other_rows=other_rows,
             is_free=drafter.is_free,
             source=drafter.name,
+            trees=trees,
         )
-        lengths = self.agreement.agree(lengths)  # which measured time decides
-        if not any(lengths):
+        shapes = [Shape(*shape) for shape in self.agreement.agree(shapes)]  # which measured time decides
+        if not any(shape.nodes for shape in shapes):
             return
-        granted = reserve(sequences, lengths, room, pages)
-        asked = [(sequence, count) for sequence, count in zip(sequences, granted, strict=True) if count]
+        granted = reserve(sequences, shapes, room, pages)
+        asked = [(sequence, shape) for sequence, shape in zip(sequences, granted, strict=True) if shape.nodes]
         if not asked:
             return
         chosen = [sequence for sequence, _ in asked]
         begun = time.perf_counter()
         drafter.catch_up(chosen)
         ready = time.perf_counter()
-        drafts = drafter.propose(chosen, [count for _, count in asked])
+        if trees:
+            drafts = drafter.propose_trees(chosen, [shape for _, shape in asked])
+        else:
+            drafts = drafter.propose(chosen, [shape.depth for _, shape in asked])
         ended = time.perf_counter()
-        for (sequence, count), draft in zip(asked, drafts, strict=True):
-            assert sequence.cached is not None
-            if len(draft) > count:
-                raise HfAccelError(
-                    f"the drafter {drafter.name!r} proposed {len(draft)} tokens where {count} were asked for; "
-                    "propose at most lengths[i]"
-                )
-            draft = draft if self.num_tokens is None else draft.below(self.num_tokens)
-            sequence.cached.truncate(sequence.num_computed + 1 + len(draft))
-            if len(draft):
-                self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
+        for (sequence, shape), draft in zip(asked, drafts, strict=True):
+            self._take(drafter, sequence, in_branches(draft, shape, drafter.name), pages)
         passes = 0.0 if drafter.is_free else ended - ready
         if passes:
             tokens = sum(map(len, drafts))
-            self.controller.observe_drafting(tokens, max(map(len, drafts)), passes, source=drafter.name)
+            levels = max(draft.num_levels for draft in drafts)
+            self.controller.observe_drafting(tokens, levels, passes, source=drafter.name)
         self.controller.observe_asking(chosen, ended - begun - passes, source=drafter.name)
         self._seconds += ended - begun
+
+    def _take(self, drafter: Drafter, sequence: Sequence, draft: Draft, pages: Pages) -> None:
+        """Give the draft of a sequence its slots, or what there are slots for. Those of its first branch are there."""
+        assert sequence.cached is not None
+        draft = draft if self.num_tokens is None else draft.below(self.num_tokens)
+        sequence.cached.truncate(sequence.num_computed + 1 + len(branches(draft)[0]))
+        if not len(draft):
+            return
+        draft, forks = fork_branches(sequence.cached, draft, sequence.num_computed, pages)
+        self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
+        if forks:
+            self._forks[sequence] = forks
+
+    def forks_of(self, sequence: Sequence) -> list[Fork]:
+        """Return the branches of a sequence's draft that have blocks of their own."""
+        return self._forks.get(sequence, [])
 
     def draft_of(self, sequence: Sequence) -> Draft:
         return self._drafts.get(sequence, NO_DRAFT)
@@ -190,17 +220,49 @@ class Speculation:
         states, end = self.states(), 0
         for chunk, draft in zip(chunks, drafts, strict=True):
             first, end = end, end + chunk.count + len(draft)
-            for drafter in self.drafters:
-                if drafter.layers and chunk.sequence.sampling.takes_drafts:
-                    drafter.watch(chunk.sequence, chunk.sequence.num_computed, states[first:end])
+            if chunk.sequence in self._forks:
+                self._states[chunk.sequence] = chunk.sequence.num_computed, states[first:end]
+            shown = states[first : first + chunk.count + len(branches(draft)[0])]
+            self._show(chunk.sequence, chunk.sequence.num_computed, shown)
+
+    def _show(self, sequence: Sequence, start: int, states: Tensor) -> None:
+        for drafter in self.drafters:
+            if drafter.layers and sequence.sampling.takes_drafts:
+                drafter.watch(sequence, start, states)
+
+    def _watch_again(self, sequence: Sequence, rows: list[int]) -> None:
+        """Show the states of the branch that was taken, where those of the first one were shown."""
+        start, states = self._states.pop(sequence, (0, None))
+        if states is not None:
+            self._show(sequence, start, states[rows])
 
     # -- after the pass --------------------------------------------------------------------------------
 
-    def observe(self, sequence: Sequence, accepted: int, tokens: int) -> None:
-        """Record that `accepted` drafted tokens of a sequence were accepted, and that it has `tokens` new tokens."""
+    def observe(self, sequence: Sequence, accepted: list[int], tokens: int) -> None:
+        """Record which drafted tokens of a sequence were accepted, and that it has `tokens` new tokens."""
         draft = self.draft_of(sequence)
-        self.controller.observe_drafts(sequence, len(draft), accepted, source=draft.source or "")
-        self.statistics.record_step(len(draft), accepted, tokens)
+        if draft.parents is None:
+            self.controller.observe_drafts(sequence, len(draft), len(accepted), source=draft.source)
+        else:
+            self.controller.observe_tree(sequence, draft, draft.rows(accepted), source=draft.source)
+        self.statistics.record_step(len(draft), len(accepted), tokens, levels=draft.num_levels)
+
+    def settle(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Let a sequence go on with the blocks of the branch that it took. tokens: its new ones."""
+        forks = self._forks.get(sequence)
+        if forks is None:
+            return
+        rows = self.draft_of(sequence).rows(tokens[:-1])
+        taken = next((fork for fork in forks if rows[-1] in fork.rows), None)
+        if taken is not None and sequence.cached is not None:
+            sequence.cached.take(taken.cached)
+            self.statistics.branched += 1
+            self._watch_again(sequence, rows)
+        self._drop_forks(sequence)
+
+    def _drop_forks(self, sequence: Sequence) -> None:
+        for fork in self._forks.pop(sequence, ()):
+            fork.cached.release()
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Record a pass over `rows` rows. seconds: the time of the whole pass, drafting included."""
@@ -212,6 +274,7 @@ class Speculation:
 
         If a drafter raises an error, this warns, because the error belongs to no sequence that still runs.
         """
+        self._drop_forks(sequence)
         for drafter in self.drafters:
             try:
                 drafter.forget(sequence)
@@ -221,23 +284,23 @@ class Speculation:
 
 
 def reserve(
-    sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int], room: int | None, pages: Pages
-) -> list[int]:
-    """Allocate slots for drafts, and return their numbers: at most lengths[i] for each sequence, and `room` in all.
+    sequences: abc.Sequence[Sequence], shapes: abc.Sequence[Shape], room: int | None, pages: Pages
+) -> list[Shape]:
+    """Allocate slots for a branch of each draft. Returns the shapes: at most shapes[i], and `room` tokens in all.
 
     There are fewer if blocks or memory run out. No sequence is preempted, and none fails, for a draft.
     """
     granted = []
-    left = sum(lengths) if room is None else room
-    for sequence, length in zip(sequences, lengths, strict=True):
+    left = sum(shape.nodes for shape in shapes) if room is None else room
+    for sequence, shape in zip(sequences, shapes, strict=True):
         assert sequence.cached is not None
         start = sequence.num_computed
-        count = pages.room(sequence.cached, max(0, min(length, left)), start=start)
+        count = pages.room(sequence.cached, max(0, min(shape.depth, left)), start=start)
         if count:
             try:
                 pages.append(sequence.cached, count, start=start)
             except (MemoryError, RuntimeError):  # torch raises RuntimeError when it cannot allocate memory
                 count = 0
-        granted.append(count)
-        left -= count
+        granted.append(Shape(count, min(shape.nodes, left) if count else 0))
+        left -= granted[-1].nodes
     return granted

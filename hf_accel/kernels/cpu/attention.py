@@ -44,7 +44,7 @@ class PageWrite(Structure):
 class WriteCall(Structure):
     _fields_ = [
         ("keys", PageWrite), ("values", PageWrite),
-        *fields(pointers="slots", sizes="tokens heads block_size", ints="dtype page_dtype threads"),
+        *fields(pointers="slots written", sizes="tokens heads block_size", ints="dtype page_dtype threads"),
     ]  # fmt: skip
 
 
@@ -237,6 +237,6 @@ def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
     _write_pages(
         keys.data_ptr(), k_head, k_token, k_pages.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(), key_dim,
         values.data_ptr(), v_head, v_token, v_pages.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),
-        values.shape[2], slots.data_ptr(), num_tokens, heads, k_pages.shape[2],
+        values.shape[2], slots.data_ptr(), 0, num_tokens, heads, k_pages.shape[2],
         DTYPES[keys.dtype], DTYPES[k_pages.dtype], threads(),
     )  # fmt: skip

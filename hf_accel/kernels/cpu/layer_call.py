@@ -52,8 +52,8 @@ class LayerCall(Structure):
         *fields(
             pointers="ops starts", sizes="count width", pointers_="x out cos sin",
             sizes_="tokens batch table_batch table_token",
-            pointers__="k_pages v_pages k_scales v_scales slots block_table cu_q kv_len",
-            sizes__="table_stride sequences block_size",
+            pointers__="k_pages v_pages k_scales v_scales slots written block_table cu_q kv_len",
+            sizes__="table_stride sequences block_size num_written",
         ),
         ("score_bias", ScoreBias),
         *fields(pointers="position_keys position_queries position_rows"),

@@ -62,7 +62,7 @@ class Programme:
         self.pages = toy_pages(num_blocks, block_size=block_size, window=window, growable=more.pop("growable", False))
         rule = verifier_named(verify)
         # what a drawn draft is verified to depends on it, unless numbers are shared
-        self.drafter = ToyDrafter(seed, rule, window, drawn=verify == "seeded")
+        self.drafter = ToyDrafter(seed, rule, window, drawn=verify == "seeded", trees=more.pop("trees", False))
         self.fails_when: str | None = None
         self.batcher = batcher_of(
             self.pages, self.drafter, verify=verify, num_draft=more.pop("num_draft", 4), raises=self.raises, **more
@@ -237,6 +237,25 @@ PROGRAMMES: dict[str, dict[str, Any]] = {
     "narrow": {"block_size": 1, "num_blocks": 50, "window": 5, "verify": "token", "token_budget": 9},
     "growing": {"block_size": 16, "num_blocks": 1, "window": None, "verify": "block", "growable": True},
     "few": {"block_size": 4, "num_blocks": 30, "window": None, "verify": "seeded", "max_running": 3},
+    "trees": {"block_size": 4, "num_blocks": 30, "window": None, "verify": "token", "trees": True},
+    "scarce trees": {"block_size": 4, "num_blocks": 14, "window": None, "verify": "seeded", "trees": True},
+    "trees of single tokens": {
+        "block_size": 1,
+        "num_blocks": 90,
+        "window": 5,
+        "verify": "block",
+        "trees": True,
+        "token_budget": 19,
+    },
+    "trees in windows": {"block_size": 4, "num_blocks": 24, "window": 6, "verify": "seeded", "trees": True},
+    "growing trees": {
+        "block_size": 16,
+        "num_blocks": 1,
+        "window": None,
+        "verify": "token",
+        "trees": True,
+        "growable": True,
+    },
 }
 
 
@@ -254,6 +273,7 @@ def test_random_programmes(name: str) -> None:
     if PROGRAMMES[name].get("token_budget") == 1:  # no room for drafts
         assert programme.counts.pop("accepted") == 0
     assert min(programme.counts.values()) > 0
+    assert (programme.batcher.speculation.statistics.branched > 5) is ("trees" in name)
     if name in ("scarce", "window", "narrow"):
         assert programme.batcher.scheduler.num_preempted > 0
 

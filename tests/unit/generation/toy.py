@@ -21,7 +21,7 @@ from hf_accel.cache.pages import Pages
 from hf_accel.cache.step import Step
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sampling.token_prefix import Prefix
-from hf_accel.generation.sequence import Draft, Sequence
+from hf_accel.generation.sequence import Draft, Sequence, Shape
 from hf_accel.generation.speculation.drafters.drafter import Drafter
 from hf_accel.generation.speculation.verifiers.verifier import Place, Verifier
 
@@ -96,10 +96,12 @@ class ToyRunner:
         group, part = self.pages.groups[number], step.groups[number]
         slots: Slots = group.storages[0]  # type: ignore[assignment]
         written = part.slots.tolist()
-        assert len(written) == len(set(written)) == len(ids) == len(positions), "two tokens in one slot"
+        places = list(range(len(ids))) if part.written is None else part.written.tolist()
+        assert len(written) == len(set(written)) == len(places), "two tokens in one slot"
+        assert set(places) == set(range(len(ids))) and len(ids) == len(positions)
         assert max(written) < group.pool.num_blocks * group.pool.block_size
-        for slot, token, position in zip(written, ids, positions, strict=True):
-            slots.held[slot] = (position, token)
+        for slot, place in zip(written, places, strict=True):
+            slots.held[slot] = (positions[place], ids[place])
         seen: list[list[int]] = []
         for row, (start, end) in enumerate(pairwise(ends)):
             held = int(part.ragged.kv_len[row])
@@ -158,7 +160,8 @@ class ToyDrafter(Drafter):
 
     name = "toy"
 
-    def __init__(self, seed: int, verifier: Verifier, window: int | None, *, drawn: bool) -> None:
+    def __init__(self, seed: int, verifier: Verifier, window: int | None, *, drawn: bool, trees: bool = False) -> None:
+        self.trees = trees
         self.random = random.Random(seed)
         self.verifier, self.window, self.drawn = verifier, window, drawn
         self.known: set[Sequence] = set()
@@ -170,6 +173,26 @@ class ToyDrafter(Drafter):
             raise RuntimeError("the drafter broke")
         self.known |= set(sequences)
         return [self._one(*each) for each in zip(sequences, lengths, strict=True)]
+
+    def propose_trees(self, sequences: abc.Sequence[Sequence], shapes: abc.Sequence[Shape]) -> list[Draft]:
+        drafts = self.propose(sequences, [shape.depth for shape in shapes])
+        return [self._tree(*each) for each in zip(sequences, drafts, shapes, strict=True)]
+
+    def _tree(self, sequence: Sequence, chain: Draft, shape: Shape) -> Draft:
+        """Add tokens after some of those of a chain, the true one among them at times, in a random order."""
+        tokens, laws = list(chain.tokens), [] if chain.probabilities is None else list(chain.probabilities)
+        parents = list(range(-1, len(tokens) - 1))
+        while len(tokens) < shape.nodes and self.random.random() < 0.9:
+            parent = self.random.randrange(-1, len(tokens))
+            path = Draft(tokens, None, "", tuple(parents)).prefix(parent + 1)
+            if len(path) == shape.depth:
+                break
+            logits = next_logits(sequence.tokens + path, self.window)
+            tokens.append(int(logits.topk(3).indices[self.random.randrange(3)]))
+            laws.append(torch.ones(VOCABULARY) / VOCABULARY)
+            parents.append(parent)
+        probabilities = torch.stack(laws) if chain.probabilities is not None else None
+        return Draft(tokens, probabilities, parents=tuple(parents))
 
     def _one(self, sequence: Sequence, most: int) -> Draft:
         count = self.random.choice([0, 1, most, most])

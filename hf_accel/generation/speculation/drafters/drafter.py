@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import abc
 from typing import TYPE_CHECKING
 
-from ...sequence import Draft, Sequence
+from ...sequence import Draft, Sequence, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,11 +19,13 @@ class Drafter(ABC):
 
     name: identifies the drafter; acceptance and cost are learnt for each name. is_free: whether it needs no pass of a
     model. layers: the hidden states that `watch` is called with, as indices into those that transformers returns.
+    trees: whether it proposes trees, by `propose_trees`, where the model can verify them.
     """
 
     name: str
     is_free: bool = False
     layers: tuple[int, ...] = ()
+    trees: bool = False
 
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
@@ -32,6 +34,13 @@ class Drafter(ABC):
         The length of a draft may depend on distributions and on earlier tokens. It must not depend on the value of a
         token that was drawn (see Draft.probabilities): to drop such a token would change the output's distribution.
         """
+
+    def propose_trees(self, sequences: abc.Sequence[Sequence], shapes: abc.Sequence[Shape]) -> list[Draft]:
+        """Return a Draft with parents for each sequence, which is at most as large as shapes[i].
+
+        Of two tokens, the one that is likelier to be accepted comes first.
+        """
+        return self.propose(sequences, [shape.depth for shape in shapes])
 
     def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:  # noqa: B027 - most have nothing to catch up with
         """Process the new tokens of the sequences, for example compute the K and V of a prompt.

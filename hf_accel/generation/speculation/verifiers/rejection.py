@@ -25,7 +25,7 @@ from ...sequence import Draft
 from . import noise
 from .inverse import inverse_draw
 from .noise import Purpose
-from .verifier import Place, Verifier, accepted_of, first_rows
+from .verifier import Place, Verifier, accepted_of, first_rows, row_places
 
 Uniform = Callable[[int, int, int, int], float]  # seed, position, purpose, offset
 
@@ -110,7 +110,9 @@ class RejectionVerifier(Verifier):
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
     ) -> Unread[list[list[int]]]:
         starts = first_rows(probabilities, drafts)
-        drawn = [i for i, draft in enumerate(drafts) if len(draft) and draft.probabilities is not None]
+        drawn = [
+            i for i, draft in enumerate(drafts) if len(draft) and draft.probabilities is not None and draft.is_chain
+        ]
         if not drawn:
             return self._followed(probabilities, drafts, places)
         others = sorted(set(range(len(drafts))) - set(drawn))
@@ -134,8 +136,8 @@ class RejectionVerifier(Verifier):
     def _followed(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
     ) -> Unread[list[list[int]]]:
-        """Verify drafts that were not drawn. probabilities: their rows and no others."""
-        numbers = self._numbers(_places(places, drafts, 1), Purpose.TARGET, probabilities)
+        """Verify drafts that were not drawn, and trees. probabilities: their rows and no others."""
+        numbers = self._numbers(row_places(places, drafts), Purpose.TARGET, probabilities)
         chosen = inverse_draw(probabilities, numbers)
         return chosen.then(lambda tokens: accepted_of(drafts, tokens))
 
@@ -161,7 +163,7 @@ class RejectionVerifier(Verifier):
         # Where all tokens are accepted there is no residual, and this row of q is not used.
         q = judged.q[firsts + torch.minimum(counts, lengths - 1)]
         weights = torch.where((counts < lengths)[:, None], residual(weights, q, factors), weights)
-        numbers = self._numbers(_places(given.places, given.drafts, 1), Purpose.TARGET, weights)
+        numbers = self._numbers(row_places(given.places, given.drafts), Purpose.TARGET, weights)
         tokens = inverse_draw(weights, numbers[firsts + torch.arange(len(counts), device=counts.device) + counts])
         return all_unread([Unread(counts, list), tokens]).then(lambda read: given.kept(*read))
 
@@ -191,7 +193,7 @@ class RejectionVerifier(Verifier):
         tokens = sent(integers([token for draft in drafts for token in draft.tokens]), probabilities)[:, None]
         p = probabilities[sent(integers(rows), probabilities)]
         q = torch.cat([_distributions(draft) for draft in drafts])
-        numbers = self._numbers(_places(places, drafts, 0), Purpose.ACCEPT, probabilities)
+        numbers = self._numbers(_token_places(places, drafts), Purpose.ACCEPT, probabilities)
         p_drafted, q_drafted, uniforms = (
             pad_sequence(list(torch.split(values, lengths)), batch_first=True, padding_value=beyond)
             for values, beyond in (
@@ -208,9 +210,8 @@ def residual(p: Tensor, q: Tensor, factors: Tensor) -> Tensor:
     return torch.where(rest.sum(-1, keepdim=True) > torch.finfo(p.dtype).tiny, rest, p)
 
 
-def _places(places: abc.Sequence[Place], drafts: abc.Sequence[Draft], more: int) -> list[Place]:
-    """The places of each draft's tokens and of `more` tokens after them."""
-    return [place.next(j) for place, draft in zip(places, drafts, strict=True) for j in range(len(draft) + more)]
+def _token_places(places: abc.Sequence[Place], drafts: abc.Sequence[Draft]) -> list[Place]:
+    return [place.next(j) for place, draft in zip(places, drafts, strict=True) for j in range(len(draft))]
 
 
 def _distributions(draft: Draft) -> Tensor:

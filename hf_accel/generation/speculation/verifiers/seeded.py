@@ -10,7 +10,7 @@ from torch import Tensor
 from ....tensors import Unread, integers, is_remote, known, sent
 from ...sequence import Draft
 from . import noise
-from .verifier import Place, Verifier, accepted_of, first_rows
+from .verifier import Place, Verifier, accepted_of, first_rows, row_places
 
 # All tokens of a row are raced if more than 512 and more than one in 8 of them are possible.
 DENSE, LARGE = 8, 512
@@ -29,14 +29,20 @@ class SeededVerifier(Verifier):
     def drawn(self, probabilities: Tensor, places: abc.Sequence[Place]) -> Unread[list[int]]:
         return race(probabilities, [noise.race_key(place.seed, place.position) for place in places])
 
+    def candidates(self, probabilities: Tensor, places: abc.Sequence[Place], count: int) -> list[list[int]]:
+        """Return those that are first in a race; the model's own token wins one with the same numbers."""
+        keys = [noise.race_key(place.seed, place.position) for place in places]
+        ids = torch.arange(probabilities.shape[1], device=probabilities.device)
+        starts = range(0, len(keys), NOISE_ROWS)
+        parts = ((integers(keys[at : at + NOISE_ROWS]), probabilities[at : at + NOISE_ROWS]) for at in starts)
+        speeds = [own / noise.exponentials(sent(some, own)[:, None], ids) for some, own in parts]
+        return super().candidates(torch.cat(speeds), places, count) if speeds else []
+
     def verified(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
     ) -> Unread[list[list[int]]]:
         first_rows(probabilities, drafts)
-        every = [
-            place.next(j) for draft, place in zip(drafts, places, strict=True) for j in range(len(draft) + 1)
-        ]  # fmt: skip
-        return self.drawn(probabilities, every).then(lambda chosen: accepted_of(drafts, chosen))
+        return self.drawn(probabilities, row_places(places, drafts)).then(lambda chosen: accepted_of(drafts, chosen))
 
 
 def race(probabilities: Tensor, keys: abc.Sequence[int]) -> Unread[list[int]]:

@@ -55,9 +55,19 @@ class Verifier(ABC):
         """For each sequence, the accepted tokens of its draft and one more.
 
         probabilities: the model's, [sum(len(draft) + 1), V] float32, after all processing. The rows of a sequence are
-        consecutive; row j is the distribution of the token after its first j drafted tokens. places: the Place of each
-        sequence's first new token. With an empty draft, a token is drawn as without speculation.
+        consecutive, one for each row of its draft: the distribution of the token after that. places: the Place of each
+        sequence's first new token. Of a tree, the drafted tokens that equal the model's own are accepted. With an
+        empty draft, a token is drawn as without speculation.
         """
+
+    def candidates(self, probabilities: Tensor, places: abc.Sequence[Place], count: int) -> list[list[int]]:
+        """Return for each row of a draft's probabilities [n, V] the tokens that are likeliest to be the model's own.
+
+        They are siblings of a tree, the likeliest first. places: as `drawn` takes them. count: the most of each.
+        """
+        values, ids = probabilities.topk(min(count, probabilities.shape[1]), dim=-1)
+        rows = zip(values.tolist(), ids.tolist(), strict=True)
+        return [[token for value, token in zip(*row, strict=True) if value > 0] for row in rows]
 
     def draw(self, probabilities: Tensor, places: abc.Sequence[Place]) -> list[int]:
         """Return what `drawn` describes; the host waits for the device."""
@@ -87,6 +97,11 @@ def first_rows(probabilities: Tensor, drafts: abc.Sequence[Draft]) -> list[int]:
     if row != len(probabilities):
         raise UnsupportedError(f"{len(probabilities)} rows of probabilities for drafts that need {row}")
     return starts
+
+
+def row_places(places: abc.Sequence[Place], drafts: abc.Sequence[Draft]) -> list[Place]:
+    """Return the Place of the token after each row of each draft. places: of each sequence's first new token."""
+    return [place.next(depth) for place, draft in zip(places, drafts, strict=True) for depth in draft.depths]
 
 
 def accepted_of(drafts: abc.Sequence[Draft], chosen: list[int]) -> list[list[int]]:

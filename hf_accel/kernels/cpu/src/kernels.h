@@ -297,7 +297,8 @@ struct PageWrite {
 
 struct WriteCall {
   PageWrite keys, values;
-  const int64_t* slots;  // [tokens]
+  const int64_t* slots;    // [tokens]
+  const int64_t* written;  // [tokens]: which of the states go there; null for all of them in order
   int64_t tokens, heads, block_size;
   int32_t dtype, page_dtype, threads;
 };
@@ -336,11 +337,12 @@ struct LayerCall {
   void* v_pages;
   void* k_scales;
   void* v_scales;
-  const int64_t* slots;  // [tokens]
+  const int64_t* slots;    // [num_written]
+  const int64_t* written;  // [num_written]: the tokens whose K and V go there; null for all of them in order
   const int32_t* block_table;
   const int32_t* cu_q;
   const int32_t* kv_len;
-  int64_t table_stride, sequences, block_size;
+  int64_t table_stride, sequences, block_size, num_written;
   ScoreBias score_bias;  // of ATTEND_ROWS; positions begin at 0 in each sequence. POSITION_SCORES writes it
   const void* position_keys;  // as in PositionScoresCall
   const void* position_queries;

@@ -93,8 +93,8 @@ struct Layer {
     const int64_t key = head_stride(op.x, op.dim), value = head_stride(op.y, op.value_dim);
     kernels.write_pages({{at(op.x), key, op.x.stride, call.k_pages, call.k_scales, op.dim},
                          {at(op.y), value, op.y.stride, call.v_pages, call.v_scales, op.value_dim},
-                         call.slots, call.tokens, op.kv_heads, call.block_size, call.dtype, call.page_dtype,
-                         call.threads});
+                         call.slots, call.written, call.written ? call.num_written : call.tokens, op.kv_heads,
+                         call.block_size, call.dtype, call.page_dtype, call.threads});
   }
 
   Rows pages(const void* data, int64_t block_size, int64_t heads, int64_t dim) const {

@@ -188,6 +188,8 @@ def test_counts_by_position() -> None:
         "drafted_at": [3, 2, 2],
         "accepted_at": [2, 1, 1],
         "acceptance_at": [2 / 3, 0.5, 0.5],
+        "branched": 0,
+        "no_trees": None,
         "draft_lengths": {"0": 1, "1": 1, "3": 2},
         "drafting_seconds": 0.25,
         "verifying_seconds": 1.0,

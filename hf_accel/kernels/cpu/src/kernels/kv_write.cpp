@@ -113,8 +113,9 @@ void write_all(const WriteCall& c) {
   const int64_t chunk = 16;  // tokens of a task
   parallel_for(ceil_div(c.tokens, chunk), c.threads, [&](int64_t task) {
     for (int64_t i = task * chunk; i < at_most(c.tokens, (task + 1) * chunk); ++i) {
-      write<T, P>(c, c.keys, i, c.slots[i]);
-      write<T, P>(c, c.values, i, c.slots[i]);
+      const int64_t token = c.written ? c.written[i] : i;
+      write<T, P>(c, c.keys, token, c.slots[i]);
+      write<T, P>(c, c.values, token, c.slots[i]);
     }
   });
 }

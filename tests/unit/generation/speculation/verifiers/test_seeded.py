@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_accel.generation.sequence import Draft
-from hf_accel.generation.speculation.verifiers import Place, SeededVerifier
+from hf_accel.generation.speculation.verifiers import Place, SeededVerifier, TokenVerifier
 from hf_accel.generation.speculation.verifiers.noise import gumbel
 from tests.unit.generation.chi_square import chi_square, critical
 
@@ -88,3 +88,17 @@ def test_equal_times_go_to_the_lowest_token(monkeypatch: pytest.MonkeyPatch) -> 
     name = "hf_accel.generation.speculation.verifiers.noise.exponentials"
     monkeypatch.setattr(name, lambda keys, ids: torch.ones(len(ids)).double())
     assert SeededVerifier().draw(torch.tensor([[0.0, 0.4, 0.2, 0.4]]), [Place(0, 0)]) == [1]
+
+
+def test_candidates_are_first_in_the_race_of_the_drafted_token() -> None:
+    """They hold the target's own token more often than its likeliest tokens do, the first one first."""
+    laws, places = torch.tensor([Q]).expand(2000, -1), [Place(n % 50, n // 50) for n in range(2000)]
+    found = SeededVerifier().candidates(laws, places, 2)
+    assert [two[0] for two in found] == SeededVerifier().draw(laws, places)
+    own = SeededVerifier().draw(torch.tensor([P]).expand(2000, -1), places)
+    shared = sum(token in two for token, two in zip(own, found, strict=True))
+    likeliest = TokenVerifier().candidates(laws, places, 2)
+    assert set(map(tuple, likeliest)) == {(1, 2)}
+    assert shared / 2000 > 0.8 > sum(token in (1, 2) for token in own) / 2000
+    assert SeededVerifier().candidates(torch.tensor([[0.0, 1.0, 0.0]]), places[:1], 9) == [[1]]
+    assert SeededVerifier().candidates(laws[:0], [], 2) == []
