@@ -58,6 +58,7 @@ WRITERS = {
     "recurrent.hf.lightning": {"dict"},
     "fused.hf.sites": {"class", "dict"},
     "generation.hf.pass_states": {"hook"},  # within a pass
+    "linear.adapters": {"hook"},  # within a pass
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},

@@ -38,6 +38,7 @@ class RecurrentProgramme(NativeOperations):
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), 0, 0, batch * row, batch, 0, 0,
             pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, *(tensor.data_ptr() for tensor in places),
-            0, len(states.before), 1, *NO_BIAS, 0, 0, 0, *NO_SOURCE, dtype, 0, DTYPES[pages.k.dtype], dtype, threads(),
+            0, len(states.before), 1, *NO_BIAS, 0, 0, 0, *NO_SOURCE, 0, dtype, 0, DTYPES[pages.k.dtype], dtype,
+            threads(),
         )  # fmt: skip
         return out
