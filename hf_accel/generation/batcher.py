@@ -15,6 +15,7 @@ from ..cache.cached_sequence import CachedSequence
 from ..cache.pages import Pages
 from ..cache.step import Step, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
+from ..linear.adapters import pass_adapters
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
 from .joint_passes import continue_joint, end_joint
@@ -208,7 +209,7 @@ class Batcher:
         positions: list[int] = []
         keep: list[int] = []
         rows: list[PassRows] = []
-        ranges = []
+        ranges: list[TokenRange] = []
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, start = chunk.sequence, chunk.sequence.num_computed
             assert sequence.cached is not None
@@ -228,7 +229,8 @@ class Batcher:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)
         more = {"rows": rows} if rows else {}
-        logits = self.runner(ids, positions, step, keep, **more)
+        with pass_adapters([chunk.sequence.adapter for chunk in chunks], [each.count for each in ranges]):
+            logits = self.runner(ids, positions, step, keep, **more)
         if self.speculation is not None:
             self.speculation.watch(chunks, drafts)
         return logits
