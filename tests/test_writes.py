@@ -59,6 +59,7 @@ WRITERS = {
     "fused.hf.sites": {"class", "dict"},
     "generation.hf.head_runner": {"hook"},  # on a draft's own layer, within a call
     "generation.hf.pass_states": {"hook"},  # within a pass
+    "linear.adapters": {"hook"},  # within a pass
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},
     "verify.rounding": {"hook"},

@@ -12,6 +12,7 @@ from .pool import BlockTable
 
 # With 2^32 blocks, the probability of any collision is about 2^-65, so tokens are not compared.
 DIGEST_BYTES = 16
+CONTENT_BYTES = 8
 
 
 class PrefixMatch(NamedTuple):
@@ -106,6 +107,14 @@ class Prefixes:
         for group in self.groups:
             if group.index is not None:
                 group.index.clear()
+
+
+def content_number(*parts: bytes) -> int:
+    """Return a negative number that is another one for other bytes, for a token of which its id does not tell all."""
+    digest = hashlib.blake2b(digest_size=CONTENT_BYTES)
+    for part in parts:
+        digest.update(part)
+    return -1 - (int.from_bytes(digest.digest(), "little") >> 1)
 
 
 def chain(token_ids: Sequence[int], block_size: int, known: Sequence[bytes] = ()) -> Iterator[bytes]:

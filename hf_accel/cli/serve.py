@@ -44,6 +44,12 @@ def serve(
     allow_image_host: Annotated[
         list[str] | None, typer.Option(help="A host to fetch images of messages from; may be repeated; '*' is any.")
     ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH of a PEFT LoRA that clients name as model; may be repeated.")
+    ] = None,
+    adapter_folder: Annotated[
+        Path | None, typer.Option(help="Clients may load the adapters in this folder, and unload any.")
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0, help="Seconds for requests to end after SIGTERM.")] = 30.0,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Processes of torchrun that share the model.")] = 1,
     rank_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a process of these may be silent.")] = 600.0,
@@ -67,6 +73,7 @@ def serve(
     place, wanted, keywords = checked_path(path), named_dtype(dtype), with_fit(asked.keywords(), fit)
     keywords |= {} if device is None else {"device_map": device}
     check_text_model(path, "serve")
+    named_adapters = [named_path(each) for each in adapter or ()]
     template = None if chat_template is None else texts_in_file(chat_template)[0]
     from hf_accel.serving.hf.served_model import follow, join_ranks, leading
 
@@ -77,13 +84,16 @@ def serve(
 
         limits = Limits(
             max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes,
-            image_hosts=tuple(allow_image_host or ()),
+            image_hosts=tuple(allow_image_host or ()), adapter_folder=adapter_folder,
         )  # fmt: skip
         with explained(path):
-            return load_service(
+            service = load_service(
                 place, name=name or path, limits=limits, chat_template=template, dtype=wanted or "auto",
                 engine={"relay": relay}, **keywords,
             )  # fmt: skip
+            for known_as, folder in named_adapters:
+                service.load_adapter(known_as, folder)
+            return service
 
     if relay is not None and not relay.leads:
         service = load()
@@ -109,6 +119,16 @@ def serve(
         asked.output.write(said, f"{service.name} is served at {said['url']}; {said['page']} chats with it")
         with leading(relay, service, server):
             server.run(sockets=[bound])
+
+
+def named_path(given: str) -> tuple[str, str]:
+    """Return the name and the path of NAME=PATH. Raises BadInputError."""
+    name, equals, path = given.partition("=")
+    if not (name and equals and path):
+        raise BadInputError(
+            f"--adapter {given!r} is not NAME=PATH; give, for example, --adapter support=loras/support"
+        )
+    return name, path
 
 
 def bind(host: str, port: int) -> socket.socket:

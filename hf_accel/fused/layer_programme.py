@@ -13,7 +13,9 @@ from ..cache.step import GroupStep
 from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, Columns, LayerOp, run_layer
 from ..kernels.cpu.library import DTYPES, threads
+from ..kernels.cpu.low_rank import Adapters, PartTable
 from ..kernels.layouts import KV
+from ..linear.adapters import PassAdapters
 from ..recognition.operation import OUTPUT, Operation, Span
 from ..recognition.trace import Trace
 from .native_operation import NativeParts
@@ -108,7 +110,9 @@ class NativeOperations(NativeParts):
         """Make the structs. widths: of the buffers."""
         self.calls, self.tensors = [], []
         self._widths, self._moved = list(widths), dict[int, Span]()
-        compiled = [self._compile(operation) for operation in self._joined(self.operations)]
+        joined = list(self._joined(self.operations))
+        compiled = [self._compile(operation) for operation in joined]
+        self.linears = [module for each in joined if each.kind in ("linear", "gated") for module in each.modules]
         self._ops = (LayerOp * len(compiled))(*compiled)
         starts, width = buffer_starts(compiled, self._widths)
         self._starts = (ctypes.c_int64 * len(starts))(*starts)
@@ -187,30 +191,44 @@ class LayerProgramme(NativeOperations, TracedLayer):
         rounds = any(each.kind == "layer_norm" or "activation" in each.values for each in trace.operations)
         self.max_tokens = UNLIMITED if rounds else MOST_TOKENS
         self.compile(trace.widths)
+        self._table: tuple[list[int], PartTable] | None = None  # of the adapters with these numbers
 
     def __call__(
-        self, x: Tensor, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None
-    ) -> Tensor:
+        self, x: Tensor, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None,
+        *, adapters: PassAdapters | None = None,
+    ) -> Tensor:  # fmt: skip
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written.
 
-        source: the pages that hold keys of an encoder's output, and what attention reads of them.
+        source: the pages that hold keys of an encoder's output, and what attention reads of them. adapters: of some of
+        the rows.
         """
         out = torch.empty_like(x)
-        run_layer(*self.fields(x.data_ptr(), out.data_ptr(), fields, pages, source=source))
+        added = None if adapters is None else self._added(adapters)
+        run_layer(*self.fields(x.data_ptr(), out.data_ptr(), fields, pages, source=source, added=added))
         return out
 
     def fields(
-        self, x: int, out: int, fields: CallFields, pages: KV, *, source: tuple[KV, SourceFields] | None = None
-    ) -> tuple[int, ...]:
-        """Return the fields of the struct of a call, see `__call__`. x, out: addresses."""
+        self, x: int, out: int, fields: CallFields, pages: KV,
+        *, source: tuple[KV, SourceFields] | None = None, added: Adapters | None = None,
+    ) -> tuple[int, ...]:  # fmt: skip
+        """Return the fields of the struct of a call, see `__call__`. x, out: addresses. added: what adapters add."""
         dtype = DTYPES[self.dtype]
         read = NO_SOURCE if source is None else (*_addresses(source[0]), *source[1].step)
         return (
             *self._fixed, x, out, *fields.tables,
             *_addresses(pages), *fields.step, *NO_BIAS, 0, 0, 0, *read,
+            0 if added is None else ctypes.addressof(added),
             dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip
+
+    def _added(self, given: PassAdapters) -> Adapters:
+        """Return what adapters add to the linear layers, and note that they do."""
+        if self._table is None or self._table[0] != given.numbers:
+            self._table = given.numbers, given.table(self.linears)
+        table = self._table[1]
+        given.num_added += table.num_parts
+        return Adapters(*table.fields(given.groups))
 
 
 def _addresses(pages: KV) -> tuple[int, int, int, int]:

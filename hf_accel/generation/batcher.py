@@ -15,6 +15,7 @@ from ..cache.cached_sequence import CachedSequence
 from ..cache.pages import Pages
 from ..cache.step import Step, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
+from ..linear.adapters import pass_adapters
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
 from .joint_passes import continue_joint, end_joint
@@ -210,6 +211,7 @@ class Batcher:
         keep: list[int] = []
         rows: list[PassRows] = []
         ranges = list[TokenRange]()
+        adapters = []
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, start = chunk.sequence, chunk.sequence.num_computed
             given = sequence.prompt_inputs
@@ -219,13 +221,15 @@ class Batcher:
                     rows += given.rows(len(positions), each.start, each.count)
                 positions += each.span
                 ranges.append(each)
+                adapters.append(sequence.adapter)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
         step = self.pages.step(ranges)
         more = {"rows": rows} if rows else {}
-        logits = self.runner(ids, positions, step, keep, **more)
+        with pass_adapters(adapters, [each.count for each in ranges]):
+            logits = self.runner(ids, positions, step, keep, **more)
         if self.speculation is not None:
             self.speculation.watch(chunks, drafts)
         return logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..cache.kinds import SourceRows
+from ..cache.prefixes import CONTENT_BYTES, content_number
 from .marked_inputs import MarkedInputs
 from .token_arguments import TokenArguments, as_bytes
 
-CONTENT_BYTES = 8
 # What generate() prepares for a text.
 TEXT_INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
@@ -185,22 +184,14 @@ def contents_of_wholes(contents: list[int], seen: list[int]) -> list[int]:
         if stop - start > 1:
             everything = repr(contents[start:stop]).encode()
             for index in range(start, stop):
-                whole[index] = _number(everything, repr(index - start).encode())
+                whole[index] = content_number(everything, repr(index - start).encode())
         start = stop
     return whole
 
 
-def _number(*parts: bytes) -> int:
-    """Return a negative number that is another one for other bytes."""
-    digest = hashlib.blake2b(digest_size=CONTENT_BYTES)
-    for part in parts:
-        digest.update(part)
-    return -1 - (int.from_bytes(digest.digest(), "little") >> 1)
-
-
 def contents_with(contents: list[int], everything: bytes) -> list[int]:
     """Return other numbers for tokens that see something besides tokens. everything: says what that is."""
-    return [_number(everything, repr(each).encode()) for each in contents]
+    return [content_number(everything, repr(each).encode()) for each in contents]
 
 
 def text_with_source(ids: list[int], source: SourceRows, everything: bytes) -> PromptInputs:
@@ -215,7 +206,7 @@ def is_padded_behind(mask: Tensor) -> bool:
 
 def moved(ids: list[int], columns: int) -> PromptInputs:
     """Return the inputs of a prompt whose tokens, with those behind it, stand so many columns later."""
-    contents = [_number(repr((token, columns + index)).encode()) for index, token in enumerate(ids)]
+    contents = [content_number(repr((token, columns + index)).encode()) for index, token in enumerate(ids)]
     positions = torch.arange(columns, columns + len(ids))[None]
     return PromptInputs(None, positions, (columns,), contents)
 
@@ -227,10 +218,10 @@ def asked_behind(ids: list[int], position: int) -> PromptInputs:
     """
     count, shift = len(ids), position + 1 - len(ids)
     positions = torch.tensor([[*range(count), position]])
-    contents = [_number(repr((token, index, shift)).encode()) for index, token in enumerate(ids)]
+    contents = [content_number(repr((token, index, shift)).encode()) for index, token in enumerate(ids)]
     seen = [*range(1, count + 1), count]
     return PromptInputs(
-        None, positions, (shift,), [*contents, _number(os.urandom(CONTENT_BYTES))], seen, asks=True
+        None, positions, (shift,), [*contents, content_number(os.urandom(CONTENT_BYTES))], seen, asks=True
     )  # fmt: skip
 
 
@@ -257,6 +248,6 @@ def contents_of(
     for index, token in enumerate(ids):
         if features[index] or not is_plain[index]:
             place = repr(places[index] if places else index).encode()
-            token = _number(rows[index].tobytes(), place, features[index], others[index])
+            token = content_number(rows[index].tobytes(), place, features[index], others[index])
         contents.append(token)
     return contents

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ..cache.cached_sequence import CachedSequence
     from ..cache.kinds import SourceRows
+    from ..linear.adapters import Adapter
     from .prompt_inputs import PromptInputs, RequestInputs
     from .sampling.sampling import Sampling
 
@@ -40,6 +41,7 @@ class Sequence:
     followers: other samples of the same prompt, which share this sequence's pages.
     keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
     inputs: what the request brings besides its tokens, which its followers share; None if it brings nothing else.
+    adapter: what is added to the model's linear layers for this sequence, which its followers share; None for nothing.
     joint: the JointChoice that chooses the tokens with those of others, and decides when they end; None without one.
     """
 
@@ -64,6 +66,7 @@ class Sequence:
     keeps_pages: bool = False
     kept_pages: CachedSequence | None = None
     inputs: RequestInputs | None = None
+    adapter: Adapter | None = None
     joint: Any = None
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 
@@ -114,7 +117,10 @@ class Sequence:
     def contents(self, count: int) -> list[int]:
         """Return the numbers by which the prefix index knows the first `count` tokens: their ids, for text."""
         given = self.prompt_inputs
-        return self.tokens[:count] if given is None else given.contents[:count] + self.tokens[self.num_prompt : count]
+        known = self.tokens[:count]
+        if given is not None:
+            known = given.contents[:count] + self.tokens[self.num_prompt : count]
+        return known if self.adapter is None else self.adapter.contents(known)
 
     def chunk(self, count: int) -> int:
         """Return how many of the next tokens a pass takes if there is room for `count`; see PromptInputs.chunk."""

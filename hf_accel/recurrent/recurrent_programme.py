@@ -39,7 +39,7 @@ class RecurrentProgramme(NativeOperations):
             *self._fixed, x.data_ptr(), out.data_ptr(), 0, 0, batch * row, batch, 0, 0,
             pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, states.slots.data_ptr(), 0,
             *(tensor.data_ptr() for tensor in places),
-            0, len(states.before), 1, 0, *NO_BIAS, 0, 0, 0, *NO_SOURCE,
+            0, len(states.before), 1, 0, *NO_BIAS, 0, 0, 0, *NO_SOURCE, 0,
             dtype, 0, DTYPES[pages.k.dtype], dtype, threads(),
         )  # fmt: skip
         return out

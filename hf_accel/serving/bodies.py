@@ -25,7 +25,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Ignored = Any  # changes no token
 
-Body = TypeVar("Body", bound="Common")
+Body = TypeVar("Body", bound="Closed")
 
 
 class Closed(BaseModel):
@@ -257,6 +257,19 @@ class ResponseBody(Common):
     @property
     def new_tokens(self) -> int | None:
         return self.max_output_tokens
+
+
+class AdapterName(Closed):
+    """The body that unloads an adapter, by vLLM's names."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_int_id: Ignored = None
+
+
+class AdapterBody(AdapterName):
+    """The body that loads an adapter."""
+
+    lora_path: Annotated[str, Field(min_length=1)]
 
 
 def read_body(kind: type[Body], body: dict[str, Any]) -> Body:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
@@ -23,7 +24,8 @@ class Limits:
     wait; the next request gets 429. max_prompt_tokens, max_new_tokens: of each choice; None leaves them to the model's
     context. max_body_bytes: of a request's body. max_choices: the choices of one request. max_images,
     max_image_pixels: the images of one request, and the pixels of each. image_hosts: the names of hosts from which the
-    server fetches images that messages name; "*" is any.
+    server fetches images that messages name; "*" is any. adapter_folder: the folder in which are the adapters that a
+    client may load; None lets no client load any.
     """
 
     max_running: int = 64
@@ -35,6 +37,7 @@ class Limits:
     max_images: int = 16
     max_image_pixels: int = 2**25
     image_hosts: tuple[str, ...] = ()
+    adapter_folder: Path | None = None
 
     def __post_init__(self) -> None:
         least = {"max_queue": 0}

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from ..generation.hf import Engine
 from ..generation.hf.request_config import stop_token_ids
 from ..models import layers_config
 from .api_errors import ApiError, unavailable
-from .bodies import Common
+from .bodies import AdapterBody, AdapterName, Common
 from .hf.templates import Templates
 from .limits import Admission, Limits
 from .metrics import Metrics
@@ -148,9 +149,47 @@ class Service:
         return asked.stops or ([own] if isinstance(own, str) else list(own))
 
     def check_name(self, asked: str | None) -> None:
-        """Raise ApiError (404) for another model than the one that is served."""
-        if asked is not None and asked != self.name:
-            raise ApiError(404, f"the model {asked[:200]!r} is not served here, but {self.name!r} is", field="model")
+        """Raise ApiError (404) for another model than the one that is served, and than its adapters."""
+        if asked is not None and asked not in self.names:
+            known = ", ".join(map(repr, self.names))
+            verb = "are" if self.engine.adapters.names else "is"
+            raise ApiError(404, f"the model {asked[:200]!r} is not served here, but {known} {verb}", field="model")
+
+    @property
+    def names(self) -> list[str]:
+        """What clients may ask for: the model, and the adapters that are loaded for it."""
+        return [self.name, *self.engine.adapters.names]
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load an adapter that clients can ask for as a model. Raises UnsupportedError."""
+        if name == self.name:
+            raise UnsupportedError(f"an adapter cannot have the name of the model, {name!r}; give it another one")
+        self.engine.load_adapter(name, path)
+
+    def load_asked(self, asked: AdapterBody) -> None:
+        """Load an adapter for a client. Raises ApiError: 400 for what cannot be loaded, 403 where no client may."""
+        folder = self._adapter_folder()
+        path = (folder / asked.lora_path).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise ApiError(403, f"{asked.lora_path[:200]!r} is not in the folder of adapters", field="lora_path")
+        try:
+            self.load_adapter(asked.lora_name, path)
+        except UnsupportedError as error:
+            raise ApiError(400, str(error)) from error
+
+    def unload_asked(self, asked: AdapterName) -> None:
+        """Unload an adapter for a client. Raises ApiError: 404 if there is none, 403 where no client may."""
+        self._adapter_folder()
+        try:
+            self.engine.unload_adapter(asked.lora_name)
+        except UnsupportedError as error:
+            raise ApiError(404, f"no adapter {asked.lora_name[:200]!r} is loaded", field="lora_name") from error
+
+    def _adapter_folder(self) -> Path:
+        folder = self.limits.adapter_folder
+        if folder is None:
+            raise ApiError(403, "this server lets no client load adapters; start it with --adapter-folder")
+        return folder
 
     @property
     def has_encoder(self) -> bool:
@@ -188,6 +227,7 @@ class Service:
             keywords["temperature"] = 1.0
         own = stop_token_ids(self.engine.model) if asked.stops_at_end else ()
         keywords["stop_token_ids"] = [*keywords.get("stop_token_ids", ()), *own]
+        keywords["adapter"] = None if asked.model in (None, self.name) else asked.model
         keywords["num_beams"] = 1  # a client cannot ask for more, and a model's own beams are none of an engine
         if asked.num_logprobs is not None:
             keywords["logprobs"] = asked.num_logprobs

@@ -25,6 +25,7 @@ from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...cache.hf.ragged import SourceLayer
 from ...cache.step import GroupStep, Step
 from ...kernels.cpu.library import native
+from ...linear.adapters import PassAdapters
 from ...recognition.call_form import CACHES, SOURCE_STATES, TENSORS, bound, parameter_names
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
@@ -40,10 +41,11 @@ class TracedForward(Mixin):
     """A mixin for a decoder layer. A pass over pages runs the layer's trace; other calls run its own code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """[B, Q, hidden] -> [B, Q, hidden]."""
-        calls: LayerCalls[Any] = self.__dict__[FUSED]
-        result = calls.run(self, args, kwargs)  # type: ignore[arg-type]
-        return super().forward(*args, **kwargs) if result is None else result  # type: ignore[misc]
+        result = self.__dict__[FUSED].run(self, args, kwargs)
+        if result is None:
+            with PassAdapters.added_within(self):  # type: ignore[arg-type]
+                result = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return result
 
 
 # -- one pass ------------------------------------------------------------------------------------------
@@ -317,7 +319,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         if place.fields is None:
             place.fields = CallFields.of(x, place.tables, place.group_step, storage.block_size)
         if place.whole is None:
-            return programme(x, place.fields, storage.pages)
+            return programme(x, place.fields, storage.pages, adapters=PassAdapters.running())
         source = _source_layer(programme, place)
         held = None if source is None else source.group.storages.get(source.layer_idx)
         if source is None or held is None or not programme.fits_source(storage, held):

@@ -234,10 +234,7 @@ class EngineLoop:
             if not self._has_work:
                 closing |= self._run_next_command() is None
             while not self._commands.empty():
-                command = self._commands.get()
-                closing |= command is None
-                if command is not None:
-                    command()
+                closing |= self._run_next_command() is None  # which no variable keeps alive
             if self._has_work:
                 self._step()
         self._cancel_all()

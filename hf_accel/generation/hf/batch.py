@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections import abc
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -18,6 +18,7 @@ from ...cache.hf import share_settings
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...keywords import check_keywords
+from ...linear.adapters import Adapter
 from ...tensors import model_device
 from ...undo.state import state_of
 from ..sampling.choice import TokenLogprobs
@@ -27,6 +28,7 @@ from ..sequence import Sequence, StopRules
 from .encoder_source import decoder_prompt
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
+from .request_adapters import read_adapter, refuse_other_rows
 from .request_config import default_new_tokens
 from .session import Session
 from .vocabulary import prompt_parts
@@ -34,14 +36,14 @@ from .vocabulary import prompt_parts
 
 def generate_batch(
     model: PreTrainedModel,
-    prompts: abc.Sequence[tuple[abc.Sequence[int], GenerationConfig]],
+    prompts: abc.Sequence[BatchPrompt],
     settings: ContinuousBatchingConfig | None,
     *,
     speculative: SpeculativeConfig | None,
     timestamps: bool,
     progress_bar: bool,
 ) -> tuple[dict[str, GenerationOutput], dict[str, Any]]:
-    """Generate for all prompts. prompts: see with_configs.
+    """Generate for all prompts.
 
     Returns transformers' outputs by the name of their request, and statistics.
     """
@@ -49,8 +51,8 @@ def generate_batch(
     with Session(model, **session_settings(model, settings, speculative)) as session:
         replies = [
             reply
-            for number, (ids, config) in enumerate(prompts)
-            for reply in factory.make(f"req_{number}", ids, config, timestamps=timestamps, what=f"prompt {number}")
+            for number, prompt in enumerate(prompts)
+            for reply in prompt.replies(factory, number, timestamps=timestamps)
         ]
         _run(session, replies, progress_bar)
         statistics = session.statistics()
@@ -58,22 +60,37 @@ def generate_batch(
         return {reply.name: reply.output() for reply in replies}, {"loop": "ragged", **statistics, **used}
 
 
-def refuse_own_keywords(generation_config: Any, speculative: Any, refusal: str) -> None:
+class BatchPrompt(NamedTuple):
+    """A prompt of a batch, with a complete config, and the adapter that it asks for."""
+
+    ids: Any
+    config: GenerationConfig
+    adapter: Adapter | None
+
+    def replies(self, factory: SequenceFactory, number: int, *, timestamps: bool) -> list[Reply]:
+        made = factory.make(f"req_{number}", self.ids, self.config, timestamps=timestamps, what=f"prompt {number}")
+        for reply in made:
+            reply.sequence.adapter = self.adapter
+        return made
+
+
+def refuse_own_keywords(generation_config: Any, speculative: Any, adapter: Any, refusal: str) -> None:
     """Raise UnsupportedError for what transformers' own generate_batch does not take. refusal: why it must run."""
-    if isinstance(generation_config, list | tuple) or speculative is not None:
+    if isinstance(generation_config, list | tuple) or speculative is not None or adapter is not None:
         raise UnsupportedError(
-            "only hf_accel's own generate_batch takes speculative= or a list of configs, and it cannot serve "
-            f"this model: {refusal}; give one generation_config, and no speculative="
+            "only hf_accel's own generate_batch takes speculative=, adapter= or a list of configs, and it cannot "
+            f"serve this model: {refusal}; give one generation_config, and no speculative= or adapter="
         )
 
 
 def with_configs(
-    model: Any, inputs: abc.Sequence[abc.Sequence[int]], given: Any, keywords: dict[str, Any]
-) -> list[tuple[abc.Sequence[int], GenerationConfig]]:
-    """Pair each prompt with a complete GenerationConfig: the model's defaults, overridden by `given` and `keywords`.
+    model: Any, inputs: abc.Sequence[Any], given: Any, keywords: dict[str, Any], *, adapter: Any
+) -> list[BatchPrompt]:
+    """Give each prompt a complete GenerationConfig: the model's defaults, overridden by `given` and `keywords`.
 
-    given: a config, a list with a config for each prompt, or None. Raises UnsupportedError for a list of another
-    length, for keywords that a GenerationConfig does not have, and for a dict of prompts.
+    given: a config, a list with a config for each prompt, or None. adapter: the folder of one, a list with one or None
+    for each prompt, or None. Raises UnsupportedError for a list of another length, for keywords that a
+    GenerationConfig does not have, for a dict of prompts, and what read_adapter raises.
     """
     if isinstance(inputs, abc.Mapping):
         raise UnsupportedError("inputs is a dict, as a tokenizer returns it; give lists of token ids without padding")
@@ -86,7 +103,15 @@ def with_configs(
         if id(config) not in complete:
             complete[id(config)] = complete_config(model, config, "generate_batch()", keywords)
     configs = [complete[id(config)] for config in many]
-    return list(zip(inputs, configs * count if len(configs) == 1 else configs, strict=True))
+    paths = list(adapter) if isinstance(adapter, list | tuple) else [adapter] * count
+    if len(paths) != count:
+        raise UnsupportedError(f"adapter has {len(paths)} folders for {count} prompts; give one, or one each")
+    read = {path: read_adapter(model, str(path), path) for path in {*paths} - {None}}
+    for each in read.values():
+        if each.outside:
+            refuse_other_rows(model, each)
+    adapters = [None if path is None else read[path] for path in paths]
+    return list(map(BatchPrompt, inputs, configs * count if len(configs) == 1 else configs, adapters))
 
 
 def _run(session: Session, replies: list[Reply], progress_bar: bool) -> None:

@@ -8,6 +8,8 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
@@ -20,7 +22,7 @@ from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
 from ...models import learnt_kind, model_of, vocabulary_size
 from ...undo.state import state_of
-from ..engine.engine_loop import make_loop
+from ..engine.engine_loop import EngineLoop, make_loop
 from ..engine.stream import Request, Sample
 from ..prompt_inputs import RequestInputs
 from ..sampling.processors import OneByOne, Processor
@@ -33,12 +35,13 @@ from .drafting import draft_models
 from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
 from .refusals import prompts_refusal, ragged_refusal, warn_once
+from .request_adapters import LoadedAdapters
 from .request_config import default_new_tokens, request_config
 from .session import Session
 from .vocabulary import prompt_parts
 
 NOT_GIVEN: Any = Default("not given")
-OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n")  # keywords of submit alone
+OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n", "adapter")  # keywords of submit alone
 TOKEN_BUDGET = 256  # tokens of a pass; it limits how long a prompt delays sequences in decode
 
 
@@ -96,6 +99,7 @@ class Engine:
             self.model, settings, speculative=config, token_budget=token_budget, max_running=max_running
         )
         self.loop = make_loop(self.session)
+        self.adapters = LoadedAdapters(self.model, partial(_paused, self.loop))
         weakref.finalize(self, self.loop.retire).atexit = False
         speculation = self.session.speculation
         for each in (self.model, *([] if speculation is None else draft_models(speculation))):
@@ -123,6 +127,7 @@ class Engine:
         seed: int | None = None,
         priority: int = 0,
         n: int = 1,
+        adapter: str | None = None,
         **sampling: Any,
     ) -> Request:
         """Submit a request and return at once. The Request can be iterated over, waited for and cancelled.
@@ -132,7 +137,8 @@ class Engine:
         and decoder_input_ids are what its decoder begins with. Prompts share pages as far as their words and images
         are equal. max_new_tokens, stop: the most new tokens, and the strings that end the text. seed:
         makes the request's tokens reproducible. priority: requests with a higher one go first. n: the number of
-        samples, which share the prompt's pages. sampling: what a GenerationConfig says about tokens (top_k, top_p,
+        samples, which share the prompt's pages. adapter: the name of an adapter that is loaded; None for the model
+        as it is. sampling: what a GenerationConfig says about tokens (top_k, top_p,
         min_p, repetition_penalty, min_new_tokens, bad_words_ids, ...), and these. Left out, settings are those of
         model.generation_config.
 
@@ -163,6 +169,7 @@ class Engine:
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
         rank = _integer("priority", priority)
         fields: dict[str, Any] = {"stop": rules, "priority": rank, "inputs": inputs}
+        fields["adapter"] = None if adapter is None else self.adapters.named(adapter)
         seeds = range(first, first + _integer("n", n, least=1))
         sequences = [Sequence(list(ids), limits, params, seed=each, **fields) for each in seeds]
         sequences[0].followers = sequences[1:]
@@ -228,6 +235,30 @@ class Engine:
     def _decode(self) -> Callable[[list[int]], str] | None:
         return None if self.tokenizer is None else self.tokenizer.decode
 
+    # -- adapters --------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
+        """Load a LoRA adapter that PEFT has saved, for requests that ask for it by submit(adapter=name).
+
+            engine.load_adapter("support", "adapters/support")
+            request = engine.submit(prompt_ids, adapter="support")
+
+        Requests with any adapters, and with none, run in the same passes, and those of other adapters share no
+        prefixes. The weights of the model stay as they are. Any thread may call this while requests run.
+
+        path: a folder with adapter_config.json and adapter_model.safetensors. Raises UnsupportedError for a name that
+        is taken, an adapter that is no LoRA of linear layers alone or does not fit the model, and a model whose
+        requests can have none.
+        """
+        self.adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that run or wait with it end with it, and its memory is freed with the last one.
+
+        Raises UnsupportedError if none of this name is loaded.
+        """
+        self.adapters.unload(name)
+
     # -- the engine itself -----------------------------------------------------------------------------
 
     @property
@@ -286,6 +317,11 @@ def _integer(name: str, value: Any, *, least: int | None = None) -> int:
     if number is None or isinstance(value, bool) or (least is not None and number < least):
         raise UnsupportedError(f"{name}={value!r} must be an integer" + (f" of at least {least}" if least else ""))
     return number
+
+
+def _paused(loop: EngineLoop) -> AbstractContextManager[None]:
+    """Return a block within which the loop computes no pass."""
+    return loop.pause() if loop.is_running else nullcontext()
 
 
 def _state(model: Any) -> GenerationState:

@@ -236,14 +236,15 @@ class AcceleratedGeneration(WritesModelCard):
         persistent_manager: bool = False,
         warmup: bool = True,
         speculative: Any = NOT_GIVEN,
+        adapter: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Generate for prompts of any length without padding, as transformers' generate_batch.
 
-        inputs: for each prompt a list of token ids, or the dict that a processor makes for one prompt with images
-        (input_ids, pixel_values, ...). generation_config: may also be a list with a config for each
-        prompt. kwargs: fields of GenerationConfig, or of ContinuousBatchingConfig, such as allow_block_sharing.
-        speculative: see generate(). persistent_manager and warmup have an effect only on transformers' own manager.
+        inputs: for each prompt a list of token ids, or the dict that a processor makes for one prompt with images.
+        generation_config: may be a list, one for each prompt. kwargs: fields of GenerationConfig, or of
+        ContinuousBatchingConfig. speculative: see generate(). adapter: a folder as of Engine.load_adapter, or a list
+        of one or None for each prompt. persistent_manager, warmup: have an effect on transformers' manager alone.
 
         Returns transformers' dict of GenerationOutput, in the order of the prompts. Raises UnsupportedError for
         keywords that neither config has, and for models that no continuous batching serves.
@@ -255,7 +256,7 @@ class AcceleratedGeneration(WritesModelCard):
         refusal = ragged_refusal(self) or prompts_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
             refuse_batching(self)  # type: ignore[arg-type]
-            refuse_own_keywords(generation_config, None if speculative is NOT_GIVEN else speculative, refusal)
+            refuse_own_keywords(generation_config, None if speculative is NOT_GIVEN else speculative, adapter, refusal)
             return super().generate_batch(  # type: ignore[misc]
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
                 progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,
@@ -265,12 +266,11 @@ class AcceleratedGeneration(WritesModelCard):
         start = time.perf_counter()
         outputs, statistics = generate_batch(
             self,  # type: ignore[arg-type]
-            with_configs(self, inputs, generation_config, kwargs),
+            with_configs(self, inputs, generation_config, kwargs, adapter=adapter),
             continuous_batching_config,
             speculative=state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative),
-            timestamps=record_timestamps,
-            progress_bar=progress_bar,
-        )
+            timestamps=record_timestamps, progress_bar=progress_bar,
+        )  # fmt: skip
         new_tokens = sum(len(output.generated_tokens) for output in outputs.values())
         state.record(new_tokens, len(outputs), time.perf_counter() - start, statistics)
         return outputs

@@ -20,6 +20,7 @@ from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.layer_calls import KnownPass, PassWatch
 from ...fused.hf.operator_models import OperatorModel, attends_alone
+from ...linear.adapters import PassAdapters
 from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
@@ -250,7 +251,7 @@ class ModelRunner:
         reading: Any = read_outputs(taps) if taps else nullcontext([])
         passing = nullcontext() if self.operators is None else self.operators.passing(self.cache)
         try:
-            with passing, reading as found:
+            with passing, PassAdapters.added_outside(), reading as found:
                 output = called(
                     **given,
                     use_cache=True,

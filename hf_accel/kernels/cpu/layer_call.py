@@ -58,6 +58,7 @@ class LayerCall(Structure):
         ("score_bias", ScoreBias),
         *fields(pointers="position_keys position_queries position_rows"),
         ("source", SourcePages),
+        *fields(pointers___="adapters"),
         *fields(ints="dtype table_dtype page_dtype scale_dtype threads"),
     ]  # fmt: skip
 

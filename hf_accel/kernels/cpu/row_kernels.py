@@ -37,7 +37,9 @@ class AddCall(Structure):
 
 
 class ActivateCall(Structure):
-    _fields_ = fields(pointers="x y out", sizes="x_stride y_stride out_stride rows size", ints="kind dtype threads")
+    _fields_ = fields(
+        pointers="x y out", sizes="x_stride y_stride out_stride rows size", ints="kind dtype out_dtype threads"
+    )
 
 
 class LayerNormCall(Structure):
@@ -162,7 +164,8 @@ def activate(x: Tensor, activation: str, *, y: Tensor | None = None) -> Tensor:
     out = x.new_empty(x.shape)
     _activate(
         x.data_ptr(), 0 if y is None else y.data_ptr(), out.data_ptr(), stride, y_stride, size,
-        x.numel() // size if size else 0, size, ACTIVATIONS[activation], DTYPES[x.dtype], threads(),
+        x.numel() // size if size else 0, size, ACTIVATIONS[activation], DTYPES[x.dtype], DTYPES[x.dtype],
+        threads(),
     )  # fmt: skip
     return out
 

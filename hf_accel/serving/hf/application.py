@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState
 
 from ..api_errors import ApiError, error_body
+from ..bodies import AdapterBody, AdapterName, read_body
 from ..guard import Guard, Hosts
 from ..page import page_routes
 from ..service import Service, known_keywords
@@ -24,7 +26,8 @@ from .responses import Responses
 
 # What is kept of transformers' routes. Those that load and unload models, and those that need other models, go.
 KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-OUR_ROUTES = ("/v1/models", "/health", "/ready", "/metrics", "/plan", "/stats", "/")
+ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+OUR_ROUTES = ("/v1/models", *ADAPTER_ROUTES, "/health", "/ready", "/metrics", "/plan", "/stats", "/")
 
 
 def make_app(
@@ -54,6 +57,7 @@ def make_app(
     app.user_middleware.clear()  # the guard sets the request's id, and sees when a client goes away
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in KEPT]
     _add_routes(app, service, manager)
+    _add_adapters(app, service)
     app.router.routes += page_routes(service)
     _add_errors(app)
     return Guard(app, service, api_key=api_key, hosts=hosts, paths=(*KEPT, *OUR_ROUTES))
@@ -67,7 +71,7 @@ def _add_routes(app: FastAPI, service: Service, manager: OneModel) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_name(name)
-        return JSONResponse(manager.get_gen_models()[0])
+        return JSONResponse(next(each for each in manager.get_gen_models() if each["id"] == name))
 
     @app.get("/health")
     async def health() -> Response:
@@ -84,6 +88,20 @@ def _add_routes(app: FastAPI, service: Service, manager: OneModel) -> None:
     async def metrics() -> Response:
         page, kind = service.metrics.page()
         return Response(page, headers={"content-type": kind})
+
+
+def _add_adapters(app: FastAPI, service: Service) -> None:
+    @app.post(ADAPTER_ROUTES[0])
+    async def load(body: dict[str, Any]) -> Response:
+        asked = read_body(AdapterBody, body)
+        await asyncio.to_thread(service.load_asked, asked)
+        return JSONResponse({"loaded": asked.lora_name})
+
+    @app.post(ADAPTER_ROUTES[1])
+    async def unload(body: dict[str, Any]) -> Response:
+        asked = read_body(AdapterName, body)
+        service.unload_asked(asked)
+        return JSONResponse({"unloaded": asked.lora_name})
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -121,10 +139,11 @@ class OneModel(ModelManager):
         return self._service.engine.model, self._service.tokenizer
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the served model as an entry of OpenAI's list of models."""
-        context = self._service.context
-        found = {"id": self._service.name, "object": "model", "created": self._created, "owned_by": "hf_accel"}
-        return [found if context is None else {**found, "max_model_len": context}]
+        """Return the served model, and the adapters that are loaded for it, as entries of OpenAI's list of models."""
+        context, own = self._service.context, self._service.name
+        shared = {"object": "model", "created": self._created, "owned_by": "hf_accel"}
+        shared |= {} if context is None else {"max_model_len": context}
+        return [{"id": name, **shared, **({} if name == own else {"parent": own})} for name in self._service.names]
 
     def shutdown(self) -> None:
         """End the Engine; called when the server ends."""

@@ -56,7 +56,7 @@ class Completions(OfEngine, CompletionHandler):
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self.service.name,
+            "model": asked.model or self.service.name,
         }
         if asked.stream:
             return event_stream(with_usage(self._events(job, asked, head), job, asked, head))
@@ -106,7 +106,8 @@ class Chat(OfEngine, ChatCompletionHandler):
             for index in range(asked.num_choices)
         ]
         job = self.service.submit(asked, prompts)
-        head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": self.service.name}
+        head = {"id": f"chatcmpl-{request_id}", "created": int(time.time())}
+        head["model"] = asked.model or self.service.name
         if asked.stream:
             head["object"] = "chat.completion.chunk"
             return event_stream(with_usage(self._chunks(job, asked, parsers, head), job, asked, head))

@@ -43,7 +43,8 @@ class Responses(OfEngine, ResponseHandler):
         parser = MessageParser.of(self.service, prompts[0].ids, self._tools(asked, body), request_id=request_id)
         job = self.service.submit(asked, prompts)
         head = {
-            "id": f"resp_{request_id}", "created_at": time.time(), "model": self.service.name, "object": "response",
+            "id": f"resp_{request_id}", "created_at": time.time(), "object": "response",
+            "model": asked.model or self.service.name,
             "tools": [], "tool_choice": "auto", "parallel_tool_calls": body.get("parallel_tool_calls", False),
         }  # fmt: skip
         answer: Any = Answer(request_id=request_id, response_defaults=head)

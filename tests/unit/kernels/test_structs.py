@@ -17,6 +17,7 @@ from hf_accel.kernels.cpu import (  # noqa: F401  # each of these says its struc
     integer_linear,
     layer_call,
     library,
+    low_rank,
     row_kernels,
     short_conv,
     state_scan,
@@ -30,7 +31,7 @@ TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
 INNER = [
     attention.Rows, attention.PageWrite, layer_call.Columns, layer_call.SourcePages, library.ScoreBias,
-    row_kernels.Rotated,
+    low_rank.Adapters, row_kernels.Rotated,
 ]  # fmt: skip
 STRUCTS = {s.__name__: s for s in (*library._structs.values(), *INNER)}
 SCALARS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}
@@ -55,7 +56,7 @@ def of_python(kind: type[Structure]) -> list[tuple[str, object]]:
 
 def test_every_kernel_is_called() -> None:
     called = {name: kind.__name__ for name, kind in library._structs.items()}
-    others = {name: name for name in ("LayerOp", "Linear", "Matrix")}
+    others = {name: name for name in ("LayerOp", "Linear", "LowRank", "Matrix")}
     assert called == KERNELS | others | {"layer": "LayerCall", "draft": "DraftCall"}
 
 

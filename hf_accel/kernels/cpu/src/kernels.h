@@ -17,6 +17,7 @@
   KERNEL(integer_linear, LinearCall)      \
   KERNEL(integer_experts, ExpertsCall)    \
   KERNEL(float_linear, LinearCall)        \
+  KERNEL(adapt, AdaptCall)                \
   KERNEL(pack, PackCall)                  \
   KERNEL(unpack, PackCall)                \
   KERNEL(rows, RowsCall)                  \
@@ -100,6 +101,42 @@ struct LinearCall {
   int32_t x_dtype, out_dtype;
   int32_t threads;
   int32_t tile_rows;  // the fewest rows that tiles multiply, at a level that has them
+};
+
+// What an adapter adds to the product of one matrix [out, in]: scale * b (a x) of `rank` sums.
+//   a  packed in blocks of 64 inputs, [blocks, rank, 64]; the last block is padded with zeros
+//   b  likewise in blocks of 64 outputs
+struct LowRank {
+  const void* a;  // null if the adapter leaves this matrix as it is
+  const void* b;
+  int64_t rank;
+  float scale;
+  int32_t dtype;  // of a and b
+};
+
+// Rows of a pass that one adapter is for: rows[first] to rows[first + count - 1] are their numbers.
+struct AdaptedRows {
+  int64_t adapter, first, count;
+};
+
+// The adapters of a pass. Adapter i has parts[i * stride + m] for matrix m of those that the call is about.
+struct Adapters {
+  const LowRank* parts;
+  const AdaptedRows* groups;
+  const int32_t* rows;
+  int64_t stride, count;  // the number of groups
+};
+
+// For each matrix of `linear`, and in the rows of an adapter alone: out = base rounded to dtype, and if the adapter
+// changes the matrix, what it adds to it, summed in float32 and rounded again. base may be out.
+struct AdaptCall {
+  Adapters adapters;
+  const Linear* linear;  // of which the sizes and the columns are read
+  const void* x;         // [rows, in_features] of dtype
+  const void* base;      // [rows, all outputs] of base_dtype
+  void* out;             // likewise, of dtype
+  int64_t x_stride, base_stride, out_stride;
+  int32_t dtype, base_dtype, threads;
 };
 
 // The experts of a mixture: `linear` has a matrix for each, all of one shape and with columns 0. Rows
@@ -194,13 +231,13 @@ struct AddCall {
   int32_t dtype, threads;
 };
 
-// out = act(x) over [rows, size], or act(x) rounded to dtype, times y. `kind` is an Activation.
+// out = act(x) over [rows, size], or act(x) rounded to dtype, times y. `kind` is an Activation. out is of out_dtype.
 struct ActivateCall {
   const void* x;
   const void* y;  // or null
   void* out;
   int64_t x_stride, y_stride, out_stride, rows, size;
-  int32_t kind, dtype, threads;
+  int32_t kind, dtype, out_dtype, threads;
 };
 
 // out = (s - mean(s)) / sqrt(variance(s) + eps) * weight + bias over the last dimension of [rows, size], with
@@ -348,6 +385,7 @@ struct LayerCall {
   const void* position_queries;
   const int32_t* position_rows;
   SourcePages source;  // of ATTEND_SOURCE
+  const Adapters* adapters;  // or null; their matrices are those of all linear layers, in the order of the operations
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
 };
 

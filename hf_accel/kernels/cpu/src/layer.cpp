@@ -55,10 +55,70 @@ struct Layer {
   }
   char* at(const Columns& place) const { return buffer(place.buffer) + place.offset * size; }
 
+  static bool multiplies(const LayerOp& op) { return op.kind == INTEGER_LINEAR || op.kind == FLOAT_LINEAR; }
+
+  void product(const LayerOp& op, const Linear& linear, void* out, int64_t out_stride, int32_t out_dtype) const {
+    const LinearCall product = {&linear, at(op.x), op.x.stride, call.tokens, out, out_stride,
+                                call.dtype, out_dtype, call.threads, op.tile_rows};
+    (op.kind == INTEGER_LINEAR ? kernels.integer_linear : kernels.float_linear)(product);
+  }
+
   void linear(const LayerOp& op) const {
-    const LinearCall linear = {static_cast<const Linear*>(op.weight), at(op.x), op.x.stride, call.tokens, at(op.out),
-                               op.out.stride, call.dtype, call.dtype, call.threads, op.tile_rows};
-    (op.kind == INTEGER_LINEAR ? kernels.integer_linear : kernels.float_linear)(linear);
+    const Linear& linear = *static_cast<const Linear*>(op.weight);
+    const Adapters adapters = adapters_of(op, linear);
+    if (adapters.count && linear.epilogue != NONE) return adapted_activation(op, linear, adapters);
+    product(op, linear, at(op.out), op.out.stride, call.dtype);
+    if (adapters.count)
+      kernels.adapt({adapters, &linear, at(op.x), at(op.out), at(op.out), op.x.stride, op.out.stride, op.out.stride,
+                     call.dtype, call.dtype, call.threads});
+  }
+
+  // The adapters of the matrices of an operation; none if no adapter of the pass changes one.
+  Adapters adapters_of(const LayerOp& op, const Linear& linear) const {
+    if (!call.adapters) return {};
+    Adapters found = *call.adapters;
+    for (const LayerOp* before = call.ops; before != &op; ++before)
+      if (multiplies(*before)) found.parts += static_cast<const Linear*>(before->weight)->count;
+    for (int64_t g = 0; g < found.count; ++g)
+      for (int32_t m = 0; m < linear.count; ++m)
+        if (found.parts[found.groups[g].adapter * found.stride + m].a) return found;
+    return {};
+  }
+
+  // The sums of rows without an adapter are rounded once, behind the activation. Those of an adapter's rows are rounded
+  // ahead of it, as the modules of such a layer round them one by one.
+  void adapted_activation(const LayerOp& op, const Linear& fused, const Adapters& adapters) const {
+    struct Sums; struct Rounded; struct Matrices; struct Adapted;
+    const bool gates = fused.epilogue <= GELU_TANH_MUL;
+    const int64_t outputs = fused.matrices[0].out_features;
+    Matrix* matrices = static_cast<Matrix*>(scratch<Matrices>(static_cast<size_t>(fused.count) * sizeof(Matrix)));
+    int64_t width = 0;
+    for (int32_t m = 0; m < fused.count; ++m) {
+      matrices[m] = fused.matrices[m];
+      matrices[m].column = width;
+      width += matrices[m].out_features;
+    }
+    Linear plain = fused;
+    plain.epilogue = NONE;
+    plain.matrices = matrices;
+    float* sums = static_cast<float*>(scratch<Sums>(static_cast<size_t>(call.tokens * width) * sizeof *sums));
+    char* rounded = static_cast<char*>(scratch<Rounded>(static_cast<size_t>(call.tokens * width * size)));
+    product(op, plain, sums, width, F32);
+    const int32_t kind = gates ? fused.epilogue + (SILU - SILU_MUL) : fused.epilogue;
+    const int64_t columns = gates ? outputs : width;
+    kernels.adapt({adapters, &plain, at(op.x), sums, rounded, op.x.stride, width, width, call.dtype, F32, call.threads});
+    bool* adapted = static_cast<bool*>(scratch<Adapted>(static_cast<size_t>(call.tokens)));
+    std::memset(adapted, 0, static_cast<size_t>(call.tokens));
+    for (int64_t g = 0; g < adapters.count; ++g)
+      for (int64_t i = 0; i < adapters.groups[g].count; ++i) adapted[adapters.rows[adapters.groups[g].first + i]] = true;
+    for (int64_t row = 0, end; row < call.tokens; row = end) {
+      for (end = row + 1; end < call.tokens && adapted[end] == adapted[row]; ++end) {}
+      const int64_t bytes = adapted[row] ? size : 4;
+      const char* from = (adapted[row] ? rounded : reinterpret_cast<char*>(sums)) + row * width * bytes;
+      kernels.activate({from, gates ? from + outputs * bytes : nullptr, at(op.out) + row * op.out.stride * size, width,
+                        width, op.out.stride, end - row, columns, kind, adapted[row] ? call.dtype : F32, call.dtype,
+                        call.threads});
+    }
   }
 
   void norm(const LayerOp& op) const {
@@ -174,7 +234,7 @@ struct Layer {
     for (int64_t h = 0; h < heads; ++h)
       kernels.activate({at(op.x) + h * head_stride(op.x, op.dim) * size, at(op.y) + h * head_stride(op.y, op.dim) * size,
                         at(op.out) + h * op.dim * size, op.x.stride, op.y.stride, op.out.stride, call.tokens, op.dim,
-                        op.activation, call.dtype, call.threads});
+                        op.activation, call.dtype, call.dtype, call.threads});
   }
 
   // The parts of a head side by side: what was rotated, and the rest.

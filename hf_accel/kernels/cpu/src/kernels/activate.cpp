@@ -10,11 +10,11 @@ template <class T>
 void activate_row(const ActivateCall& call, int64_t r) {
   const T* x = static_cast<const T*>(call.x) + r * call.x_stride;
   const T* y = static_cast<const T*>(call.y) + r * call.y_stride;
-  T* out = static_cast<T*>(call.out) + r * call.out_stride;
   for (int64_t i = 0; i < call.size; i += LANES) {
-    const int64_t n = call.size - i;
+    const int n = static_cast<int>(at_most(LANES, call.size - i));
     const F result = activated(call.kind, load_upto(x + i, n));
-    store_upto(out + i, call.y ? mul(round_as(result, x), load_upto(y + i, n)) : result, n);
+    store_dtype(call.out, call.out_dtype, r * call.out_stride + i,
+                call.y ? mul(round_as(result, x), load_upto(y + i, n)) : result, n);
   }
 }
 

@@ -1,0 +1,166 @@
+// What adapters add to the products of linear layers: a x and b (a x) of low rank, in float32.
+//
+// The weights of an adapter are read once for the rows of a group, each as one stream of memory. The lanes of a vector are consecutive inputs in a x,
+// and consecutive outputs in b (a x); each sum has one accumulator, or a vector of them, so that the bits of a row
+// depend neither on other rows nor on threads.
+#include "../parallel.h"
+#include "any_dtype.h"
+#include "../kernels.h"
+#include "float_tile.h"
+
+namespace {
+
+constexpr int64_t PART_BLOCKS = 8;  // blocks of outputs of a task
+#if defined(HFA_AVX512)
+constexpr int MOST_SUMS = 16;  // that fit the registers
+#else
+constexpr int MOST_SUMS = 8;
+#endif
+
+struct GroupRows {
+  const int32_t* numbers;
+  int64_t count;
+};
+
+// sums[r * stride + k] = a[k] x[r] of RANKS rows of a, from `first` on, and ROWS rows of x.
+template <class Dot, int ROWS, int RANKS, class T, class W>
+void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, int64_t first, float* sums,
+                int64_t stride) {
+  const int64_t inputs = c.linear->in_features;
+  const T* x[ROWS];
+  F acc[ROWS][RANKS];
+  for (int r = 0; r < ROWS; ++r) {
+    x[r] = static_cast<const T*>(c.x) + rows[r] * c.x_stride;
+    for (int k = 0; k < RANKS; ++k) acc[r][k] = zero();
+  }
+  for (int64_t i = 0; i < inputs; i += Dot::STEP) {
+    const W* a = static_cast<const W*>(part.a) + (i / BLOCK * part.rank + first) * BLOCK + i % BLOCK;
+    const bool whole = i + Dot::STEP <= inputs;
+    decltype(Dot::load(a)) given[ROWS];
+    for (int r = 0; r < ROWS; ++r)
+      given[r] = whole ? Dot::load(x[r] + i) : Dot::load_n(x[r] + i, static_cast<int>(inputs - i));
+    for (int k = 0; k < RANKS; ++k) {
+      const auto weight = Dot::load(a + k * BLOCK);
+      for (int r = 0; r < ROWS; ++r) acc[r][k] = Dot::dot(acc[r][k], weight, given[r]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int k = 0; k < RANKS; ++k) sums[r * stride + k] = reduce_add(acc[r][k]);
+}
+
+template <class Dot, int ROWS, class T, class W>
+void inner_rows(const AdaptCall& c, const int32_t* rows, const LowRank& part, float* sums, int64_t stride) {
+  constexpr int RANKS = MOST_SUMS / ROWS;
+  int64_t k = 0;
+  for (; k + RANKS <= part.rank; k += RANKS) inner_tile<Dot, ROWS, RANKS, T, W>(c, rows, part, k, sums + k, stride);
+  for (; k < part.rank; ++k) inner_tile<Dot, ROWS, 1, T, W>(c, rows, part, k, sums + k, stride);
+}
+
+template <class Dot, class T, class W>
+void inner(const AdaptCall& c, const GroupRows& rows, const LowRank& part, float* sums, int64_t stride) {
+  int64_t r = 0;
+  for (; r + 4 <= rows.count; r += 4) inner_rows<Dot, 4, T, W>(c, rows.numbers + r, part, sums + r * stride, stride);
+  for (; r < rows.count; ++r) inner_rows<Dot, 1, T, W>(c, rows.numbers + r, part, sums + r * stride, stride);
+}
+
+// Adds scale * sums b to ROWS rows of WIDE vectors of outputs, which begin at `column`.
+template <int ROWS, int WIDE, class T, class W>
+void outer_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, const W* b, const float* sums,
+                int64_t stride, int64_t column, int64_t outputs) {
+  F acc[ROWS][WIDE];
+  for (int r = 0; r < ROWS; ++r)
+    for (int w = 0; w < WIDE; ++w) acc[r][w] = zero();
+  for (int64_t k = 0; k < part.rank; ++k)
+    for (int w = 0; w < WIDE; ++w) {
+      const F weight = load_as(b + k * BLOCK + w * LANES);
+      for (int r = 0; r < ROWS; ++r) acc[r][w] = fmadd(weight, set1(sums[r * stride + k]), acc[r][w]);
+    }
+  for (int r = 0; r < ROWS; ++r) {
+    T* out = static_cast<T*>(c.out) + rows[r] * c.out_stride + column;
+    for (int w = 0; w < WIDE && w * LANES < outputs; ++w) {
+      const int n = static_cast<int>(at_most(LANES, outputs - w * LANES));
+      const F base = round_as(load_dtype(c.base, c.base_dtype, rows[r] * c.base_stride + column + w * LANES, n), out);
+      store_upto(out + w * LANES, add(base, mul(acc[r][w], set1(part.scale))), n);
+    }
+  }
+}
+
+template <class T, class W>
+void outer_block(const AdaptCall& c, const GroupRows& rows, const LowRank& part, const W* b, const float* sums,
+                 int64_t stride, int64_t column, int64_t outputs) {
+  constexpr int WIDE = MOST_SUMS / 4;
+  for (int64_t n = 0; n < outputs; n += WIDE * LANES) {
+    int64_t r = 0;
+    for (; r + 4 <= rows.count; r += 4)
+      outer_tile<4, WIDE, T>(c, rows.numbers + r, part, b + n, sums + r * stride, stride, column + n, outputs - n);
+    for (; r < rows.count; ++r)
+      outer_tile<1, WIDE, T>(c, rows.numbers + r, part, b + n, sums + r * stride, stride, column + n, outputs - n);
+  }
+}
+
+// Rounds `outputs` numbers of the base.
+template <class T>
+void round_base(const AdaptCall& c, const GroupRows& rows, int64_t column, int64_t outputs) {
+  for (int64_t r = 0; r < rows.count; ++r) {
+    T* out = static_cast<T*>(c.out) + rows.numbers[r] * c.out_stride + column;
+    for (int64_t i = 0; i < outputs; i += LANES) {
+      const int n = static_cast<int>(at_most(LANES, outputs - i));
+      store_upto(out + i, load_dtype(c.base, c.base_dtype, rows.numbers[r] * c.base_stride + column + i, n), n);
+    }
+  }
+}
+
+template <class T>
+void run(const AdaptCall& c) {
+  struct Sums;
+  const Adapters& given = c.adapters;
+  const int64_t matrices = c.linear->count;
+  const auto part_of = [&](int64_t g, int64_t m) -> const LowRank& {
+    return given.parts[given.groups[g].adapter * given.stride + m];
+  };
+  int64_t most = 1, rows = 0, blocks = 0;
+  for (int64_t g = 0; g < given.count; ++g) {
+    rows = at_least(rows, given.groups[g].first + given.groups[g].count);
+    for (int64_t m = 0; m < matrices; ++m) most = at_least(most, part_of(g, m).a ? part_of(g, m).rank : 0);
+  }
+  for (int64_t m = 0; m < matrices; ++m) blocks = at_least(blocks, ceil_div(c.linear->matrices[m].out_features, BLOCK));
+  float* sums = static_cast<float*>(scratch<Sums>(static_cast<size_t>(rows * matrices * most) * sizeof(float)));
+  const auto sums_of = [&](int64_t g, int64_t m) { return sums + (m * rows + given.groups[g].first) * most; };
+  parallel_for(given.count * matrices, c.threads, [&](int64_t task) {
+    const int64_t g = task / matrices, m = task % matrices;
+    const LowRank& part = part_of(g, m);
+    const GroupRows own{given.rows + given.groups[g].first, given.groups[g].count};
+    if (part.a)
+      for_dtype(part.dtype, [&](auto* null) {
+        typedef std::remove_pointer_t<decltype(null)> W;
+#if defined(HFA_BF16)
+        if constexpr (std::is_same_v<T, Bf16> && std::is_same_v<W, Bf16>)
+          return inner<PairDot, T, W>(c, own, part, sums_of(g, m), most);
+#endif
+        inner<FloatDot, T, W>(c, own, part, sums_of(g, m), most);
+      });
+  });
+  const int64_t tasks = ceil_div(blocks, PART_BLOCKS);
+  parallel_for(given.count * matrices * tasks, c.threads, [&](int64_t task) {
+    const int64_t g = task / tasks / matrices, m = task / tasks % matrices;
+    const LowRank& part = part_of(g, m);
+    const Matrix& matrix = c.linear->matrices[m];
+    const GroupRows own{given.rows + given.groups[g].first, given.groups[g].count};
+    for (int64_t block = task % tasks * PART_BLOCKS; block < (task % tasks + 1) * PART_BLOCKS; ++block) {
+      const int64_t column = matrix.column + block * BLOCK, outputs = at_most(BLOCK, matrix.out_features - block * BLOCK);
+      if (outputs <= 0) return;
+      if (!part.a && c.base != c.out) round_base<T>(c, own, column, outputs);
+      if (part.a)
+        for_dtype(part.dtype, [&](auto* null) {
+          const auto* b = static_cast<decltype(null)>(const_cast<void*>(part.b)) + block * part.rank * BLOCK;
+          outer_block<T>(c, own, part, b, sums_of(g, m), most, column, outputs);
+        });
+    }
+  });
+}
+
+}  // namespace
+
+void HFA_NAMESPACE::adapt(const AdaptCall& call) {
+  for_dtype(call.dtype, [&](auto* null) { run<std::remove_pointer_t<decltype(null)>>(call); });
+}

@@ -1,0 +1,203 @@
+"""Adapters of requests (LoRA, Hu et al. 2021): in the rows of a request, linear layers return b (a x) more.
+
+The layers stay as they are. A pass in which a request has an adapter runs within a PassAdapters: native calls of whole
+layers add the products themselves, and other layers have hooks for the time of a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..cache.prefixes import content_number
+from ..errors import UnsupportedError
+from ..hardware.large_pages import in_large_pages
+from ..kernels.cpu.library import FLOATS, refusal
+from ..kernels.cpu.low_rank import PartTable, RowGroups, adapt, packed, part_fields, unpacked
+
+LINE = 64  # bytes of a cache line
+
+
+def aligned(size: int) -> int:
+    return -(-size // LINE) * LINE
+
+
+class LowRankPart:
+    """What an adapter adds to what one linear layer returns: scale * b (a x).
+
+    a: [rank, in]. b: [out, rank], of one dtype.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
+        self.sizes, self.scale = (a.shape[1], len(b)), scale
+        self._hold(packed(a.T), packed(b))
+
+    def _hold(self, a: Tensor, b: Tensor) -> None:
+        self._packed, self.fields = (a, b), part_fields(a, b, self.scale)
+
+    @staticmethod
+    def put_together(parts: Iterable[LowRankPart]) -> None:
+        """Move the matrices of parts to one memory, which is read faster."""
+        parts = list(parts)
+        memory, start = in_large_pages(sum(aligned(each.nbytes) for part in parts for each in part._packed)), 0
+        for part in parts:
+            moved = []
+            for each in part._packed:
+                moved.append(memory[start : start + each.nbytes].view(each.dtype).view(each.shape).copy_(each))
+                start += aligned(each.nbytes)
+            part._hold(*moved)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in self._packed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [n, in] -> [n, out] float32. This is the reference of the kernel."""
+        a, b = (unpacked(each, size).float() for each, size in zip(self._packed, self.sizes, strict=True))
+        return (x.float() @ a @ b.T) * self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter that requests can ask for.
+
+    parts: what it adds, by the linear layer. outside: those of these layers that no native call of a whole layer
+    computes. salt: says what the adapter is; keys and values that were computed with it are known by it.
+    """
+
+    name: str
+    parts: Mapping[nn.Module, LowRankPart]
+    outside: frozenset[nn.Module]
+    salt: bytes
+    number: int = field(default_factory=itertools.count().__next__)  # another one for each
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its matrices in memory."""
+        return sum(part.num_bytes for part in self.parts.values())
+
+    def contents(self, known: list[int]) -> list[int]:
+        """Return the numbers by which the prefix index knows tokens that this adapter has changed.
+
+        known: the same without it. Since a prefix is known by all of its numbers, it is enough that the first one
+        differs.
+        """
+        return [content_number(self.salt, repr(known[0]).encode()), *known[1:]] if known else known
+
+
+_running: ContextVar[PassAdapters | None] = ContextVar("hf_accel_adapters", default=None)
+
+
+class PassAdapters:
+    """The adapters of the rows of one pass, which runs within the `with` block.
+
+    At its end, it raises UnsupportedError unless each of the adapters was added to each of its layers once.
+    """
+
+    def __init__(self, given: Iterable[tuple[Adapter, range]], num_rows: int) -> None:
+        """given: adapters, and the rows that each one is for. num_rows: of the pass."""
+        rows: dict[Adapter, list[int]] = {}
+        for adapter, own in given:
+            rows.setdefault(adapter, []).extend(own)
+        self.adapters, self.num_rows = tuple(rows), num_rows
+        self.numbers = [adapter.number for adapter in self.adapters]
+        self.groups = RowGroups.of(list(rows.values()))
+        self._rows = list(rows.values())
+        self.num_added = 0  # parts, of all adapters and layers
+        self._outer: Token[PassAdapters | None] | None = None
+
+    @staticmethod
+    def running() -> PassAdapters | None:
+        """Return the adapters of the pass that this thread runs; None if no row has one."""
+        return _running.get()
+
+    def __enter__(self) -> Self:
+        self._outer = _running.set(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert self._outer is not None
+        _running.reset(self._outer)
+        expected = sum(len(adapter.parts) for adapter in self.adapters)
+        if kind is None and self.num_added != expected:
+            raise UnsupportedError(
+                f"a pass has added {self.num_added} of {expected} parts of the adapters "
+                f"{[adapter.name for adapter in self.adapters]}, because it has not called each of their layers once; "
+                "if the model was changed since they were loaded, unload them and load them again"
+            )
+
+    def table(self, layers: Sequence[nn.Module]) -> PartTable:
+        """Return the parts of the adapters for these layers."""
+        fields = [[None if (part := each.parts.get(layer)) is None else part.fields for layer in layers]
+                  for each in self.adapters]  # fmt: skip
+        return PartTable.of(fields)
+
+    @contextmanager
+    def hooked(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Add to what those of the modules return that an adapter of the pass changes, within the block."""
+        with ExitStack() as hooks:
+            for module in modules:
+                if any(module in adapter.parts for adapter in self.adapters):
+                    hooks.callback(module.register_forward_hook(self._add).remove)
+            yield
+
+    @staticmethod
+    def added_within(layer: nn.Module) -> AbstractContextManager[None]:
+        """Return a block within which what adapters add to the linear layers in a decoder layer is added by hooks."""
+        running = _running.get()
+        return nullcontext() if running is None else running.hooked(layer.modules())
+
+    @staticmethod
+    def added_outside() -> AbstractContextManager[None]:
+        """Return the same for the linear layers that are in no decoder layer with a native call."""
+        running = _running.get()
+        return nullcontext() if running is None else running.hooked(running.outside)
+
+    @property
+    def outside(self) -> set[nn.Module]:
+        """The layers of the adapters that no native call of a whole layer computes."""
+        return set().union(*(adapter.outside for adapter in self.adapters))
+
+    def _add(self, module: nn.Module, given: tuple[Any, ...], out: Tensor) -> Tensor | None:
+        """Change what a layer has returned: a forward hook."""
+        if _running.get() is not self:  # another thread calls the model meanwhile
+            return None
+        x = given[0].reshape(-1, given[0].shape[-1])
+        if len(x) != self.num_rows:
+            raise UnsupportedError(
+                f"a {type(module).__name__} was called on {len(x)} rows in a pass of {self.num_rows}, so that nobody "
+                "knows which of them an adapter is for; load an adapter that leaves this layer as it is"
+            )
+        table = self.table([module])
+        self.num_added += table.num_parts
+        added = out.reshape(len(x), -1)
+        added = added.clone() if added.data_ptr() == out.data_ptr() else added
+        if x.is_cpu and refusal() is None and x.dtype is out.dtype and x.dtype in FLOATS:
+            adapt(x if x.stride(1) == 1 else x.contiguous(), added, table, self.groups)
+        else:
+            self._add_by_torch(module, x, added)
+        return added.view(out.shape)
+
+    def _add_by_torch(self, module: nn.Module, x: Tensor, out: Tensor) -> None:
+        for adapter, rows in zip(self.adapters, self._rows, strict=True):
+            if (part := adapter.parts.get(module)) is not None:
+                index = torch.tensor(rows, device=x.device)
+                out[index] = (out[index].float() + part(x[index])).to(out.dtype)
+
+
+def pass_adapters(adapters: Sequence[Adapter | None], counts: Sequence[int]) -> AbstractContextManager[object]:
+    """Return the block within which a pass runs. adapters: those of its sequences. counts: how many rows each has."""
+    ends = list(itertools.accumulate(counts))
+    given = [
+        (adapter, range(end - count, end))
+        for adapter, count, end in zip(adapters, counts, ends, strict=True)
+        if adapter is not None
+    ]
+    return PassAdapters(given, ends[-1]) if given else nullcontext()
