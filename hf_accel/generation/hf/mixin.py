@@ -344,7 +344,7 @@ class AcceleratedGeneration(WritesModelCard):
         cache = model_kwargs.get(self._generation_state.cache_name)
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        text_only = other_input(model_kwargs) is None and not self._generation_state.form.prepares
+        text_only = other_input(model_kwargs) is None and not self._generation_state.form.reads_prompts
         text_only = text_only and ragged_refusal(self) is None and not learnt_prompt(self)  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]

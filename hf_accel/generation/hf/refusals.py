@@ -154,7 +154,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return refusal
     more = call.has_more_than_ids
     if more and not own_cache and call.cache.get_seq_length():
-        return f"a cache that holds tokens is passed along with {other or 'positions'}"
+        behind = "a prompt whose tokens see each other" if call.state.form.whole_prompts else "positions"
+        return f"a cache that holds tokens is passed along with {other or behind}"
     asked = [name for name in ("output_attentions", "output_hidden_states") if call.returns(name)]
     if asked:
         return f"{asked[0]}=True collects a tensor of each step"
