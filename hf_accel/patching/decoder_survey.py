@@ -88,8 +88,9 @@ def tried_operators(model: PreTrainedModel) -> OperatorModel | str | None:
 
 
 def most_tokens(model: PreTrainedModel) -> int | None:
-    """Return of how many tokens of a pass routers treat each as if it were alone, by trials of as many equal tokens as
-    an expert takes, and of more; None for any number.
+    """Return the most tokens of a pass of which routers treat each as if it were alone; None for any number.
+
+    A trial of as many equal tokens as an expert takes shows it, and one of more.
     """
     limits = [_room(module) for module in model.modules() if isinstance(getattr(module, CAPACITY, None), int)]
     return min((limit for limit in limits if limit is not None), default=None)
