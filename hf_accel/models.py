@@ -37,7 +37,7 @@ def learnt_prompt(model: Any) -> int:
 
 def learnt_kind(model: Any) -> str | None:
     """Return what PEFT calls the active adapter of its model, if generate() alone applies it; None for any other."""
-    config: Any = getattr(model, "active_peft_config", None)
+    config: Any = None if getattr(model, "_adapters_disabled", False) else getattr(model, "active_peft_config", None)
     return str(config.peft_type.value) if getattr(config, "is_prompt_learning", False) else None
 
 

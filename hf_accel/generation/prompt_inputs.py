@@ -211,6 +211,13 @@ def moved(ids: list[int], columns: int) -> PromptInputs:
     return PromptInputs(None, positions, (columns,), contents)
 
 
+def whole(ids: list[int], columns: int) -> PromptInputs:
+    """Return the inputs of a prompt whose tokens all see each other, and stand so many columns later."""
+    prompt = moved(ids, columns) if columns else PromptInputs(None, None, (0,), ids)
+    seen = [len(ids)] * len(ids)
+    return replace(prompt, contents=contents_of_wholes(prompt.contents, seen), seen=seen)
+
+
 def asked_behind(ids: list[int], position: int) -> PromptInputs:
     """Return the inputs of a prompt of ids and a token that stands behind them, for padding on the right.
 

@@ -43,7 +43,14 @@ from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
 from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
-from .decoder_survey import causality_refusal, counting_refusal, decoder_loop_refusal, decoder_refusal, tried_operators
+from .decoder_survey import (
+    causality_refusal,
+    counting_refusal,
+    decoder_loop_refusal,
+    decoder_refusal,
+    sees_whole_prompts,
+    tried_operators,
+)
 from .sequence_survey import is_own_code, own_code
 from .survey import split_of
 
@@ -196,9 +203,7 @@ def _compression_refusal(model: PreTrainedModel, *, compressed: bool) -> str | N
         known = bool(code.expands) and is_known_expansion(module)
         if code.caches and known is not compressed:
             return f"{type(module).__name__} makes K and V of what it caches in a way of its own"
-    if not compressed:
-        return None
-    if split_of(model) is not None:
+    if compressed and split_of(model) is not None:
         return f"the compressed keys of {type(model).__name__} are not shared out over ranks"
     return None
 
@@ -255,9 +260,8 @@ def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | No
     clauses = (kind.dtype_refusal(quantized) for kind in model_kinds(model.config).distinct)
     if (clause := next(filter(None, clauses), None)) is not None:
         return clause
-    operators = known_operators(model)
-    specs = [site.spec for site in attention_sites(model, quantized_kv=True)]
-    specs += [] if operators is None else operators.specs
+    operators, sites = known_operators(model), attention_sites(model, quantized_kv=True)
+    specs = [site.spec for site in sites] + ([] if operators is None else operators.specs)
     refusals = (dim_refusal(dim, quantized) for spec in specs for dim in (spec.head_dim, spec.value_dim))
     return next(filter(None, refusals), None)
 
@@ -286,7 +290,7 @@ def _bidirectional_refusal(model: PreTrainedModel) -> str | None:
     if own_methods(model) and not (is_encoder and causality_refusal(model) is not None):
         return None
     sites = [s for s in attention_sites(model, quantized_kv=False) if stock_implementation(model, s.module) != "eager"]
-    if sites and not any(getattr(site.module, "is_causal", True) for site in sites):
+    if sites and not any(getattr(site.module, "is_causal", True) for site in sites) and not sees_whole_prompts(model):
         return f"{sites[0].name!r} is not causal"
     return None
 

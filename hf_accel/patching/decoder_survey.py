@@ -9,47 +9,39 @@ where the tokens behind padding stand.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import EncoderDecoderCache
+from transformers import GenerationMixin, PreTrainedModel
 
-from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
-from ..attention.hf.stock import set_implementation, stock_implementation
-from ..cache.hf import page_groups
 from ..cache.hf.kinds import model_kinds
-from ..cache.kinds import KeysAndValues, SourceRows
-from ..cache.pages import Pages
-from ..cache.step import TokenRange
-from ..config import CacheConfig
-from ..fused.hf.operator_models import OperatorModel, decoder_operators, operator_model, read_by_operators, with_tried
-from ..generation.hf.decoder_call import UpToDecoder, giving_decoder
-from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
-from ..generation.hf.encoder_source import rows_as_output
-from ..generation.hf.model_runner import ModelRunner
+from ..cache.kinds import KeysAndValues
+from ..errors import UnsupportedError
+from ..fused.hf.operator_models import OperatorModel, decoder_operators, operator_model, with_tried
 from ..generation.hf.refusals import OWN_METHODS
-from ..models import encoder_width, layers_config, padding_token
+from ..models import padding_token
 from ..recognition.asked import answer_once
-from ..recognition.call_form import parameter_names
 from ..recognition.generation_code import only_passes_on
-from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
-from ..undo.journal import original_class
+from .tried_passes import (
+    LENGTHS,
+    PASSES,
+    Passes,
+    paged_together,
+    small_copy,
+    sources_of,
+    stock_alone,
+    stock_with_source,
+)
 
 # Whisper's own prepare_inputs_for_generation makes positions where a decoder_attention_mask is given, which the ragged
 # loop makes of its own for all calls that it takes.
 WHISPERS_POSITIONS = "decoder_position_ids"
-TRIED_LAYERS = 2  # the first one can differ from all others
 PADDING = 2  # the columns in front of a prompt
-LENGTHS = (5, 3)  # of the encoder's output of two sequences
-Passes = tuple[tuple[tuple[int, int], ...], ...]  # the sequences of each pass, and their tokens in it
-PASSES: Passes = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))
 BY_TOKEN: Passes = (((0, 1),), *[((0, 1), (1, 1))] * 3)
 CAPACITY = "expert_capacity"  # what routers call the number of tokens that an expert takes of a pass
 MOST_TOKENS = 4096  # of a trial of experts
@@ -63,8 +55,8 @@ def decoder_refusal(model: PreTrainedModel) -> str | None:
         return None  # nothing can be tried before the weights are there
     if model_device(model).type != "cpu":
         return f"{name} is an encoder-decoder, whose pages are read on a CPU alone"
-    if not answer_once(_experts_have_room, model):
-        return f"the experts of {name} leave out tokens where a pass has many of them"
+    if answer_once(most_tokens, model) == 0:
+        return f"the experts of {name} leave out tokens by what other tokens a pass has"
     hides = answer_once(mask_hides_rows, model)
     return f"{name} computes something else over pages than stock does" if hides is None else None
 
@@ -88,26 +80,34 @@ def tried_operators(model: PreTrainedModel) -> OperatorModel | str | None:
     Within a function that is `reading_once`, which keeps what the trial shows.
     """
     if not model.config.is_encoder_decoder:
-        return answer_once(operator_model, model)
+        return answer_once(operator_model, model, _is_bidirectional(model))
     known = answer_once(decoder_operators, model)
     if known is None or model_device(model).type == "meta":
         return known  # nothing can be tried before the weights are there
     return with_tried(model, known) if decoder_refusal(model) is None else None
 
 
-def _experts_have_room(model: PreTrainedModel) -> bool:
-    """Return whether routers treat each token as if it were alone, by a trial of more equal tokens than an expert may
-    take.
+def most_tokens(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a pass of which routers treat each as if it were alone; None for any number.
+
+    A trial of as many equal tokens as an expert takes shows it, and one of more.
     """
-    routers = [module for module in model.modules() if isinstance(getattr(module, CAPACITY, None), int)]
-    return all(map(_has_room, routers))
+    limits = [_room(module) for module in model.modules() if isinstance(getattr(module, CAPACITY, None), int)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _has_room(router: Any) -> bool:
+def _room(router: Any) -> int | None:
+    """Return most_tokens of one router."""
+    capacity = getattr(router, CAPACITY)
+    if _has_room(router, 2 * capacity + 2):
+        return None
+    return capacity if _has_room(router, capacity) else 0
+
+
+def _has_room(router: Any, count: int) -> bool:
     tried = copy.deepcopy(router).float().eval()
     width = next((each.in_features for each in tried.modules() if isinstance(each, nn.Linear)), None)
-    count = 2 * getattr(router, CAPACITY) + 2
-    if width is None or count > MOST_TOKENS:
+    if width is None or not 0 < count <= MOST_TOKENS:
         return False
     token = RandomNumbers()(1, width)
 
@@ -152,13 +152,13 @@ def _hides_by_token(model: PreTrainedModel) -> bool | None:
 
 def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
     register()
-    given = _sources(model)
+    given = sources_of(model)
     ours, others = (partial(paged_together, model, passes, each) for each in (given, [-each for each in given]))
     if agree(ours, others, CLOSE):
         return None  # it does not read the rows that it is given
     for hides in (True, False):
         if agree(
-            lambda: _stock(model, passes, hides=hides),  # noqa: B023
+            lambda: stock_with_source(model, passes, hides=hides),  # noqa: B023
             ours,
             CLOSE,
         ):
@@ -170,18 +170,48 @@ def _shows_less(model: PreTrainedModel, passes: Passes) -> bool:
     """Return whether an attention_mask of a text hides rows of the encoder's output in a way that is not known."""
     if model.main_input_name != "input_ids":
         return False
-    plain = partial(_stock, model, passes, hides=False)
+    plain = partial(stock_with_source, model, passes, hides=False)
     return not agree(partial(plain, masked=True), plain, CLOSE)
 
 
 def causality_refusal(model: PreTrainedModel) -> str | None:
     """Return a clause if the tokens of a prompt see those behind them; None for any other model, and if it cannot be
     tried."""
-    if model.config.is_encoder_decoder or model_device(model).type == "meta" or not answer_once(_sees_later, model):
+    if not _is_bidirectional(model) or sees_whole_prompts(model):
         return None
     reason = f"{type(model).__name__} is not causal: a token changes what is computed for those before it"
     is_encoder = getattr(model.config, "is_decoder", None) is False
     return f"{reason}; with is_decoder=True in its config, it does not" if is_encoder else reason
+
+
+def sees_whole_prompts(model: PreTrainedModel) -> bool:
+    """Return whether the tokens of a prompt see all of that prompt, and those behind it all before them, so that pages
+    hold what stock's cache does.
+    """
+    if not _is_bidirectional(model) or not _keeps_all_keys(model):
+        return False
+    known = tried_operators(model)
+    return isinstance(known, OperatorModel) or (known is None and answer_once(_sees_whole_prompts, model))
+
+
+def _keeps_all_keys(model: PreTrainedModel) -> bool:
+    """Return whether each layer keeps the keys and values of all tokens, and nothing else."""
+    try:
+        return all(kinds == (KeysAndValues(None),) for kinds in model_kinds(model.config).layers)
+    except UnsupportedError:
+        return False
+
+
+def _is_bidirectional(model: PreTrainedModel) -> bool:
+    """Return whether a model without an encoder lets tokens see later ones; False if it cannot be tried."""
+    is_tried = not model.config.is_encoder_decoder and model_device(model).type != "meta"
+    return is_tried and answer_once(_sees_later, model)
+
+
+def _sees_whole_prompts(model: PreTrainedModel) -> bool:
+    register()
+    ours = partial(paged_together, model, PASSES, whole=True)
+    return all(agree(partial(stock_alone, model, padding=count), ours, CLOSE) for count in (0, PADDING))
 
 
 @torch.no_grad()
@@ -192,7 +222,7 @@ def _sees_later(model: PreTrainedModel) -> bool:
         return False
     for token in (padding_token(model), len(table) - 1):  # code may embed tokens of its own
         try:
-            tried = _tried(model, None, token=token)
+            tried = small_copy(model, None, token=token)
             logits = [tried(input_ids=each, return_dict=True).logits for each in (ids[:, : LENGTHS[0]], ids)]
             break
         except Exception:  # code that is not known may do anything
@@ -205,7 +235,7 @@ def counting_refusal(model: PreTrainedModel) -> str | None:
     since it counts the tokens of a sequence as stock does, from the number of tokens before each of them.
     """
     name = type(model).__name__
-    if not all(kinds == (KeysAndValues(None),) for kinds in model_kinds(model.config).layers):
+    if not _keeps_all_keys(model):
         return f"{name} takes no position_ids"
     if model_device(model).type == "meta":
         return None  # nothing can be tried before the weights are there
@@ -230,130 +260,3 @@ def counts_padding(model: PreTrainedModel) -> bool:
 def _counts_tokens(model: PreTrainedModel) -> bool:
     register()
     return agree(lambda: stock_alone(model, padding=0), lambda: paged_together(model, PASSES), CLOSE)
-
-
-def stock_alone(model: PreTrainedModel, *, padding: int, tried: Any = None) -> tuple[Tensor, ...]:
-    """Compute the passes of each sequence alone in a model without an encoder, with padding in front of it.
-
-    tried: the small copy that computes them; None for one of its first layers.
-    """
-    tried = _tried(model, None) if tried is None else tried
-    takes_positions = "position_ids" in parameter_names(original_class(tried).forward)
-    outputs = []
-    for number in range(len(LENGTHS)):
-        cache = DynamicCache(config=layers_config(tried.config))
-        mask = torch.zeros(1, padding, dtype=torch.int64)
-        for ids in _tokens(model, number, PASSES):
-            shown = ids if mask.any() else [padding_token(model)] * padding + ids
-            mask = torch.nn.functional.pad(mask, (0, len(ids)), value=1)
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -len(shown) :]
-            given = {"position_ids": positions} if takes_positions else {}
-            output = tried(
-                input_ids=torch.tensor([shown]), attention_mask=mask, past_key_values=cache, use_cache=True,
-                return_dict=True, **given,
-            )  # fmt: skip
-            outputs.append(output.logits[0, -len(ids) :])
-    return tuple(outputs)
-
-
-def _hiding(name: str, mask: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    return given | {name: mask}
-
-
-def _stock(model: PreTrainedModel, passes: Passes, *, hides: bool, masked: bool = False) -> tuple[Tensor, ...]:
-    """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides.
-
-    masked: whether the model is given an attention_mask that shows all but the last row.
-    """
-    tried = _tried(model, None)
-    outputs = []
-    for number, source in enumerate(_sources(model)):
-        called = tried
-        if hides:
-            mask = torch.ones(1, len(source), dtype=torch.int64)
-            hiding = partial(_hiding, UpToDecoder(tried).hiding, torch.nn.functional.pad(mask, (0, 2)))
-            called = giving_decoder(tried, None, hiding)
-            source = torch.cat([source, 10 * torch.ones(2, source.shape[1])])
-        more = {"attention_mask": torch.arange(len(source), 0, -1)[None].gt(1).long()} if masked else {}
-        cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
-        for ids in _tokens(model, number, passes):
-            output = called(
-                decoder_input_ids=torch.tensor([ids]),
-                encoder_outputs=rows_as_output(source[None]),
-                past_key_values=cache,
-                use_cache=True,
-                return_dict=True,
-                **more,
-            )
-            outputs.append(output.logits[0])
-    return tuple(outputs)
-
-
-def paged_together(
-    model: PreTrainedModel, passes: Passes, sources: Sequence[Tensor | None] = (None, None), *, first: int = 0,
-    tried: Any = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the same passes over pages, those of both sequences in one row.
-
-    sources: the encoder's output of each sequence. first: the position of the first token of each. tried: see
-    stock_alone.
-    """
-    operators = answer_once(decoder_operators, model) if model.config.is_encoder_decoder else None
-    if tried is None:
-        tried = _tried(model, None if operators is not None else ATTENTION_NAME)
-    if operators is not None:
-        read_by_operators(tried, operators)
-    groups, groups_of_layer = page_groups(tried.config, CacheConfig(), capacity=64)
-    kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
-    pages, runner = Pages(groups), kind(tried, groups, groups_of_layer, operators)
-    cached = [pages.begin(source=None if source is None else SourceRows(source)) for source in sources]
-    waiting = [list(_tokens(model, number, passes)) for number in range(len(LENGTHS))]
-    outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for parts in passes:
-        ids: list[int] = []
-        positions: list[int] = []
-        ranges = []
-        for number, count in parts:
-            start = cached[number].num_tokens
-            pages.append(cached[number], count)
-            ids += waiting[number].pop(0)
-            positions += range(first + start, first + start + count)
-            ranges.append(TokenRange(cached[number], start, count))
-        logits = runner(ids, positions, pages.step(ranges), list(range(len(ids))))
-        for (number, _), part in zip(parts, logits.split([count for _, count in parts]), strict=True):
-            outputs[number].append(part)
-    return tuple(part for each in outputs for part in each)
-
-
-def _sources(model: PreTrainedModel) -> list[Tensor]:
-    numbers, width = RandomNumbers(), encoder_width(model)
-    return [numbers(length, width) for length in LENGTHS]
-
-
-def _tokens(model: PreTrainedModel, number: int, passes: Passes) -> Iterator[list[int]]:
-    """The token ids of each pass of one sequence. Without an encoder, one of them pads."""
-    counts = [count for parts in passes for each, count in parts if each == number]
-    ids = iter(range(7 + 20 * number, ROWS))
-    tokens = [[next(ids) for _ in range(count)] for count in counts]
-    if not model.config.is_encoder_decoder:
-        tokens[0][1] = padding_token(model)
-    yield from tokens
-
-
-def _tried(model: PreTrainedModel, implementation: str | None, *, token: int | None = None) -> Any:
-    """Make a copy with few layers, in float32.
-
-    implementation: of its attention; None for that of the model. token: one that has an embedding besides the first
-    ones; None for that which pads.
-    """
-    decoder = model.get_decoder()
-    lengths = {_name_of(model, decoder): TRIED_LAYERS}
-    if model.config.is_encoder_decoder:
-        lengths[_name_of(model, model.get_encoder())] = 0
-    small = first_layers_model(model, lengths, token=padding_token(model) if token is None else token)
-    set_implementation(small, implementation or stock_implementation(model, decoder))
-    return small
-
-
-def _name_of(model: nn.Module, part: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)

@@ -20,8 +20,8 @@ from ..generation.hf.drafting import refuse_drafts
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
-from .attention_survey import cache_refusal, known_operators, loop_refusal, pages_refusal
-from .decoder_survey import counts_padding, reads_ahead, rows_hidden_in
+from .attention_survey import attention_sites, cache_refusal, known_operators, loop_refusal, pages_refusal
+from .decoder_survey import counts_padding, most_tokens, reads_ahead, rows_hidden_in, sees_whole_prompts
 from .plan import FusedPlan, LinearPlan
 from .sequence_survey import state_sites
 
@@ -76,17 +76,27 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
     prepares = stock_loop is None and bool(own_methods(model))
     texts = text_form(model) if prepares else None
     operators = known_operators(model)
+    whole = stock_loop is None and _sees_whole_prompts(model, operators)
     return DecoderForm(
         prepares=prepares,
         planes=None if texts is None else texts.planes,
-        reads_texts=texts is not None and not texts.is_ids,
+        reads_texts=whole or (texts is not None and not texts.is_ids),
         hides_rows=rows_hidden_in(model) if model.config.is_encoder_decoder else None,
         reads_ahead=model.config.is_encoder_decoder and reads_ahead(model),
+        most_tokens=most_tokens(model) if model.config.is_encoder_decoder else None,
         counts_padding=stock_loop is None and _counts_padding(model, operators),
         operators=operators,
         makes_masks=texts is not None and texts.makes_masks,
+        whole_prompts=whole,
         source=None if stock_loop is not None else source_argument(model),
     )
+
+
+def _sees_whole_prompts(model: PreTrainedModel, operators: OperatorModel | None) -> bool:
+    if operators is not None:
+        return operators.call.whole_prompts
+    sites = attention_sites(model, quantized_kv=False)  # a trial of causal ones would show nothing
+    return not all(getattr(site.module, "is_causal", True) for site in sites) and sees_whole_prompts(model)
 
 
 def _counts_padding(model: PreTrainedModel, operators: OperatorModel | None) -> bool:

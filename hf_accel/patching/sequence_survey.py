@@ -38,7 +38,8 @@ from ..recurrent.hf.convolutions import convolution_sites, is_known_convolution
 from ..recurrent.hf.recurrences import known_recurrence, recurrence_sites
 from ..undo.journal import mixed_class, original_class
 from ..undo.state import FUSED, STOCK_ATTRIBUTE
-from .decoder_survey import CLOSE, PADDING, PASSES, paged_together, stock_alone
+from .decoder_survey import CLOSE, PADDING
+from .tried_passes import PASSES, paged_together, stock_alone
 
 MOST_LAYERS = 24  # of a trial: each kind of layer has to be among the first ones
 

@@ -216,12 +216,45 @@ def test_a_cache_is_kept_with_what_the_adapter_has_learnt() -> None:
     assert kept.get_seq_length() == expected.get_seq_length() == 3 + 13 + 5
 
 
+SERVES: dict[str, Any] = {
+    "Engine": lambda model, ids: hf_accel.Engine(model).close(),
+    "generate_batch": lambda model, ids: model.generate_batch([ids], max_new_tokens=4),
+    "init_continuous_batching": lambda model, ids: model.init_continuous_batching(),
+    "continuous_batching_context_manager": lambda model, ids: model.continuous_batching_context_manager(),
+    "paged": lambda model, ids: model.generate(
+        input_ids=torch.tensor([ids]), max_new_tokens=4, cache_implementation="paged"
+    ),
+}
+
+
 @pytest.mark.filterwarnings(PASSED_ON)
-def test_an_engine_does_not_leave_out_what_an_adapter_has_learnt() -> None:
-    model = learnt("llama", "prompt")
+@pytest.mark.parametrize("way", SERVES)
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+def test_nothing_leaves_out_what_an_adapter_has_learnt(kind: str, way: str) -> None:
+    model, ids = learnt("llama", kind), prompts(1, 9)[0].tolist()
     hf_accel.patch(model, weights=None)
-    with pytest.raises(hf_accel.UnsupportedError, match=r"PROMPT_TUNING.*in front of each prompt.*generate"):
-        hf_accel.Engine(model)
+    with pytest.raises(hf_accel.UnsupportedError, match=r"_TUNING.*in front of each prompt.*generate\(\) of the PEFT"):
+        SERVES[way](model, ids)
+
+
+@pytest.mark.filterwarnings(PASSED_ON)
+def test_a_batch_without_what_an_adapter_has_learnt() -> None:
+    """The model inside has learnt nothing, nor has an adapter that is off."""
+    model, ids = learnt("llama", "prompt"), prompts(1, 9)
+    hf_accel.patch(model, weights=None)
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    expected = build("llama").generate(ids, **settings)[0, 9:].tolist()
+    assert _batched(model.base_model, ids, settings) == expected
+    with model.disable_adapter():
+        assert _batched(model, ids, settings) == expected
+    plain = adapted(hf_accel.patch(build("llama"), weights=None))
+    assert _batched(plain, ids, settings) == plain.generate(input_ids=ids, **settings)[0, 9:].tolist()
+
+
+def _batched(model: Any, ids: Tensor, settings: dict[str, Any]) -> list[int]:
+    output = next(iter(model.generate_batch(ids.tolist(), **settings).values()))
+    assert output.error is None
+    return output.generated_tokens
 
 
 # -- an adapter for each row ---------------------------------------------------------------------------------

@@ -57,10 +57,12 @@ OPERATORS = {
                   "pad_head_dim_to_multiple_of": 8},
     "SpeechT5": {"hidden_size": 32, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8),
                  "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
+    "SwitchTransformers": {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 3,
+                           "num_decoder_layers": 3},
 }  # fmt: skip
 SOUNDS = ("Moonshine", "SpeechT5")  # of samples
 TEXT = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "T5", "UMT5", "T5Gemma", "PegasusX", "Bert",
-        "GPT2", "TrOCR", "LED", "Mvp", "BigBirdPegasus", "FSMT")  # fmt: skip
+        "GPT2", "TrOCR", "LED", "Mvp", "BigBirdPegasus", "FSMT", "SwitchTransformers")  # fmt: skip
 PAIRED = {
     "Bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
     # Those below are not as wide as the encoder: its output is projected for them, or they take it as it is.
@@ -75,7 +77,7 @@ PAIRED = {
         "pad_token_id": 0,
     },
 }  # the decoders of an EncoderDecoderModel, behind BERT's encoder
-RELATIVE = ("T5", "UMT5", "LongT5", "MT5")
+RELATIVE = ("T5", "UMT5", "LongT5", "MT5", "SwitchTransformers")
 IN_ONE_CALL = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "Whisper")
 HEADS = {"Marian": "MarianMTModel", "SpeechT5": "SpeechT5ForSpeechToText"}
 LENGTHS = (9, 4, 17, 1, 12)
@@ -286,12 +288,33 @@ def test_a_module_in_another_place_of_its_layer_than_that_which_was_tried() -> N
     assert with_tried(model, known) is None
 
 
-def test_experts_that_leave_out_tokens_stay_stock() -> None:
-    """There each token of a pass takes the place of another one, which may be of another request."""
-    sizes = T5 | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "d_model": 32}
-    config = transformers.SwitchTransformersConfig(vocab_size=VOCABULARY, decoder_start_token_id=2, **sizes)
-    model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
-    assert "leave out tokens where a pass has many" in (decoder_refusal(model) or "")
+def test_experts_that_take_few_tokens_of_a_pass() -> None:
+    """No pass of ours has more tokens, of which each would take the place of another one, of another request."""
+    model, rows = model_of("SwitchTransformers", expert_capacity=3), prompts()
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    calls: list[dict[str, Any]] = [padded(rows[:3]), padded(rows), padded(rows[:1]) | {"num_beams": 3}]
+    calls += [
+        padded(rows[:2]) | {"decoder_input_ids": torch.tensor([[2, 9]] * 2)},
+        padded(rows[:2]) | {"num_beams": 2},
+    ]
+    expected = [alone(model, row) for row in rows], [model.generate(**call, **settings) for call in calls]
+    hf_accel.patch(model, weights=None)
+    with pytest.warns(hf_accel.HfAccelWarning, match="its experts leave out tokens where a pass has more than 3"):
+        found = [(model.generate(**call, **settings), hf_accel.stats(model)["loop"] == "ragged") for call in calls]
+    assert [is_ragged for _, is_ragged in found] == [True, False, True, False, False]
+    assert all(torch.equal(tokens, own) for (tokens, _), own in zip(found, expected[1], strict=True))
+    outputs = model.generate_batch(rows, **settings).values()
+    assert [output.generated_tokens for output in outputs] == expected[0]
+    with Engine(model, speculative="ngram") as engine:
+        jobs = [engine.submit(row, max_new_tokens=NEW_TOKENS) for row in rows]
+        assert [job.result(WAIT).tokens for job in jobs] == expected[0]
+        with pytest.raises(UnsupportedError, match=r"decoder_input_ids of 4 tokens, of which .* take 3"):
+            engine.submit({"input_ids": rows[0], "decoder_input_ids": [2, 5, 6, 7]})
+
+
+def test_experts_that_leave_out_tokens_by_other_tokens_stay_stock() -> None:
+    model = model_of("NllbMoe", num_experts=4, moe_eval_capacity_token_fraction=0.25, decoder_sparse_step=1)
+    assert "leave out tokens by what other tokens" in (decoder_refusal(model) or "")
 
 
 @pytest.mark.parametrize("kind", ["Bart", "Whisper"])

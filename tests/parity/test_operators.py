@@ -419,8 +419,9 @@ def without_mask(module: Any, query: Tensor, key: Any, *given: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["rembert", "megatron_bert"])
-def test_a_model_that_sees_both_sides_stays_stock(kind: str) -> None:
+def test_a_model_that_sees_both_sides_is_known_as_one(kind: str) -> None:
     model = model_of(kind)
     config = copy.deepcopy(model.config)
     config.is_decoder = False
-    assert isinstance(operator_model(type(model)(config).eval()), str)
+    model = type(model)(config).eval()
+    assert isinstance(operator_model(model), str) and isinstance(operator_model(model, True), OperatorModel)

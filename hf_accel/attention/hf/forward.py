@@ -93,6 +93,8 @@ def attention_forward(
     ours = as_known(attention_mask)
     if ours is not None and (query.shape[2] == 1 or _follows_the_step(module, paged)):
         causal = True  # a last token sees all others
+    elif attention_mask is None and _follows_the_step(module, paged):
+        causal = paged.layer.cache.unmasked or causal  # type: ignore[union-attr]
     dense = None if paged is not None else (query, key, value)
     unknown = _unknown(module, attention_mask, dense, causal=causal, kwargs=kwargs)
     if unknown is not None:

@@ -91,6 +91,7 @@ def run_over_pages(
         parts = [own.self_attention_cache, own.cross_attention_cache]
     else:
         own = OperatorPass(module, known, cache)
+        own.is_tried_whole = known.unmasked
         parts = [own]
     named: dict[str, Any] = {name: own if value is cache else value for name, value in given.items()}
     if known.mask is not None and named.get(known.mask) is not None:

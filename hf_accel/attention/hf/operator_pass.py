@@ -41,7 +41,8 @@ class OperatorAttention:
     that take its mask and its bias of positions. masks_biased: whether the mask has the bias in it already.
     layer: its number among the layers, if its code takes no cache, and multiplies queries by the keys of a pass alone;
     None for any other. implementation: the name of the attention function of transformers' interface that it calls,
-    where a ragged pass calls ours; None where it calls none, or ours is set.
+    where a ragged pass calls ours; None where it calls none, or ours is set. unmasked: whether a trial has shown what
+    tokens see where its code is given no mask: those before them, and prompts all of themselves.
     """
 
     spec: AttentionSpec | None
@@ -51,6 +52,7 @@ class OperatorAttention:
     masks_biased: bool = False
     layer: int | None = None
     implementation: str | None = None
+    unmasked: bool = False
     _windows: dict[int, tuple[Any, int, int | None]] = field(default_factory=dict)
 
     def window_in(self, buffer: Tensor) -> int | None:

@@ -125,12 +125,14 @@ class RaggedCache(CacheOverPages):
     step: says which slots the pass writes and reads. one_column: whether it tells the model of one key alone, for a
     model that makes masks which nobody reads. bias: what its attention adds to scores by positions. positions: of the
     N tokens of the pass, int64.
+    unmasked: whether a trial has shown that the Step says what tokens see where the model makes no mask.
     before: for a model that counts positions by itself, the tokens before each token; None for one that is given them.
     """
 
     step: Step
     positions: Tensor
     bias: PositionBias | None = None
+    unmasked: bool = False
     before: TokensBefore | None = None
 
     def __init__(

@@ -17,7 +17,7 @@ from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
 from ...models import layers_config
 from ...recognition.call_form import parameter_names
-from ...recognition.small_model import LAYER_INDICES, one_layer_model
+from ...recognition.small_model import LAYER_INDICES, ROWS, one_layer_model
 from ...undo.journal import original_class
 
 
@@ -28,13 +28,14 @@ class OperatorCall:
     takes_positions: whether its forward takes position_ids. counts: whether it counts positions by itself, from the
     tokens that its cache holds. by_interface: whether it calls transformers' attention functions, with other keys and
     values than its cache returns. without_cache: whether it takes no cache, so that transformers' loop computes all
-    tokens again for each new one.
+    tokens again for each new one. whole_prompts: whether the tokens of a prompt see all of it.
     """
 
     takes_positions: bool
     counts: bool = False
     by_interface: bool = False
     without_cache: bool = False
+    whole_prompts: bool = False
 
 
 class _Given(Exception):
@@ -63,6 +64,24 @@ class _LongCache(DynamicCache):
         return int(layer.get_seq_length())
 
 
+@torch.no_grad()
+def refuse_hidden(
+    model: PreTrainedModel, site: tuple[str, OperatorAttention], call: OperatorCall, length: int
+) -> None:
+    """Raise UnsupportedError if the tokens of a prompt of `length` do not all see each other. site: see bias_given.
+
+    A model that takes no positions is asked about a prompt as long as the tables of a small model.
+    """
+    name, known = site
+    inputs = {"input_ids": torch.ones(1, length if call.takes_positions else ROWS, dtype=torch.int64)}
+    if call.takes_positions:
+        inputs["position_ids"] = torch.zeros_like(inputs["input_ids"])
+    given = _caught(model, name, inputs, use_cache=False)
+    mask = given.get(known.mask) if known.mask else None
+    if isinstance(mask, Tensor) and bool((mask != mask.flatten()[0]).any()):
+        raise UnsupportedError("its mask hides tokens of a prompt")
+
+
 def _given(model: PreTrainedModel, name: str, call: OperatorCall, length: int) -> dict[str, Any]:
     """Return what the model gives to an attention module for the last of `length` tokens of one sequence."""
     layer = DynamicLayer()
@@ -75,8 +94,13 @@ def _given(model: PreTrainedModel, name: str, call: OperatorCall, length: int) -
         inputs["attention_mask"] = torch.ones(1, length, dtype=torch.int64)
     if call.takes_positions:
         inputs["position_ids"] = torch.zeros(1, 1, dtype=torch.int64)
+    return _caught(model, name, inputs, use_cache=True)
+
+
+def _caught(model: PreTrainedModel, name: str, inputs: dict[str, Any], *, use_cache: bool) -> dict[str, Any]:
+    """Return what the model gives to an attention module for these inputs."""
     try:
-        one_layer_model(model, name, _Catch())(**inputs, use_cache=True)
+        one_layer_model(model, name, _Catch())(**inputs, use_cache=use_cache)
     except _Given as caught:
         args, kwargs = caught.given
         parameters = parameter_names(original_class(model.get_submodule(name)).forward)
@@ -167,3 +191,16 @@ def _is_called(model: PreTrainedModel, name: str) -> bool:
     except Exception:  # of the module, or of code that is not known
         return True
     return False
+
+
+def path_in_layer(model: nn.Module, name: str) -> str:
+    """Return the name of a module in the model of its layer alone: lists on the way have one module."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if isinstance(model.get_submodule(".".join(parts[:place])), nn.ModuleList):
+            parts = [*parts[:place], "0", *parts[place + 1 :]] if part == "0" else parts
+    inside, walked = [], model
+    for part in parts:
+        inside.append("0" if isinstance(walked, nn.ModuleList) else part)
+        walked = walked.get_submodule(part)
+    return ".".join(inside)

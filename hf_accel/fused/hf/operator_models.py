@@ -50,7 +50,9 @@ from .operator_bias import (
     called_for_tokens,
     layer_index,
     one_in_each_layer,
+    path_in_layer,
     place_of,
+    refuse_hidden,
 )
 
 OPERATORS = SiteKind("operators", "attention modules by operators", "over pages")
@@ -140,9 +142,10 @@ def attends_alone(known: OperatorModel | None) -> bool:
     return known is not None and not known.call.by_interface
 
 
-def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
+def operator_model(model: PreTrainedModel, whole_prompts: bool = False) -> OperatorModel | str | None:
     """Return what is known of a model that attends by operators, or why nothing is, as one clause; None for a model
-    that does not attend by operators."""
+    that does not attend by operators. whole_prompts: see OperatorCall.
+    """
     names = [name for name, module in model.named_modules() if attends_by_operators(type(module))]  # type: ignore[arg-type]
     by_interface = without_cache = False
     if not names:
@@ -155,7 +158,9 @@ def operator_model(model: PreTrainedModel) -> OperatorModel | str | None:
     if not names:
         return None
     takes_positions = "position_ids" in parameter_names(original_class(model).forward)
-    call = OperatorCall(takes_positions, by_interface=by_interface, without_cache=without_cache)
+    call = OperatorCall(
+        takes_positions, by_interface=by_interface, without_cache=without_cache, whole_prompts=whole_prompts
+    )
     elsewhere = f"{type(model).__name__} attends by itself in other places than its decoder's layers"
     if not one_in_each_layer(model, names, call):
         names = list(called_for_tokens(model, names))
@@ -260,28 +265,34 @@ def _tried(model: PreTrainedModel, name: str, call: OperatorCall) -> OperatorMod
     module: Any = model.get_submodule(name)
     known = _untried(module)
     unknown = f"{type(module).__name__} computes attention in a way that is not known"
-    known.layer = 0 if call.without_cache else None
+    known.layer, known.unmasked = 0 if call.without_cache else None, call.whole_prompts
     trial = OperatorModel({name: known}, call)
     try:
         bias, shorter = (bias_given(model, (name, known), call, length) for length in (2 * SHORT, SHORT))
         bias_given(model, (name, known), call, LONG)  # where a window in a mask shows
+        if call.whole_prompts:
+            refuse_hidden(model, (name, known), call, LONG)
         trial.bias = aligned_bias(shorter, bias)
         pad = padding_token(model)
         stock, ours = (one_layer_model(model, name, token=pad) for _ in range(2))
         if call.by_interface:
             register()
             set_implementation(ours, ATTENTION_NAME)
-        read_by_operators(ours, OperatorModel({_path(model, name): known}, call))
+        read_by_operators(ours, OperatorModel({path_in_layer(model, name): known}, call))
     except (UnsupportedError, Exception) as error:
         return f"{unknown} ({_first_line(error)})"
     ids = (RandomNumbers()(2, 9) * 1e3).long() % ROWS
     if call.counts:  # code may count no token that pads
         ids[:, 1] = pad
-    same = agree(lambda: stock(input_ids=ids, use_cache=False).logits, lambda: _in_passes(ours, trial, ids), CLOSE)
-    if not same or known.spec is None:
+    no_padding = ids[:, :0]
+
+    def expected() -> Any:
+        return _padded(stock, no_padding, ids, call) if call.whole_prompts else stock(ids, use_cache=False).logits
+
+    if not agree(expected, lambda: _in_passes(ours, trial, ids), CLOSE) or known.spec is None:
         return unknown
     padding = torch.full((2, PADDING), pad) if call.counts else ids[:, :PADDING]
-    if agree(lambda: _padded(stock, padding, ids, call), lambda: stock(input_ids=ids, use_cache=False).logits, CLOSE):
+    if agree(lambda: _padded(stock, padding, ids, call), expected, CLOSE):
         return trial
     trial.counts_padding = call.counts and agree(
         lambda: _padded(stock, padding, ids, call), lambda: _in_passes(ours, trial, ids, first=PADDING), CLOSE
@@ -328,10 +339,12 @@ def _in_passes(model: Any, known: OperatorModel, ids: Tensor, *, first: int = 0)
     cache = RaggedCache(pages.groups, [(0,)], one_column=not known.call.by_interface)
     sequences = [pages.begin() for _ in ids]
     results, start = [], 0
-    for count in COUNTS:
+    counts = (ids.shape[1] - 2, 1, 1) if known.call.whole_prompts else COUNTS
+    for count in counts:
         for sequence in sequences:
             pages.append(sequence, count)
-        cache.step = pages.step([TokenRange(sequence, start, count) for sequence in sequences])
+        seen = [count] * count if known.call.whole_prompts and not start else None
+        cache.step = pages.step([TokenRange(sequence, start, count, seen=seen) for sequence in sequences])
         cache.bias = known.bias
         positions = torch.arange(first + start, first + start + count).repeat(len(ids))
         inputs = known.inputs(cache, ids[:, start : start + count].flatten(), positions)
@@ -340,19 +353,6 @@ def _in_passes(model: Any, known: OperatorModel, ids: Tensor, *, first: int = 0)
         results.append(logits.view(len(ids), count, -1))
         start += count
     return torch.cat(results, dim=1)
-
-
-def _path(model: nn.Module, name: str) -> str:
-    """Return the name of a module in the model of its layer alone: lists on the way have one module."""
-    parts = name.split(".")
-    for place, part in enumerate(parts):
-        if isinstance(model.get_submodule(".".join(parts[:place])), nn.ModuleList):
-            parts = [*parts[:place], "0", *parts[place + 1 :]] if part == "0" else parts
-    inside, walked = [], model
-    for part in parts:
-        inside.append("0" if isinstance(walked, nn.ModuleList) else part)
-        walked = walked.get_submodule(part)
-    return ".".join(inside)
 
 
 def _first_line(error: Exception) -> str:

@@ -88,6 +88,9 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "a padding token stands in a prompt of the decoder"
     if columns > 1 and call.state.form.reads_ahead:
         return "the tokens of its decoder's prompt see later ones"
+    most = call.state.form.most_tokens
+    if most is not None and rows * columns > most:
+        return f"its experts leave out tokens where a pass has more than {most}"
     try:
         mask = _mask(call)
     except NotRaggedError as error:
@@ -178,6 +181,12 @@ def decoder_prompt(
         raise UnsupportedError(f"the encoder of {kind} takes no {unknown[0]!r}; use model.generate()")
     found, _ = model._prepare_decoder_input_ids_for_generation(1, model.main_input_name, begins, start, "cpu")
     tokens: list[int] = found[0].tolist()
+    most = state_of(model).generation.form.most_tokens
+    if most is not None and len(tokens) > most:
+        raise UnsupportedError(
+            f"decoder_input_ids of {len(tokens)} tokens, of which the experts of {kind} take {most} at once, are not "
+            "served; make them shorter, or use model.generate()"
+        )
     if len(tokens) > 1 and (state_of(model).generation.form.reads_ahead or config._pad_token_tensor in tokens):
         raise UnsupportedError(
             f"decoder_input_ids of {len(tokens)} tokens, in which stock's {kind} sees later ones or padding, are not "

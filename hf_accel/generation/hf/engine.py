@@ -20,7 +20,7 @@ from torch import Tensor
 from ...config import CacheConfig, parse_speculative
 from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
-from ...models import learnt_kind, model_of, vocabulary_size
+from ...models import model_of, vocabulary_size
 from ...undo.state import state_of
 from ..engine.engine_loop import EngineLoop, make_loop
 from ..engine.stream import Request, Sample
@@ -34,7 +34,7 @@ from .batch import complete_config, request_rules
 from .drafting import draft_models
 from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
-from .refusals import prompts_refusal, ragged_refusal, warn_once
+from .refusals import prompts_refusal, ragged_refusal, refuse_learnt, warn_once
 from .request_adapters import LoadedAdapters
 from .request_config import default_new_tokens, request_config
 from .session import Session
@@ -82,11 +82,7 @@ class Engine:
         max_running: int | None = None,
         speculative: Any = NOT_GIVEN,
     ) -> None:
-        if (kind := learnt_kind(model)) is not None:
-            raise UnsupportedError(
-                f"an adapter of PEFT ({kind}) puts what it has learnt in front of each prompt, which an Engine does "
-                "not; use generate() of the PEFT model"
-            )
+        refuse_learnt(model, "an Engine")
         self.model = model_of(model)
         self.tokenizer = tokenizer
         state = _state(self.model)

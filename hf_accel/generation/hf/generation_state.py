@@ -97,7 +97,7 @@ class LoopCall:
         """Return whether the decoder may be given more than token ids at the positions that the mask counts."""
         if self.has_encoder:
             return False
-        more = other_input(self.inputs) is not None or self.state.form.prepares
+        more = other_input(self.inputs) is not None or self.state.form.reads_prompts
         return more or self.moves_tokens or self.num_learnt > 0
 
     @property
@@ -167,10 +167,13 @@ class DecoderForm:
         follows from its token ids.
     hides_rows: whether the decoder takes a mask of the rows of an encoder's output; None without an encoder.
     reads_ahead: whether stock lets tokens of the prompt of a decoder with an encoder see later ones of that prompt.
+    most_tokens: the most tokens of a pass of which experts leave none out; None for any number.
     counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     makes_masks: whether the model around the decoder makes masks of texts that our attention does not understand,
         though they say no more than those that the decoder makes by itself, which it then does.
+    whole_prompts: whether the tokens of a prompt see all of that prompt, and those behind it all before them: what an
+        encoder that is used to generate lets them see.
     source: the argument by which a decoder takes the images that some of its layers attend to; None for one that takes
         none, and for an encoder-decoder.
     """
@@ -180,10 +183,17 @@ class DecoderForm:
     reads_texts: bool = False
     hides_rows: bool | None = None
     reads_ahead: bool = False
+    most_tokens: int | None = None
     counts_padding: bool = False
     operators: Any = None
     makes_masks: bool = False
+    whole_prompts: bool = False
     source: str | None = None
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Return whether what a prompt is to the decoder does not follow from each of its tokens by itself."""
+        return self.prepares or self.whole_prompts
 
 
 STOCK_FORM = DecoderForm()

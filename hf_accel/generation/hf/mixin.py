@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from ...attention.hf import ATTENTION_NAME
@@ -33,6 +34,7 @@ from .graphed_runner import cache_of_kept
 from .model_runner import adopt_prefix, every_nth, weights_salt
 from .processing import way_back
 from .refusals import (
+    ServesPrompts,
     call_refusal,
     changed_refusal,
     drafts_refusal,
@@ -119,10 +121,9 @@ class AcceleratedGeneration(WritesModelCard):
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
 
     def _can_use_assistant(self, arguments: dict[str, Any]) -> bool:
-        if ragged_refusal(self) is not None or "assistant_tokenizer" in arguments:  # type: ignore[arg-type]
-            return False
         assistant = arguments.get("assistant_model")
-        return assistant is None or assistant_refusal(self, assistant) is None
+        known = ragged_refusal(self) is None and "assistant_tokenizer" not in arguments  # type: ignore[arg-type]
+        return known and (assistant is None or assistant_refusal(self, assistant) is None)
 
     def _sample(
         self,
@@ -186,9 +187,7 @@ class AcceleratedGeneration(WritesModelCard):
         report_stock_loop(self._generation_state, refusal)
         give_stock_cache(call)
         if len(input_ids) > 1:  # transformers' assisted decoding takes one row
-            return super()._sample(  # type: ignore[misc]
-                *prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
-            )
+            return super()._sample(*prepared, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)  # type: ignore[misc]
         return super()._assisted_decoding(  # type: ignore[misc]
             *prepared, synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor,
             assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer,
@@ -225,6 +224,7 @@ class AcceleratedGeneration(WritesModelCard):
         state.statistics |= {"loop": "ragged", **statistics}
         return output, None
 
+    @ServesPrompts
     @made_on_host()
     def generate_batch(
         self,
@@ -275,11 +275,14 @@ class AcceleratedGeneration(WritesModelCard):
         state.record(new_tokens, len(outputs), time.perf_counter() - start, statistics)
         return outputs
 
+    @ServesPrompts
     def init_continuous_batching(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         """Return a ContinuousManager, or transformers' own manager for a model that cannot run ragged."""
         return manager_for(self, generation_config, continuous_batching_config, workload_hints)  # type: ignore[arg-type]
+
+    continuous_batching_context_manager = ServesPrompts(GenerationMixin.continuous_batching_context_manager)
 
     def destroy_cached_continuous_batching_manager(self) -> None:
         destroy_managers(self)  # type: ignore[arg-type]
@@ -295,8 +298,7 @@ class AcceleratedGeneration(WritesModelCard):
         **kwargs: Any,
     ) -> None:
         state = self._generation_state
-        name = state.cache_name
-        given = model_kwargs.get(name)
+        given = model_kwargs.get(name := state.cache_name)
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
@@ -342,7 +344,7 @@ class AcceleratedGeneration(WritesModelCard):
         cache = model_kwargs.get(self._generation_state.cache_name)
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
-        text_only = other_input(model_kwargs) is None and not self._generation_state.form.prepares
+        text_only = other_input(model_kwargs) is None and not self._generation_state.form.reads_prompts
         text_only = text_only and ragged_refusal(self) is None and not learnt_prompt(self)  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
@@ -351,9 +353,7 @@ class AcceleratedGeneration(WritesModelCard):
             repeats = 1
         once = {name: every_nth(value, repeats, len(input_ids)) for name, value in model_kwargs.items()}
         adopt_prefix(self, cache, input_ids[::repeats], once)  # type: ignore[arg-type]
-        outputs = super()._prefill(  # type: ignore[misc]
-            input_ids[::repeats], generation_config, once, *args, **kwargs
-        )
+        outputs = super()._prefill(input_ids[::repeats], generation_config, once, *args, **kwargs)  # type: ignore[misc]
         if repeats > 1:
             cache.batch_repeat_interleave(repeats)
             outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)

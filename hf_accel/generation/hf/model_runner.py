@@ -63,6 +63,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         mask = cache.padded.mask_with(source.shape[1])  # transformers leaves it out behind the first pass
     fresh = cache.get_seq_length() == 0
     shareable = cache.settings.prefix_sharing and ids is not None and other_input(kwargs) is None
+    shareable = shareable and not state_of(model).generation.form.whole_prompts  # of which no prefix stands alone
     if fresh and shareable:
         shareable = not positions_depend_on_length(model.config) and positions_count_tokens(
             kwargs.get("position_ids"), mask
@@ -192,6 +193,7 @@ class ModelRunner:
         self._takes_mask = "attention_mask" in parameters
         state = find_state(model)  # None for a model that is tried before it is patched
         self.kept = PassStates()
+        self.cache.unmasked = state is None or state.generation.form.whole_prompts
         self._own_masks = state is not None and state.generation.form.makes_masks
 
     @property

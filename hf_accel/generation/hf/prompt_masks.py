@@ -28,12 +28,13 @@ class Seen:
     in_windows: bool = False
 
 
-def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) -> Seen:
+def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True, whole: bool = False) -> Seen:
     """Read from the masks of a prompt which tokens see later ones.
 
     config: the decoder's. causal: whether its attention is, where stock's sdpa makes no mask. mask: what the decoder
     is given: None, the columns [B, T] that are no padding, a mask [B, 1, T, T], or a dict with a mask for each kind of
-    layer. tokens: [B, T] bool, the columns that hold tokens. Raises NotRaggedError for a mask that says anything else,
+    layer. tokens: [B, T] bool, the columns that hold tokens. whole: whether the masks that the decoder makes by itself
+    let each token see all others. Raises NotRaggedError for a mask that says anything else,
     or that lets a token see past its window what it sees of later ones.
     """
     kinds = model_kinds(config)
@@ -43,6 +44,8 @@ def tokens_seen(config: Any, mask: Any, tokens: Tensor, *, causal: bool = True) 
         same = bool(tokens.all()) if mask is None else torch.equal(mask.bool().cpu(), tokens)
         if not same:
             raise NotRaggedError(UNKNOWN)
+        if whole:
+            return Seen([[count] * count if count > 1 else None for count in tokens.sum(1).tolist()])
         if causal or not bool(tokens.all()):  # the decoder makes a mask for padding
             return Seen([None] * len(tokens))
         mask = dict.fromkeys(named)

@@ -76,7 +76,8 @@ class PromptReader:
         self.sources = read_sources(self.first.source, self.tokens)
         if calls.num_learnt:
             self._read_learnt(calls.num_learnt)
-        self.seen = tokens_seen(calls.config, self.first.mask, self.tokens, causal=calls.is_causal)
+        whole = state is not None and state.generation.form.whole_prompts
+        self.seen = tokens_seen(calls.config, self.first.mask, self.tokens, causal=calls.is_causal, whole=whole)
         if state is not None and state.generation.form.operators is not None:
             raise NotRaggedError("its attention is by torch's operators, which ragged passes know of token ids alone")
         if state is not None and state.generation.context is not None and (any(self.seen.rows) or self.first.marked):

@@ -21,10 +21,12 @@ from ..prompt_inputs import (
     asked_behind,
     is_padded_behind,
     moved,
+    other_input,
+    whole,
 )
 from .decoder_call import UpToDecoder
 from .encoder_source import encoder_output
-from .generation_state import LoopCall
+from .generation_state import GenerationState, LoopCall
 from .model_runner import counts_positions, prepare_step
 from .prompt_reader import PromptReader
 
@@ -42,16 +44,30 @@ MOST_IDS = 32  # the tokens of trials are the first ones: those that stand for i
 def inputs_of_rows(call: LoopCall) -> Sequence[PromptInputs | None]:
     """Return the inputs of each row of a call; None for a row of token ids alone that stand at their indices."""
     rows: list[PromptInputs | None] = [None] * len(call.input_ids)
+    form, is_text = call.state.form, other_input(call.inputs) is None and not (call.moves_tokens or call.num_learnt)
+    if _knows_wholes(call.state) and is_text and call.num_columns:
+        return [_whole(call, row) for row in range(len(call.input_ids))]
     if call.has_more_than_ids:
         return prompt_inputs(call.model, call.input_ids, call.mask, call.inputs)
     if call.mask is not None and not call.has_encoder and is_padded_behind(call.mask):
         return [_asked(call, row) for row in range(len(call.input_ids))]
-    if call.mask is None or not call.state.form.counts_padding:
+    if call.mask is None or not form.counts_padding:
         return rows
     for row, ids in enumerate(call.input_ids.tolist()):
         if padding := int((call.mask[row] == 0).sum()):
             rows[row] = moved(ids[padding:], padding)
     return rows
+
+
+def _knows_wholes(state: GenerationState) -> bool:
+    """Return whether the tokens of a text see each other, and the model's own code has no more to say of it."""
+    return state.form.whole_prompts and not state.form.prepares and state.context is None
+
+
+def _whole(call: LoopCall, row: int) -> PromptInputs:
+    """Return the inputs of a row of token ids that all see each other."""
+    padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
+    return whole(call.input_ids[row, padding:].tolist(), padding if call.state.form.counts_padding else 0)
 
 
 def _asked(call: LoopCall, row: int) -> PromptInputs | None:
@@ -105,6 +121,8 @@ def request_inputs(model: PreTrainedModel, tokens: list[int], given: Mapping[str
 
     given: what the model takes besides the token ids, as a processor makes it for one prompt: pixel_values, ...
     """
+    if _knows_wholes(state_of(model).generation) and other_input(given) is None and "position_ids" not in given:
+        return whole(tokens, 0)
     device = model_device(model)
     ids = torch.tensor([tokens], device=device)
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
@@ -186,7 +204,7 @@ def text_refusal(model: PreTrainedModel) -> str | None:
 
 def assisted_refusal(model: PreTrainedModel) -> str | None:
     """Return why transformers' assisted decoding must run by itself, as one clause; None if it need not."""
-    if not state_of(model).generation.form.prepares:
+    if not state_of(model).generation.form.reads_prompts:
         return None
     try:
         causal = UpToDecoder(model, prepare_step).is_causal

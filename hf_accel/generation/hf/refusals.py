@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import warnings
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -83,6 +85,40 @@ def changed_refusal(model: nn.Module) -> str | None:
     return None
 
 
+def refuse_learnt(model: object, what: str) -> None:
+    """Raise UnsupportedError for a PEFT model whose adapter generate() alone applies. what: what serves prompts."""
+    if (kind := learnt_kind(model)) is not None:
+        raise UnsupportedError(
+            f"an adapter of PEFT ({kind}) puts what it has learnt in front of each prompt, which {what} does not; use "
+            "generate() of the PEFT model"
+        )
+
+
+class ServesPrompts:
+    """A method of a patched model that serves prompts, and that a PEFT model hands on as if it were its own.
+
+    The method cannot see by which of the two it is called, so this looks where it is asked for: by PEFT's
+    __getattr__, or within PEFT's generate(), which sets a method of its own on the model for that time.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __get__(self, model: Any, kind: type | None = None) -> Any:
+        if model is None:
+            return self.function
+        frame, own = sys._getframe(1), vars(model).get(OWN_METHODS[0])
+        asked = frame.f_locals.get("self") if frame.f_code.co_name == "__getattr__" else getattr(own, "__self__", None)
+        if learnt_kind(asked) is None:
+            return MethodType(self.function, model)
+
+        @functools.wraps(self.function)
+        def refused(*args: Any, **kwargs: Any) -> None:
+            refuse_learnt(asked, f"{self.function.__name__}()")
+
+        return refused
+
+
 def refuse_speculation(refusal: str) -> NoReturn:
     raise UnsupportedError(f"speculative= cannot be used in this call: {refusal}; leave speculative= out")
 
@@ -118,7 +154,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return refusal
     more = call.has_more_than_ids
     if more and not own_cache and call.cache.get_seq_length():
-        return f"a cache that holds tokens is passed along with {other or 'positions'}"
+        behind = "a prompt whose tokens see each other" if call.state.form.whole_prompts else "positions"
+        return f"a cache that holds tokens is passed along with {other or behind}"
     asked = [name for name in ("output_attentions", "output_hidden_states") if call.returns(name)]
     if asked:
         return f"{asked[0]}=True collects a tensor of each step"

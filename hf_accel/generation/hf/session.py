@@ -63,6 +63,7 @@ class Session(Batcher):
         controller: Controller | None = None,
     ) -> None:
         state = state_of(model).generation
+        token_budget = min(filter(None, (token_budget, state.form.most_tokens)), default=None)
         keywords = {
             "speculative": speculative, "token_budget": token_budget, "max_running": max_running,
             "controller": controller,

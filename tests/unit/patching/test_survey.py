@@ -163,7 +163,7 @@ def bidirectional() -> PreTrainedModel:
         (lambda: build("llama").model, None, "LlamaModel does not generate text"),
         (bert, None, "BertForSequenceClassification does not generate text"),
         (t5, None, None),
-        (bidirectional, None, "is not causal"),
+        (bidirectional, None, "is configured for bidirectional attention"),
         (
             lambda: FalconForCausalLM(FalconConfig(**TINY)),
             "does not go through transformers' AttentionInterface",
