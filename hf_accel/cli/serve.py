@@ -35,6 +35,13 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Without a key: another name to answer to; may be repeated; '*' is any.")
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose pages may ask, as https://chat.example; may be repeated; '*' is any."),
+    ] = None,
+    ignore_unknown_fields: Annotated[
+        bool, typer.Option("--ignore-unknown-fields", help="Leave fields of requests out that are not known here.")
+    ] = False,
     chat_template: Annotated[Path | None, typer.Option(help="A file with a Jinja template.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Choices computed at a time.")] = Limits.max_running,
     max_queue: Annotated[int, typer.Option(min=0, help="Choices that may wait; more get 429.")] = Limits.max_queue,
@@ -77,7 +84,7 @@ def serve(
 
         limits = Limits(
             max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes,
-            image_hosts=tuple(allow_image_host or ()),
+            image_hosts=tuple(allow_image_host or ()), ignore_unknown_fields=ignore_unknown_fields,
         )  # fmt: skip
         with explained(path):
             return load_service(
@@ -91,8 +98,9 @@ def serve(
             signal.signal(number, signal.SIG_IGN)
         return follow(service.engine, relay)
     with closing(bind(host, port)) as bound:
-        from hf_accel.serving.guard import LOOPBACK, Hosts
+        from hf_accel.serving.guard import LOOPBACK, Hosts, checked_origin
 
+        origins = [checked_origin(origin) for origin in allow_origin or ()]
         if host not in LOOPBACK and api_key is None:
             say(f"warning: {host} is open to others, and no --api-key is asked for")
         with asked.output.progress("loading the model"):
@@ -102,7 +110,9 @@ def serve(
             service = load()
             if service.tokenizer.chat_template is not None:
                 service.templates.start()
-            app = make_app(service, api_key=api_key, hosts=Hosts.of(host, allow_host or ()))
+            app = make_app(
+                service, api_key=api_key, hosts=Hosts.of(host, allow_host or (), origins=origins), origins=origins
+            )
             server = make_server(app, service, drain_seconds=drain_seconds)
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         said = {"url": f"{address}/v1", "page": f"{address}/", "model": service.name}

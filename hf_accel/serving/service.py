@@ -157,6 +157,14 @@ class Service:
         """True if an encoder reads the prompts, and the answers begin without them."""
         return bool(self.engine.model.config.is_encoder_decoder)
 
+    def ids(self, text: str, **how: Any) -> list[int]:
+        """Return the tokens of a text. how: keywords of the tokenizer. Raises ApiError (400) for what is no text."""
+        try:
+            ids: list[int] = self.tokenizer(text, **how)["input_ids"]
+        except Exception as error:  # such as half of a surrogate pair, which JSON can name and UTF-8 cannot
+            raise ApiError(400, "prompt is a text that the tokenizer cannot read", field="prompt") from error
+        return ids
+
     async def in_thread(self, work: Callable[[], Found]) -> Found:
         """Run tokenization outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ def serving(
     *,
     limits: Limits | None = None,
     api_key: str | None = None,
+    origins: Collection[str] = (),
     drain_seconds: float = 10.0,
     **loading: Any,
 ) -> Iterator[Running]:
@@ -75,7 +76,7 @@ def serving(
     bound = bound_socket("127.0.0.1", 0)
     given: dict[str, Any] = {"name": "tiny", "chat_template": CHAT_TEMPLATE, **EXACT, **loading}
     service = load_service(str(path), limits=limits, **given)
-    app = make_app(service, api_key=api_key, hosts=Hosts.of("127.0.0.1"))
+    app = make_app(service, api_key=api_key, hosts=Hosts.of("127.0.0.1", origins=origins), origins=origins)
     server = make_server(app, service, drain_seconds=drain_seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
     with leading(given.get("engine", {}).get("relay"), service, server):

@@ -127,7 +127,7 @@ RAW: dict[str, bytes] = {
 }
 OTHERS = [
     ("POST", "/load_model"), ("POST", "/reset"), ("POST", "/v1/audio/transcriptions"), ("POST", "/v1/systemone"),
-    ("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("GET", "/docs"), ("GET", "/openapi.json"),
+    ("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("GET", "/redoc"),
     ("GET", "/nothing"), ("POST", "/metrics"), ("POST", "/v1/embeddings"), ("GET", "/v1/models/other"),
 ]  # fmt: skip
 
