@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..errors import HfAccelError, OutOfBlocksError, UnsupportedError
 from ..generation.engine.stream import Request, Sample
@@ -108,21 +108,43 @@ class Job:
         yield Event(index, *text.end(), sample.finish_reason)
 
 
-class Service:
-    """One model that is served. name: what clients call it. tokenizer: a fast one. processor: makes prompts of texts
-    with images; None for a model that takes none.
+class Computing(Protocol):
+    """It computes for a service: an Engine, or a queue of rows."""
 
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def stats(self) -> dict[str, Any]: ...
+
+    @property
+    def is_live(self) -> bool: ...
+
+    def close(self, *, wait: bool) -> None: ...
+
+
+class Served:
+    """One model that is served, whatever it answers. engine: computes what is asked.
+
+    name: what clients call the model. tokenizer: a fast one. processor: makes prompts of texts with images; None for a
+    model that takes none.
     All methods are for the event loop of the server.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, name: str, limits: Limits, *, processor: Any = None) -> None:
-        self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
-        self.processor = processor
+    def __init__(self, engine: Computing, tokenizer: Any, name: str, limits: Limits) -> None:
+        self.tokenizer, self.name, self.limits = tokenizer, name, limits
+        self._computing = engine
+        self.processor: Any = None
         self.admission = Admission(limits)
         self.metrics = Metrics(engine)
         self.templates = Templates(4 * limits.max_body_bytes)
         # One thread, so that no tokenizer is used twice at a time, and a long prompt does not stop the streams.
         self._tokenizing = ThreadPoolExecutor(1, "hf_accel tokenizer")
+
+    @property
+    def engine(self) -> Any:
+        """What computes: an Engine, or a queue of rows."""
+        return self._computing
 
     @property
     def context(self) -> int | None:
@@ -141,11 +163,6 @@ class Service:
         self.admission.require_room(num_choices)
         if not self.engine.is_live:
             raise unavailable("the engine has ended; the server must be restarted", RETRY_SECONDS)
-
-    def stops(self, asked: Common) -> list[str]:
-        """Return the strings that end the text: the request's, or else those of the model's generation_config."""
-        own = self.engine.model.generation_config.stop_strings or []
-        return asked.stops or ([own] if isinstance(own, str) else list(own))
 
     def check_name(self, asked: str | None) -> None:
         """Raise ApiError (404) for another model than the one that is served."""
@@ -168,6 +185,37 @@ class Service:
     async def in_thread(self, work: Callable[[], Found]) -> Found:
         """Run tokenization outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    def failure(self, error: BaseException) -> ApiError:
+        """Return the error that a client gets when its choice has failed with `error`."""
+        if not self.engine.is_live:
+            return unavailable(f"the engine has ended: {error}", RETRY_SECONDS)
+        status = 400 if isinstance(error, UnsupportedError) else 500
+        return ApiError(status, f"the request failed: {error}")
+
+    def close(self) -> None:
+        """End the engine, and with it all requests."""
+        self.templates.close()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self.engine.close(wait=False)
+
+
+class Service(Served):
+    """A model that writes text, by an Engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, name: str, limits: Limits, *, processor: Any = None) -> None:
+        super().__init__(engine, tokenizer, name, limits)
+        self.processor = processor
+
+    @property
+    def engine(self) -> Engine:
+        found: Engine = super().engine
+        return found
+
+    def stops(self, asked: Common) -> list[str]:
+        """Return the strings that end the text: the request's, or else those of the model's generation_config."""
+        own = self.engine.model.generation_config.stop_strings or []
+        return asked.stops or ([own] if isinstance(own, str) else list(own))
 
     def submit(self, asked: Common, prompts: Sequence[Prompt]) -> Job:
         """Submit a choice, or several, for each prompt.
@@ -230,19 +278,6 @@ class Service:
             raise ApiError(400, message)
         room = DEFAULT_NEW_TOKENS if context is None else context - taken
         return wanted or min(DEFAULT_NEW_TOKENS, room, most or DEFAULT_NEW_TOKENS)
-
-    def failure(self, error: BaseException) -> ApiError:
-        """Return the error that a client gets when its choice has failed with `error`."""
-        if not self.engine.is_live:
-            return unavailable(f"the engine has ended: {error}", RETRY_SECONDS)
-        status = 400 if isinstance(error, UnsupportedError) else 500
-        return ApiError(status, f"the request failed: {error}")
-
-    def close(self) -> None:
-        """End the engine, and with it all requests."""
-        self.templates.close()
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
-        self.engine.close(wait=False)
 
 
 async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]:

@@ -21,17 +21,19 @@ from ..api_errors import ApiError, error_body
 from ..guard import Guard, Hosts
 from ..openapi import document
 from ..page import FILES, page_routes
-from ..service import Service
+from ..rows import Embeddings, Rerank, RowHandler, RowService, Score
+from ..service import Served
 from .completions import Chat, Completions
 from .handlers import OfEngine
 from .responses import Responses
 from .tokens import Detokenize, Tokenize
 
+Handler = OfEngine | RowHandler
 OUR_ROUTES = ("/v1/models", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/plan", "/stats")
 
 
 def make_app(
-    service: Service,
+    service: Served,
     *,
     api_key: str | None = None,
     hosts: Hosts | None = None,
@@ -65,27 +67,34 @@ def make_app(
     return Guard(app, service, api_key=api_key, hosts=hosts, origins=origins, paths=paths)
 
 
-def handlers_of(service: Service, manager: OneModel, chat_template_kwargs: dict[str, Any]) -> dict[str, OfEngine]:
+def handlers_of(service: Served, manager: OneModel, chat_template_kwargs: dict[str, Any]) -> dict[str, Handler]:
     """Return what answers the POST requests of each path."""
     shared: dict[str, Any] = {"model_manager": manager, "generation_state": GenerationState()}
     template = {**shared, "chat_template_kwargs": chat_template_kwargs}
+    tokens: dict[str, Handler] = {
+        "/tokenize": Tokenize(service, **template),
+        "/detokenize": Detokenize(service, **shared),
+    }
+    if isinstance(service, RowService):
+        pairs: dict[str, Handler] = {"/v1/rerank": Rerank(service), "/v1/score": Score(service)}
+        vectors: dict[str, Handler] = {} if service.encoder.scores else {"/v1/embeddings": Embeddings(service)}
+        return {**vectors, **pairs, **tokens}
     return {
         "/v1/chat/completions": Chat(service, **template),
         "/v1/completions": Completions(service, **shared),
         "/v1/responses": Responses(service, **template),
-        "/tokenize": Tokenize(service, **template),
-        "/detokenize": Detokenize(service, **shared),
+        **tokens,
     }
 
 
-def _add_post(app: FastAPI, path: str, handler: OfEngine) -> None:
+def _add_post(app: FastAPI, path: str, handler: Handler) -> None:
     @app.post(path)
     async def post(request: Request, body: dict[str, Any]) -> Response:
         answer: Response = await handler.handle_request(body, request.state.request_id)
         return answer
 
 
-def _add_routes(app: FastAPI, service: Service, manager: OneModel) -> None:
+def _add_routes(app: FastAPI, service: Served, manager: OneModel) -> None:
     @app.get("/version")
     async def version_of_ours() -> Response:
         return JSONResponse({"version": version("hf_accel")})
@@ -116,7 +125,7 @@ def _add_routes(app: FastAPI, service: Service, manager: OneModel) -> None:
         return Response(page, headers={"content-type": kind})
 
 
-def _add_errors(app: FastAPI, posts: Mapping[str, OfEngine]) -> None:
+def _add_errors(app: FastAPI, posts: Mapping[str, Handler]) -> None:
     """Answer every error in OpenAI's form."""
 
     @app.exception_handler(ApiError)
@@ -142,7 +151,7 @@ def _add_errors(app: FastAPI, posts: Mapping[str, OfEngine]) -> None:
 class OneModel(ModelManager):
     """transformers' manager of models, with one model that is never unloaded."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Served) -> None:
         super().__init__(model_timeout=-1)
         self._service = service
         self._created = int(time.time())

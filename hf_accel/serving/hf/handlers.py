@@ -37,9 +37,9 @@ class OfEngine(BaseHandler):
 
     body_type: ClassVar[type[Named]]
 
-    def __init__(self, service: Service, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, service: Any, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.service = service
+        self.service: Service = service  # of an encoder, for the two handlers of tokens
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request with a Response. Raises ApiError for what is not served."""

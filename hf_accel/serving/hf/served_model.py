@@ -21,13 +21,15 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 
 from ...checkpoints.load import load, load_tokenizer
+from ...checkpoints.text_encoder import encodes, load_text_encoder
 from ...errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ...generation.engine.stream import Request
 from ...generation.hf import Engine
 from ...parallel.relay import Relay
 from ..http_server import DrainingServer
 from ..limits import Limits
-from ..service import Service
+from ..rows import RowService
+from ..service import Served, Service
 
 
 def load_fast_tokenizer(path: str) -> Any:
@@ -53,6 +55,21 @@ def load_processor(path: str, tokenizer: Any) -> Any:
         return None
     tokenizer.chat_template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     return processor
+
+
+def load_served(path: str, **given: Any) -> Served:
+    """Load what a checkpoint is for: a text encoder with its queue, or by `load_service` a model that writes text.
+
+    given: the keywords of load_service. Raises UnsupportedError for what an encoder does not take.
+    """
+    if not encodes(path):
+        return load_service(path, **given)
+    limits = given.pop("limits", None) or Limits()
+    name, template, engine = (given.pop(key, None) for key in ("name", "chat_template", "engine"))
+    if template is not None or (engine or {}).get("relay") is not None:
+        what = "chat_template" if template is not None else "tensor_parallel"
+        raise UnsupportedError(f"{what} is for models that write text, and {path} is an encoder; leave it out")
+    return RowService(load_text_encoder(path, **given), name or path, limits)
 
 
 def load_service(
@@ -143,7 +160,7 @@ def join_ranks(size: int, *, timeout: float) -> Relay | None:
 
 
 @contextmanager
-def leading(relay: Relay | None, service: Service, server: DrainingServer) -> Iterator[None]:
+def leading(relay: Relay | None, service: Served, server: DrainingServer) -> Iterator[None]:
     """Let the other ranks follow the Engine of a service while the block serves it, and end with it.
 
     A rank that is lost ends all requests and the server: the block then ends, and LostRankError is raised. relay:
