@@ -22,8 +22,8 @@ from ..estimate.lengths import longest_text
 from ..estimate.shapes import class_of, read_config
 from .load import load, load_tokenizer
 
-MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
-LENGTHS = "sentence_bert_config.json"
+MODULES, SETTINGS_OF_PROMPTS = "modules.json", "config_sentence_transformers.json"
+SETTINGS_OF_LENGTHS = "sentence_bert_config.json"
 IN_PYTHON = "in Python, hf_accel.patch(SentenceTransformer(path)) takes it"
 Step = Callable[[Tensor], Tensor]
 
@@ -186,8 +186,8 @@ class Folder:
         self.modules: list[dict[str, Any]] = modules if isinstance(modules, list) else []
         # Where the model itself is: usually in the folder, of some older ones in one of its folders.
         self.inner: str = self.modules[0]["path"] if self.modules else ""
-        self.lengths: dict[str, Any] = self._json(LENGTHS, self.inner) or {}
-        self.prompts: dict[str, Any] = self._json(PROMPTS) or {}
+        self.lengths: dict[str, Any] = self._json(SETTINGS_OF_LENGTHS, self.inner) or {}
+        self.prompts: dict[str, Any] = self._json(SETTINGS_OF_PROMPTS) or {}
         kinds = [_kind(module) for module in self.modules]
         if self.modules and (kinds[0] != "Transformer" or "Pooling" not in kinds[1:2]):
             raise UnsupportedError(f"{path}: {MODULES} names {', '.join(kinds)}, which are not known so; {IN_PYTHON}")

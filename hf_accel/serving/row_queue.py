@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import HfAccelError
 
-MOST_TOKENS = 8192  # of a pass, unless one row has more
+PASS_TOKENS = 8192  # of a pass, unless one row has more
 Row = TypeVar("Row", bound=Sized)
 
 
@@ -115,7 +115,7 @@ class RowQueue(Generic[Row]):
                 self._counts["cancelled"] += 1
                 continue
             tokens += len(request.rows[request.left[0]])
-            if found and tokens > MOST_TOKENS:
+            if found and tokens > PASS_TOKENS:
                 self._waiting.appendleft(request)
                 break
             found.append((request, request.left.popleft()))

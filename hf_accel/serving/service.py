@@ -143,7 +143,7 @@ class Served:
 
     @property
     def engine(self) -> Any:
-        """What computes: an Engine, or a queue of rows."""
+        """The Engine, or the queue of rows, that computes."""
         return self._computing
 
     @property
