@@ -62,6 +62,8 @@ def _texts(file: Path) -> list[str]:
 
 def _vectors(encoder: Any, texts: Sequence[str], prompt: str | None, *, truncate: bool) -> tuple[Any, list[int]]:
     """Return the vectors of texts, and the tokens of each."""
+    import torch
+
     from hf_accel.serving.row_queue import RowQueue
 
     if prompt is not None and prompt not in encoder.prompts:
@@ -73,6 +75,6 @@ def _vectors(encoder: Any, texts: Sequence[str], prompt: str | None, *, truncate
         raise BadInputError(f"a text has {longest} tokens, and the model takes {encoder.max_tokens}; add --truncate")
     queue: Any = RowQueue(encoder.model, encoder.compute, max_rows=ROWS)
     try:
-        return queue.submit(rows).future.result(), [len(row) for row in rows]
+        return torch.stack(queue.submit(rows).future.result()), [len(row) for row in rows]
     finally:
         queue.close()

@@ -139,6 +139,14 @@ def is_row_path(path: str) -> bool:
         return encodes(place)
 
 
+def is_sound_path(path: str) -> bool:
+    """Return whether PATH says what is said in a sound: a checkpoint of Whisper."""
+    from hf_accel.serving.hf.transcriptions import transcribes
+
+    with explained(path):
+        return transcribes(checked_path(path))
+
+
 def is_quantized_path(path: str) -> bool:
     """Return whether PATH holds weights that are quantized already."""
     from hf_accel.estimate.shapes import read_config, stored_config

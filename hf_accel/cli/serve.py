@@ -13,7 +13,7 @@ import typer
 
 from hf_accel.serving.limits import Limits
 
-from .models import check_text_model, checked_path, explained, is_row_path, named_dtype
+from .models import check_text_model, checked_path, explained, is_row_path, is_sound_path, named_dtype
 from .options import Asked, Dtype, Fit, Path_, common, texts_in_file, with_fit
 from .output import BadInputError, say
 
@@ -59,7 +59,8 @@ def serve(
 ) -> None:
     """Serve a model to any client of OpenAI's API: chat completions, completions and responses.
 
-    An encoder or a folder of sentence-transformers answers /v1/embeddings, a cross-encoder /v1/rerank and /v1/score.
+    An encoder or a folder of sentence-transformers answers /v1/embeddings, a cross-encoder /v1/rerank and
+    /v1/score, Whisper /v1/audio/transcriptions.
     A page at / chats with the model; Prometheus reads /metrics; /health and /ready are for what starts and stops it.
 
     \b
@@ -74,7 +75,7 @@ def serve(
         raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
     place, wanted, keywords = checked_path(path), named_dtype(dtype), with_fit(asked.keywords(), fit)
     keywords |= {} if device is None else {"device_map": device}
-    if not is_row_path(path):
+    if not is_row_path(path) and not is_sound_path(path):
         check_text_model(path, "serve")
     template = None if chat_template is None else texts_in_file(chat_template)[0]
     from hf_accel.serving.hf.served_model import follow, join_ranks, leading

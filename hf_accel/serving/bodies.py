@@ -6,7 +6,7 @@ that change no token (names of users, billing, storage) are accepted and not rea
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -38,6 +38,8 @@ class Closed(BaseModel):
 
 class Named(Closed):
     """A body that may name the model."""
+
+    media_type: ClassVar[str] = "application/json"
 
     model: str | None = None
 

@@ -19,6 +19,7 @@ ABOUT = {  # path -> one sentence
     "/v1/embeddings": "Returns a vector for each text.",
     "/v1/rerank": "Sorts documents by how well they answer a query.",
     "/v1/score": "Returns a score for each two texts.",
+    "/v1/audio/transcriptions": "Returns what was said in a sound.",
     "/v1/models": "Lists the model that is served.",
     "/v1/models/{name}": "Describes the model that is served.",
     "/health": "Says whether the engine lives.",
@@ -91,5 +92,5 @@ def _operation(about: str, kind: type[Named] | None) -> dict[str, Any]:
     }
     if kind is not None:
         schema = {"$ref": SCHEMAS.format(model=kind.__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        operation["requestBody"] = {"required": True, "content": {kind.media_type: {"schema": schema}}}
     return operation

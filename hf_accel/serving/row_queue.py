@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, Generic, TypeVar
-
-import torch
-from torch import Tensor
 
 from ..errors import HfAccelError
 
@@ -20,14 +17,14 @@ Row = TypeVar("Row", bound=Sized)
 
 
 class RowRequest(Generic[Row]):
-    """Rows that are computed for one client. future: gets their results, [N, dim], in their order."""
+    """Rows that are computed for one client. future: gets their results, in their order."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.future: Future[Tensor] = Future()
+        self.future: Future[list[Any]] = Future()
         self.rows = rows
         # The longest first, so that rows of one length stand together in a pass.
         self.left = deque(sorted(range(len(rows)), key=lambda place: -len(rows[place])))
-        self.results: dict[int, Tensor] = {}
+        self.results: dict[int, Any] = {}
 
     def cancel(self) -> None:
         self.future.cancel()
@@ -39,17 +36,17 @@ class RowRequest(Generic[Row]):
             if error is not None:
                 self.future.set_exception(error)
             else:
-                self.future.set_result(torch.stack([self.results[place] for place in range(len(self.rows))]))
+                self.future.set_result([self.results[place] for place in range(len(self.rows))])
 
 
 class RowQueue(Generic[Row]):
     """Computes the rows of requests in a thread of its own, pass by pass.
 
-    model: what computes them, for those who describe it. compute: rows -> [N, dim]. max_rows: of a pass.
+    model: what computes them, for those who describe it. compute: rows -> a result for each. max_rows: of a pass.
     A pass takes a row of each request in turn until it is full: a request of many rows delays no small one.
     """
 
-    def __init__(self, model: Any, compute: Callable[[Sequence[Row]], Tensor], *, max_rows: int) -> None:
+    def __init__(self, model: Any, compute: Callable[[Sequence[Row]], Iterable[Any]], *, max_rows: int) -> None:
         self.model, self._compute, self._max_rows = model, compute, max_rows
         self._waiting: deque[RowRequest[Row]] = deque()
         self._news = threading.Condition()

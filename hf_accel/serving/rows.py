@@ -6,14 +6,15 @@ import asyncio
 import base64
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+import torch
 from starlette.responses import JSONResponse, Response
 from torch import Tensor, nn
 
-from ..checkpoints.text_encoder import TextEncoder, TextRow
+from ..checkpoints.text_encoder import TextRow
 from ..errors import HfAccelError
 from .api_errors import ApiError, unavailable
 from .bodies import Named, read_body
@@ -23,6 +24,19 @@ from .service import RETRY_SECONDS, Served, exchange
 from .text_bodies import EmbeddingBody, RerankBody, RowBody, ScoreBody
 
 
+class RowMaker(Protocol):
+    """It computes rows: a TextEncoder, or what transcribes sounds. max_tokens: of a row."""
+
+    model: Any
+    tokenizer: Any
+    max_tokens: int
+
+    @property
+    def takes_batches(self) -> bool: ...
+
+    def compute(self, rows: Sequence[Any]) -> Iterable[Any]: ...
+
+
 class RowJob:
     """A request inside the server. It counts as one choice, however many texts it has."""
 
@@ -30,7 +44,7 @@ class RowJob:
 
     def __init__(self, service: RowService) -> None:
         self._service, self.since = service, monotonic()
-        self.request: RowRequest[TextRow] | None = None
+        self.request: RowRequest[Any] | None = None
 
     def cancel(self) -> None:
         if self.request is not None:
@@ -43,16 +57,20 @@ class RowJob:
 
 
 class RowService(Served):
-    """A model that makes vectors or scores of texts, by a queue of rows."""
+    """A model that makes vectors or scores of texts, or texts of sounds, by a queue of rows.
 
-    def __init__(self, encoder: TextEncoder, name: str, limits: Limits) -> None:
-        most = limits.max_running if encoder.takes_batches else 1
+    most_rows: of a pass.
+    """
+
+    def __init__(self, encoder: RowMaker, name: str, limits: Limits, *, most_rows: int | None = None) -> None:
+        most = min(limits.max_running, most_rows or limits.max_running) if encoder.takes_batches else 1
         super().__init__(RowQueue(encoder.model, encoder.compute, max_rows=most), encoder.tokenizer, name, limits)
-        self.encoder = encoder
+        self.encoder: Any = encoder
 
     @property
     def context(self) -> int:
-        return min(self.encoder.max_tokens, self.limits.max_prompt_tokens or self.encoder.max_tokens)
+        most: int = self.encoder.max_tokens
+        return min(most, self.limits.max_prompt_tokens or most)
 
     async def rows(self, asked: RowBody, read: Callable[[int | None], Sequence[TextRow]]) -> Sequence[TextRow]:
         """Return the rows that `read` makes, which gets the tokens that may be kept of each text.
@@ -79,7 +97,7 @@ class RowService(Served):
             raise ApiError(400, "a text has no tokens; send at least one")
         return rows
 
-    async def compute(self, rows: Sequence[TextRow]) -> Tensor:
+    async def compute(self, rows: Sequence[Any]) -> list[Any]:
         """Return what the model makes of the rows. Raises ApiError: 429 if there is no room, 503, 500 if it failed."""
         job = RowJob(self)
         self.admission.admit(job)
@@ -87,7 +105,7 @@ class RowService(Served):
         try:
             job.request = self.engine.submit(rows)
             self.metrics.prompt_tokens.inc(sum(map(len, rows)))
-            found: Tensor = await asyncio.wrap_future(job.request.future)
+            found: list[Any] = await asyncio.wrap_future(job.request.future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # the client is gone
@@ -143,7 +161,7 @@ class Embeddings(RowHandler):
             ]
 
         rows = await self.service.rows(asked, read)
-        vectors = await self.service.compute(rows)
+        vectors = torch.stack(await self.service.compute(rows))
         if asked.dimensions is not None:
             if asked.dimensions > vectors.shape[1]:
                 raise ApiError(400, f"dimensions={asked.dimensions}: the model's vectors have {vectors.shape[1]}")
@@ -172,10 +190,12 @@ class OfPairs(RowHandler):
         encoder = self.service.encoder
         if encoder.scores:
             rows = await self.service.rows(asked, lambda cut: [encoder.row(a, b, cut=cut) for a, b in pairs])
-            return (await self.service.compute(rows))[:, 0].tolist(), self._usage(rows)
+            return [float(score) for score in await self.service.compute(rows)], self._usage(rows)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         rows = await self.service.rows(asked, lambda cut: [encoder.row(text, cut=cut) for text in texts])
-        vectors = dict(zip(texts, nn.functional.normalize(await self.service.compute(rows), dim=-1), strict=True))
+        vectors = dict(
+            zip(texts, nn.functional.normalize(torch.stack(await self.service.compute(rows)), dim=-1), strict=True)
+        )
         return [float(vectors[a] @ vectors[b]) for a, b in pairs], self._usage(rows)
 
 

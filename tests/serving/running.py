@@ -18,6 +18,7 @@ from hf_accel.kernels import cpu as kernels
 from hf_accel.serving.guard import Hosts
 from hf_accel.serving.hf.application import make_app
 from hf_accel.serving.hf.served_model import leading, load_served
+from hf_accel.serving.hf.transcriptions import transcribes
 from hf_accel.serving.http_server import DrainingServer, bound_socket, make_server
 from hf_accel.serving.limits import Limits
 
@@ -77,8 +78,8 @@ def serving(
     """Serve a checkpoint until the block ends; then nothing of it may be left."""
     bound = bound_socket("127.0.0.1", 0)
     given: dict[str, Any] = {"name": "tiny", **EXACT, **loading}
-    if "chat_template" not in given and not encodes(str(path)):
-        given["chat_template"] = CHAT_TEMPLATE
+    if not encodes(str(path)) and not transcribes(str(path)):
+        given.setdefault("chat_template", CHAT_TEMPLATE)
     service: Any = load_served(str(path), limits=limits, **given)
     app = make_app(service, api_key=api_key, hosts=Hosts.of("127.0.0.1", origins=origins), origins=origins)
     server = make_server(app, service, drain_seconds=drain_seconds)

@@ -27,8 +27,9 @@ from .completions import Chat, Completions
 from .handlers import OfEngine
 from .responses import Responses
 from .tokens import Detokenize, Tokenize
+from .transcriptions import Transcriber, Transcriptions
 
-Handler = OfEngine | RowHandler
+Handler = OfEngine | RowHandler | Transcriptions
 OUR_ROUTES = ("/v1/models", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/plan", "/stats")
 
 
@@ -75,6 +76,8 @@ def handlers_of(service: Served, manager: OneModel, chat_template_kwargs: dict[s
         "/tokenize": Tokenize(service, **template),
         "/detokenize": Detokenize(service, **shared),
     }
+    if isinstance(service, RowService) and isinstance(service.encoder, Transcriber):
+        return {"/v1/audio/transcriptions": Transcriptions(service), **tokens}
     if isinstance(service, RowService):
         pairs: dict[str, Handler] = {"/v1/rerank": Rerank(service), "/v1/score": Score(service)}
         vectors: dict[str, Handler] = {} if service.encoder.scores else {"/v1/embeddings": Embeddings(service)}
@@ -88,6 +91,10 @@ def handlers_of(service: Served, manager: OneModel, chat_template_kwargs: dict[s
 
 
 def _add_post(app: FastAPI, path: str, handler: Handler) -> None:
+    if isinstance(handler, Transcriptions):
+        app.post(path)(handler.handle_form)
+        return
+
     @app.post(path)
     async def post(request: Request, body: dict[str, Any]) -> Response:
         answer: Response = await handler.handle_request(body, request.state.request_id)

@@ -30,6 +30,7 @@ from ..http_server import DrainingServer
 from ..limits import Limits
 from ..rows import RowService
 from ..service import Served, Service
+from .transcriptions import sound_service, transcribes
 
 
 def load_fast_tokenizer(path: str) -> Any:
@@ -58,17 +59,20 @@ def load_processor(path: str, tokenizer: Any) -> Any:
 
 
 def load_served(path: str, **given: Any) -> Served:
-    """Load what a checkpoint is for: a text encoder with its queue, or by `load_service` a model that writes text.
+    """Load what a checkpoint is for: Whisper or a text encoder with its queue, or by `load_service` what writes text.
 
-    given: the keywords of load_service. Raises UnsupportedError for what an encoder does not take.
+    given: the keywords of load_service. Raises UnsupportedError for what these do not take.
     """
-    if not encodes(path):
+    sounds = transcribes(path)
+    if not sounds and not encodes(path):
         return load_service(path, **given)
     limits = given.pop("limits", None) or Limits()
     name, template, engine = (given.pop(key, None) for key in ("name", "chat_template", "engine"))
     if template is not None or (engine or {}).get("relay") is not None:
         what = "chat_template" if template is not None else "tensor_parallel"
-        raise UnsupportedError(f"{what} is for models that write text, and {path} is an encoder; leave it out")
+        raise UnsupportedError(f"{what} is for models that write text, and {path} is none; leave it out")
+    if sounds:
+        return sound_service(path, name or path, limits, **given)
     return RowService(load_text_encoder(path, **given), name or path, limits)
 
 
