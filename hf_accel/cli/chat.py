@@ -12,39 +12,17 @@ import typer
 from .models import check_text_model, load_patched, tokenizer_of
 from .options import Asked, Dtype, Fit, Path_, common, with_fit
 from .output import BadInputError, say
-from .sampling import (
-    FrequencyPenalty_,
-    MinP,
-    MinTokens,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    asked_for,
-)
+from .token_options import asked_for
 
 EXIT, CLEAR = "/exit", "/clear"
 HELP = f"{EXIT} or Ctrl-D ends the chat, {CLEAR} begins a new one, Ctrl-C ends an answer"
 
 
-@common()
+@common(writes=True)
 def chat(
     path: Path_,
     system: Annotated[str | None, typer.Option(help="The system message, before the first one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 1024,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty_ = None,
-    min_tokens: MinTokens = None,
-    seed: Seed = None,
-    stop: Stop = None,
     dtype: Dtype = "auto",
     fit: Fit = None,
     *,
@@ -61,11 +39,6 @@ def chat(
       hf-accel chat Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
       echo "Why is the sky blue?" | hf-accel chat Qwen/Qwen3-0.6B
     """
-    given = {
-        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty, "min_new_tokens": min_tokens,
-    }  # fmt: skip
     keywords = with_fit(asked.keywords(), fit)
     check_text_model(path, "chat")
     with asked.output.progress("loading the model"):
@@ -78,8 +51,9 @@ def chat(
     import hf_accel
 
     config = model.generation_config
-    settings = asked_for(config, given, seed=seed) | {"num_beams": 1, "max_new_tokens": max_new_tokens}
-    stops = stop or config.stop_strings or []
+    seed = asked.tokens.seed
+    settings = asked_for(config, asked.tokens.given, seed=seed) | {"num_beams": 1, "max_new_tokens": max_new_tokens}
+    stops = asked.tokens.stop or config.stop_strings or []
     settings |= {"stop": [stops] if isinstance(stops, str) else list(stops)}
     settings |= {} if seed is None else {"seed": seed}
     with hf_accel.Engine(model, tokenizer=tokenizer) as engine:

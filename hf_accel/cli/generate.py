@@ -11,25 +11,13 @@ import typer
 from .models import check_text_model, load_patched, tokenizer_of
 from .options import Asked, Dtype, Fit, Path_, common, texts_in_file, with_fit
 from .output import BadInputError
-from .sampling import (
-    FrequencyPenalty_,
-    MinP,
-    MinTokens,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    sampling_of,
-)
+from .token_options import sampling_of
 
 Prompt = Annotated[str | None, typer.Option(help="The prompt; without one it is read from stdin.")]
 PromptFile = Annotated[Path | None, typer.Option(help="A file that holds the prompt; - is stdin.")]
 
 
-@common()
+@common(writes=True)
 def generate(
     path: Path_,
     prompt: Prompt = None,
@@ -37,16 +25,6 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says in a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message, before the prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty_ = None,
-    min_tokens: MinTokens = None,
-    seed: Seed = None,
-    stop: Stop = None,
     dtype: Dtype = "auto",
     fit: Fit = None,
     *,
@@ -64,11 +42,6 @@ def generate(
     """
     text = given_prompt(prompt, prompt_file)
     keywords = with_fit(asked.keywords(), fit)
-    given = {
-        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty, "min_new_tokens": min_tokens,
-    }  # fmt: skip
     check_text_model(path, "generate")
     with asked.output.progress("loading the model"):
         tokenizer = tokenizer_of(path)
@@ -78,17 +51,17 @@ def generate(
 
     import hf_accel
 
-    if seed is not None:
-        torch.manual_seed(seed)
-    beams = (model.generation_config.num_beams or 1) > 1  # whose text is known at the end alone
+    tokens, own = asked.tokens, model.generation_config
+    if tokens.seed is not None:
+        torch.manual_seed(tokens.seed)
+    beams = (own.num_beams or 1) > 1  # whose text is known at the end alone
     streamer = None if asked.output.json or beams else stream_to(asked.output, tokenizer)
     num_prompt = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]  # 1: its own first token
-    own = model.generation_config
-    ends = {"stop_strings": stop} if stop else {}
+    ends = {"stop_strings": tokens.stop} if tokens.stop else {}
     output = model.generate(
         **inputs.to(model.device), max_new_tokens=max_new_tokens, streamer=streamer,
-        **sampling_of(own, given, seed=seed, num_prompt=num_prompt),
-        **({**ends, "tokenizer": tokenizer} if stop or own.stop_strings else {}),
+        **sampling_of(own, tokens.given, seed=tokens.seed, num_prompt=num_prompt),
+        **({**ends, "tokenizer": tokenizer} if ends or own.stop_strings else {}),
     )  # fmt: skip
     new = output[0, num_prompt:].tolist()
     if beams and not asked.output.json:

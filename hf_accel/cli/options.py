@@ -18,6 +18,7 @@ from hf_accel.config.weight_config import NAMED_DATA, WITHDRAWN_DATA
 
 from .models import DTYPE_NAMES, load_float
 from .output import BadInputError, Output, one_line_errors
+from .token_options import Tokens, token_parameters
 
 Path_ = Annotated[
     str, typer.Argument(metavar="PATH", help="A model's folder, a .gguf file, or a name on the Hugging Face hub.")
@@ -131,11 +132,13 @@ PATCH_OPTIONS = (
 class Asked:
     """The options that several commands share, as the user gave them.
 
-    given: the options of PATCH_OPTIONS that were given, by name. output: where answers and progress go.
+    given: the options of PATCH_OPTIONS that were given, by name. tokens: how tokens are chosen, for what writes text.
+    output: where answers and progress go.
     """
 
     output: Output
     given: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Tokens = field(default_factory=Tokens)
 
     def keywords(self) -> dict[str, Any]:
         """Return keywords of patch(), plan() or load().
@@ -230,9 +233,10 @@ def texts_in_file(path: Path) -> list[str]:
 # -- commands ------------------------------------------------------------------------------------------
 
 
-def common(*keywords: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def common(*keywords: str, writes: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Give a command --json, --debug and the options of these keywords of patch(); all of them for none.
 
+    writes: whether it writes text, and takes the options of how tokens are chosen.
     The function gets what was asked for as `asked`. Whatever it raises becomes one line and exit code 2.
     """
     options = [option for option in PATCH_OPTIONS if not keywords or option.keyword in keywords]
@@ -244,16 +248,18 @@ def common(*keywords: str) -> Callable[[Callable[..., Any]], Callable[..., None]
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         own = inspect.signature(function, eval_str=True).parameters.values()
         kept = [one for one in own if one.name != "asked"]
-        parameters = [*kept, *(option.parameter for option in options), *switches]
+        chosen = token_parameters() if writes else []
+        parameters = [*kept, *chosen, *(option.parameter for option in options), *switches]
         names = [one.name for one in parameters]
 
         @wraps(function)
         def command(**values: Any) -> None:
             json, debug = values.pop("json"), values.pop("debug")
             given = {option.name: values.pop(option.name) for option in options}
+            tokens = Tokens.of({one.name: values.pop(one.name) for one in chosen})
             given = {name: value for name, value in given.items() if value not in (None, [])}
             with one_line_errors(names, debug=debug), Output.opened(json=json, debug=debug) as output:
-                function(**values, asked=Asked(output, given))
+                function(**values, asked=Asked(output, given, tokens))
 
         vars(command)["__signature__"] = inspect.Signature(parameters)
         command.__annotations__ = {one.name: one.annotation for one in parameters}

@@ -21,7 +21,7 @@ from ..errors import UnsupportedError
 from .api_errors import ApiError
 from .http_server import CONNECTION, KEEP_ALIVE_SECONDS, Connection
 from .page import FILES
-from .service import Served, exchange, known_keywords
+from .service import ModelService, exchange, known_keywords
 
 # They need no key: they are for what starts and stops the server, they say which routes there are, and the page has a
 # field for the key.
@@ -55,7 +55,7 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        service: Served,
+        service: ModelService,
         *,
         api_key: str | None,
         hosts: Hosts | None,
@@ -170,7 +170,7 @@ class Guard:
 class _Answer:
     """Sends the answer, with the request's id and a header about the connection, and remembers its status."""
 
-    def __init__(self, scope: Scope, send: Send, service: Served) -> None:
+    def __init__(self, scope: Scope, send: Send, service: ModelService) -> None:
         self._send, self._service = send, service
         self.status: int | None = None
         given = (_header(scope, REQUEST_ID.encode()) or b"").decode("latin-1")

@@ -20,7 +20,7 @@ from .api_errors import ApiError, unavailable
 from .bodies import Named, read_body
 from .limits import Limits
 from .row_queue import RowQueue, RowRequest
-from .service import RETRY_SECONDS, Served, exchange
+from .service import RETRY_SECONDS, ModelService, exchange
 from .text_bodies import EmbeddingBody, RerankBody, RowBody, ScoreBody
 
 
@@ -56,7 +56,7 @@ class RowJob:
         self._service.admission.leave(self)
 
 
-class RowService(Served):
+class RowService(ModelService):
     """A model that makes vectors or scores of texts, or texts of sounds, by a queue of rows.
 
     most_rows: of a pass.

@@ -123,7 +123,7 @@ class Computing(Protocol):
     def close(self, *, wait: bool) -> None: ...
 
 
-class Served:
+class ModelService:
     """One model that is served, whatever it answers. engine: computes what is asked.
 
     name: what clients call the model. tokenizer: a fast one. processor: makes prompts of texts with images; None for a
@@ -200,7 +200,7 @@ class Served:
         self.engine.close(wait=False)
 
 
-class Service(Served):
+class Service(ModelService):
     """A model that writes text, by an Engine."""
 
     def __init__(self, engine: Engine, tokenizer: Any, name: str, limits: Limits, *, processor: Any = None) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import hf_accel
 from hf_accel.cli import topics
 from hf_accel.cli.measurement import WrongResultError
-from hf_accel.cli.sampling import sampling_of
+from hf_accel.cli.token_options import sampling_of
 from hf_accel.kernels import cpu as kernels
 
 from .conftest import TINY, Run, start

@@ -22,7 +22,7 @@ from ..guard import Guard, Hosts
 from ..openapi import document
 from ..page import FILES, page_routes
 from ..rows import Embeddings, Rerank, RowHandler, RowService, Score
-from ..service import Served
+from ..service import ModelService
 from .completions import Chat, Completions
 from .handlers import OfEngine
 from .responses import Responses
@@ -34,7 +34,7 @@ OUR_ROUTES = ("/v1/models", "/health", "/ready", "/metrics", "/version", "/opena
 
 
 def make_app(
-    service: Served,
+    service: ModelService,
     *,
     api_key: str | None = None,
     hosts: Hosts | None = None,
@@ -68,7 +68,7 @@ def make_app(
     return Guard(app, service, api_key=api_key, hosts=hosts, origins=origins, paths=paths)
 
 
-def handlers_of(service: Served, manager: OneModel, chat_template_kwargs: dict[str, Any]) -> dict[str, Handler]:
+def handlers_of(service: ModelService, manager: OneModel, chat_template_kwargs: dict[str, Any]) -> dict[str, Handler]:
     """Return what answers the POST requests of each path."""
     shared: dict[str, Any] = {"model_manager": manager, "generation_state": GenerationState()}
     template = {**shared, "chat_template_kwargs": chat_template_kwargs}
@@ -101,7 +101,7 @@ def _add_post(app: FastAPI, path: str, handler: Handler) -> None:
         return answer
 
 
-def _add_routes(app: FastAPI, service: Served, manager: OneModel) -> None:
+def _add_routes(app: FastAPI, service: ModelService, manager: OneModel) -> None:
     @app.get("/version")
     async def version_of_ours() -> Response:
         return JSONResponse({"version": version("hf_accel")})
@@ -158,7 +158,7 @@ def _add_errors(app: FastAPI, posts: Mapping[str, Handler]) -> None:
 class OneModel(ModelManager):
     """transformers' manager of models, with one model that is never unloaded."""
 
-    def __init__(self, service: Served) -> None:
+    def __init__(self, service: ModelService) -> None:
         super().__init__(model_timeout=-1)
         self._service = service
         self._created = int(time.time())

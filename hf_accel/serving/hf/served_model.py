@@ -29,7 +29,7 @@ from ...parallel.relay import Relay
 from ..http_server import DrainingServer
 from ..limits import Limits
 from ..rows import RowService
-from ..service import Served, Service
+from ..service import ModelService, Service
 from .transcriptions import sound_service, transcribes
 
 
@@ -58,7 +58,7 @@ def load_processor(path: str, tokenizer: Any) -> Any:
     return processor
 
 
-def load_served(path: str, **given: Any) -> Served:
+def load_served(path: str, **given: Any) -> ModelService:
     """Load what a checkpoint is for: Whisper or a text encoder with its queue, or by `load_service` what writes text.
 
     given: the keywords of load_service. Raises UnsupportedError for what these do not take.
@@ -164,7 +164,7 @@ def join_ranks(size: int, *, timeout: float) -> Relay | None:
 
 
 @contextmanager
-def leading(relay: Relay | None, service: Served, server: DrainingServer) -> Iterator[None]:
+def leading(relay: Relay | None, service: ModelService, server: DrainingServer) -> Iterator[None]:
     """Let the other ranks follow the Engine of a service while the block serves it, and end with it.
 
     A rank that is lost ends all requests and the server: the block then ends, and LostRankError is raised. relay:

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ...undo.state import state_of
-from ..service import Served
+from ..service import ModelService
 
 FOLDER = Path(__file__).parent
 FILES = {  # by path
@@ -27,7 +27,7 @@ HEADERS = {
 }
 
 
-def page_routes(service: Served) -> list[Route]:
+def page_routes(service: ModelService) -> list[Route]:
     """The pages' files, which need no key, and /plan and /stats, which need the key if there is one.
 
     /plan: what patch() chose, and whether the model has a chat template. /stats: the Engine's counters.
@@ -45,7 +45,7 @@ def page_routes(service: Served) -> list[Route]:
     return [*(Route(path, file) for path in FILES), Route("/plan", plan), Route("/stats", stats)]
 
 
-def description(service: Served) -> dict[str, Any]:
+def description(service: ModelService) -> dict[str, Any]:
     """Describe the served model: its name, its kind, whether it chats, and the choices of the plan."""
     done = state_of(service.engine.model).description
     has_chat = service.tokenizer.chat_template is not None

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 
+OPTIONS: tuple[tuple[str, Any, str, dict[str, float]], ...] = (
+    ("temperature", float, "0: always the likeliest token.", {"min": 0}),
+    ("top_p", float, "Sample among the likeliest of this sum.", {"min": 0, "max": 1}),
+    ("top_k", int, "Sample among this many of the likeliest; 0: all.", {"min": 0}),
+    ("min_p", float, "Least share of the likeliest's chance.", {"min": 0, "max": 1}),
+    ("repetition_penalty", float, "Above 1: repeats less.", {"min": 1e-3}),
+    ("presence_penalty", float, "Above 0: what was written comes less often.", {"min": -2, "max": 2}),
+    ("frequency_penalty", float, "The same, for each time that it was written.", {"min": -2, "max": 2}),
+    ("min_tokens", int, "The least tokens to write.", {"min": 0}),
+    ("seed", int, "The same seed gives the same text.", {}),
+    ("stop", list[str], "Text to stop at; may be repeated.", {}),
+)
 
-def _option(help: str, **bounds: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel="How tokens are chosen", show_default=False, **bounds)
+
+def token_parameters() -> list[inspect.Parameter]:
+    """Return the options as parameters of a command; the value of one that was not given is None."""
+    panel: dict[str, Any] = {"rich_help_panel": "How tokens are chosen", "show_default": False}
+    found = []
+    for name, kind, help, bounds in OPTIONS:
+        more: dict[str, Any] = {**panel, **bounds}
+        annotation: Any = Annotated[kind | None, typer.Option(help=help, **more)]
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    return found
 
 
-Temperature = Annotated[float | None, _option("0: always the likeliest token.", min=0)]
-TopP = Annotated[float | None, _option("Sample among the likeliest of this sum.", min=0, max=1)]
-TopK = Annotated[int | None, _option("Sample among this many of the likeliest; 0: all.", min=0)]
-MinP = Annotated[float | None, _option("Least share of the likeliest's chance.", min=0, max=1)]
-RepetitionPenalty = Annotated[float | None, _option("Above 1: repeats less.", min=1e-3)]
-PresencePenalty = Annotated[float | None, _option("Above 0: what was written comes less often.", min=-2, max=2)]
-FrequencyPenalty_ = Annotated[float | None, _option("The same, for each time that it was written.", min=-2, max=2)]
-MinTokens = Annotated[int | None, _option("The least tokens to write.", min=0)]
-Seed = Annotated[int | None, _option("The same seed gives the same text.")]
-Stop = Annotated[list[str] | None, _option("Text to stop at; may be repeated.")]
+@dataclass(frozen=True)
+class Tokens:
+    """The options that a user gave. given: the settings of generate() and of an Engine, None for those left out."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    stop: list[str] | None = None
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Tokens:
+        """Make them of the values of a command's options, by name."""
+        given = dict(values)
+        seed, stop = given.pop("seed", None), given.pop("stop", None)
+        return cls({"min_new_tokens": given.pop("min_tokens", None), **given}, seed, stop or None)
 
 
 def asked_for(config: Any, given: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
