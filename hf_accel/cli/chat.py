@@ -21,11 +21,11 @@ HELP = f"{EXIT} or Ctrl-D ends the chat, {CLEAR} begins a new one, Ctrl-C ends a
 @common(writes=True)
 def chat(
     path: Path_,
+    *,
     system: Annotated[str | None, typer.Option(help="The system message, before the first one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 1024,
     dtype: Dtype = "auto",
     fit: Fit = None,
-    *,
     asked: Asked,
 ) -> None:
     """Chat with a model in the shell. Each line is a message; what was said before is not computed again.

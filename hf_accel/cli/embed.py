@@ -18,6 +18,7 @@ ROWS = 64  # of a pass
 @common("weights", "attention", "fuse", "keep_original", "deterministic")
 def embed(
     path: Path_,
+    *,
     texts: Annotated[list[str] | None, typer.Argument(help="The texts; each is one vector.")] = None,
     file: Annotated[
         Path | None, typer.Option(help="A file with a text on each line, or .jsonl with a key 'text'.")
@@ -27,7 +28,6 @@ def embed(
         bool, typer.Option("--truncate", help="Cut texts that are longer than the model takes.")
     ] = False,
     dtype: Dtype = "auto",
-    *,
     asked: Asked,
 ) -> None:
     """Make a vector of each text, by an encoder or a folder of sentence-transformers: a line of JSON for each.
