@@ -36,7 +36,7 @@ def token_parameters() -> list[inspect.Parameter]:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenChoice:
     """The options that a user gave. given: the settings of generate() and of an Engine, None for those left out."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Tokens:
     stop: list[str] | None = None
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Tokens:
+    def of(cls, values: dict[str, Any]) -> TokenChoice:
         """Make them of the values of a command's options, by name."""
         given = dict(values)
         seed, stop = given.pop("seed", None), given.pop("stop", None)

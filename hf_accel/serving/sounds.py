@@ -91,8 +91,8 @@ def _of_wav(content: bytes) -> tuple[Tensor, int]:
     elif kind == PCM and bits == 24:
         whole = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, 3).int() if data else torch.empty(0, 3)
         samples = (whole[:, 0] * 2**8 + whole[:, 1] * 2**16 + whole[:, 2] * 2**24).float() / 2**31
-    elif (kind, bits) in KINDS:
-        dtype, largest = KINDS[kind, bits]
+    elif (kind, bits) in SAMPLE_TYPES:
+        dtype, largest = SAMPLE_TYPES[kind, bits]
         samples = torch.frombuffer(bytearray(data), dtype=dtype).float() / largest if data else torch.empty(0)
     else:
         raise _refused(f"has samples of {bits} bits in format {kind}, and wav files of PCM and floats are read")
@@ -101,7 +101,7 @@ def _of_wav(content: bytes) -> tuple[Tensor, int]:
     return samples.view(-1, channels), rate
 
 
-KINDS = {
+SAMPLE_TYPES = {
     (PCM, 16): (torch.int16, 2**15),
     (PCM, 32): (torch.int32, 2**31),
     (FLOATS, 32): (torch.float32, 1),
