@@ -93,7 +93,7 @@ class Conversation:
     def answer(self, message: str, write: Callable[[str], object]) -> None:
         """Answer a message piece by piece. Ctrl-C ends the answer, of which the chat keeps what was written.
 
-        A message for which the context has no room is not kept, and one line says so.
+        A message for which the context has no room is not kept, and a line on stderr gives the reason.
         """
         from hf_accel.serving.token_text import TokenText
 
