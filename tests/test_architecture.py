@@ -46,6 +46,7 @@ OTHER_PACKAGES = {
         "prometheus_client",
         "pydantic",
         "pydantic_core",
+        "soundfile",  # where it is installed, for files that are not wav
         "starlette",
         "tokenizers",
         "uvicorn",

@@ -228,10 +228,13 @@ def _leave_fit_out(ours: dict[str, Any], what: str) -> None:
 # -- the tokenizer -------------------------------------------------------------------------------------
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """Load the tokenizer of a checkpoint; that of a .gguf file is in its metadata."""
+def load_tokenizer(path: str | os.PathLike[str], **hub: Any) -> Any:
+    """Load the tokenizer of a checkpoint; that of a .gguf file is in its metadata.
+
+    hub: keywords of from_pretrained.
+    """
     place, options = _tokenizer_place(path)
-    return transformers.AutoTokenizer.from_pretrained(place, **options)
+    return transformers.AutoTokenizer.from_pretrained(place, **options, **hub)
 
 
 def _tokenizer_call(path: str | os.PathLike[str]) -> str:

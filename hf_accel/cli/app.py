@@ -9,6 +9,8 @@ import typer
 from typer.core import TyperGroup
 
 from .bench import bench
+from .chat import chat
+from .embed import embed
 from .estimate import estimate
 from .generate import generate
 from .output import BAD_INPUT, INTERRUPTED, say, usage_line
@@ -43,7 +45,7 @@ app = typer.Typer(
     name=PROGRAM, cls=Commands, invoke_without_command=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )  # fmt: skip
-for command in (plan, estimate, quantize, generate, verify, bench, serve):
+for command in (plan, estimate, quantize, generate, chat, embed, verify, bench, serve):
     app.command()(command)
 
 

@@ -11,12 +11,13 @@ import typer
 from .models import check_text_model, load_patched, tokenizer_of
 from .options import Asked, Dtype, Fit, Path_, common, texts_in_file, with_fit
 from .output import BadInputError
+from .token_options import sampling_of
 
 Prompt = Annotated[str | None, typer.Option(help="The prompt; without one it is read from stdin.")]
 PromptFile = Annotated[Path | None, typer.Option(help="A file that holds the prompt; - is stdin.")]
 
 
-@common()
+@common(writes=True)
 def generate(
     path: Path_,
     prompt: Prompt = None,
@@ -24,13 +25,6 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says in a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message, before the prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample among the likeliest of this sum.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among this many of the likeliest; 0: all.")] = None,
-    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least share of the likeliest's chance.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(min=1e-3, help="Above 1: repeats less.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.")] = None,
     dtype: Dtype = "auto",
     fit: Fit = None,
     *,
@@ -48,10 +42,6 @@ def generate(
     """
     text = given_prompt(prompt, prompt_file)
     keywords = with_fit(asked.keywords(), fit)
-    given = {
-        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }  # fmt: skip
     check_text_model(path, "generate")
     with asked.output.progress("loading the model"):
         tokenizer = tokenizer_of(path)
@@ -61,38 +51,25 @@ def generate(
 
     import hf_accel
 
-    if seed is not None:
-        torch.manual_seed(seed)
-    beams = (model.generation_config.num_beams or 1) > 1  # whose text is known at the end alone
+    tokens, own = asked.tokens, model.generation_config
+    if tokens.seed is not None:
+        torch.manual_seed(tokens.seed)
+    beams = (own.num_beams or 1) > 1  # whose text is known at the end alone
     streamer = None if asked.output.json or beams else stream_to(asked.output, tokenizer)
+    num_prompt = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]  # 1: its own first token
+    ends = {"stop_strings": tokens.stop} if tokens.stop else {}
     output = model.generate(
         **inputs.to(model.device), max_new_tokens=max_new_tokens, streamer=streamer,
-        **sampling_of(model.generation_config, given, seed=seed),
-        **({"stop_strings": stop, "tokenizer": tokenizer} if stop else {}),
+        **sampling_of(own, tokens.given, seed=tokens.seed, num_prompt=num_prompt),
+        **({**ends, "tokenizer": tokenizer} if ends or own.stop_strings else {}),
     )  # fmt: skip
-    begun = model.config.is_encoder_decoder  # with a token of its own; the prompt was for the encoder
-    new = output[0, 1 if begun else inputs["input_ids"].shape[1] :].tolist()
+    new = output[0, num_prompt:].tolist()
     if beams and not asked.output.json:
         asked.output.print(tokenizer.decode(new, skip_special_tokens=True), end="\n")
     if asked.output.json:
         statistics = {name: value for name, value in hf_accel.stats(model).items() if not isinstance(value, list)}
         written = tokenizer.decode(new, skip_special_tokens=True)
         asked.output.write({"path": path, "prompt": text, "text": written, "tokens": new, "stats": statistics}, "")
-
-
-def sampling_of(config: Any, given: dict[str, Any], *, seed: int | None) -> dict[str, Any]:
-    """Keywords of generate(), as the server reads a request. given: options by name, None where they were left out.
-
-    If the model's own settings are greedy, an option that needs sampling switches it on, at temperature 1.
-    """
-    found = {name: value for name, value in given.items() if value is not None}
-    asks_for_samples = seed is not None or not found.keys().isdisjoint({"top_p", "top_k", "min_p"})
-    if "temperature" not in found and not config.do_sample and asks_for_samples:
-        found["temperature"] = 1.0
-    if found.get("temperature") == 0:
-        penalty = found.get("repetition_penalty")
-        return {"do_sample": False} | ({} if penalty is None else {"repetition_penalty": penalty})
-    return found | ({"do_sample": True} if "temperature" in found else {})
 
 
 def given_prompt(prompt: str | None, file: Path | None) -> str:

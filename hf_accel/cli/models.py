@@ -130,6 +130,23 @@ def is_encoder_path(path: str) -> bool:
     return issubclass(kind, PreTrainedModel) and not kind.can_generate()
 
 
+def is_row_path(path: str) -> bool:
+    """Return whether PATH makes vectors or scores of texts: an encoder, or a folder of sentence-transformers."""
+    from hf_accel.checkpoints.text_encoder import encodes
+
+    place = checked_path(path)
+    with explained(path):
+        return encodes(place)
+
+
+def is_sound_path(path: str) -> bool:
+    """Return whether PATH says what is said in a sound: a checkpoint of Whisper."""
+    from hf_accel.serving.hf.transcriptions import transcribes
+
+    with explained(path):
+        return transcribes(checked_path(path))
+
+
 def is_quantized_path(path: str) -> bool:
     """Return whether PATH holds weights that are quantized already."""
     from hf_accel.estimate.shapes import read_config, stored_config

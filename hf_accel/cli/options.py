@@ -18,6 +18,7 @@ from hf_accel.config.weight_config import NAMED_DATA, WITHDRAWN_DATA
 
 from .models import DTYPE_NAMES, load_float
 from .output import BadInputError, Output, one_line_errors
+from .token_options import TokenChoice, token_parameters
 
 Path_ = Annotated[
     str, typer.Argument(metavar="PATH", help="A model's folder, a .gguf file, or a name on the Hugging Face hub.")
@@ -114,16 +115,16 @@ PATCH_OPTIONS = (
     PatchOption("attention", "attention", CHOICE, "What computes attention (none: as stock)"),
     PatchOption("cache", "cache", CHOICE, "The cache of keys and values"),
     PatchOption("cache_dtype", "cache", CHOICE, "How keys and values are stored", "dtype"),
-    PatchOption("block_size", "cache", NUMBER, "Tokens in a block.", "block_size"),
-    PatchOption("max_tokens", "cache", NUMBER, "Tokens of all sequences that fit into the cache.", "max_tokens"),
+    PatchOption("block_size", "cache", NUMBER, "TokenChoice in a block.", "block_size"),
+    PatchOption("max_tokens", "cache", NUMBER, "TokenChoice of all sequences that fit into the cache.", "max_tokens"),
     PatchOption("prefix_sharing", "cache", SWITCH, "Keep one copy of what prompts begin with.", "prefix_sharing"),
     PatchOption("fuse", "fuse", SWITCH, "Compute several steps of a layer in one native call."),
     PatchOption(
         "speculative", "speculative", str | None, f"What drafts tokens: {', '.join(DRAFTERS)}, or a draft's PATH."
     ),
-    PatchOption("num_draft", "speculative", NUMBER, "Tokens that are drafted at a time.", "num_draft"),
+    PatchOption("num_draft", "speculative", NUMBER, "TokenChoice that are drafted at a time.", "num_draft"),
     PatchOption("keep_original", "keep_original", CHOICE, "Whether replaced weights stay in memory"),
-    PatchOption("deterministic", "deterministic", SWITCH, "Tokens never depend on other requests of the batch."),
+    PatchOption("deterministic", "deterministic", SWITCH, "TokenChoice never depend on other requests of the batch."),
 )  # fmt: skip
 
 
@@ -131,11 +132,13 @@ PATCH_OPTIONS = (
 class Asked:
     """The options that several commands share, as the user gave them.
 
-    given: the options of PATCH_OPTIONS that were given, by name. output: where answers and progress go.
+    given: the options of PATCH_OPTIONS that were given, by name. tokens: how tokens are chosen, for what writes text.
+    output: where answers and progress go.
     """
 
     output: Output
     given: Mapping[str, Any] = field(default_factory=dict)
+    tokens: TokenChoice = field(default_factory=TokenChoice)
 
     def keywords(self) -> dict[str, Any]:
         """Return keywords of patch(), plan() or load().
@@ -230,9 +233,10 @@ def texts_in_file(path: Path) -> list[str]:
 # -- commands ------------------------------------------------------------------------------------------
 
 
-def common(*keywords: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def common(*keywords: str, writes: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Give a command --json, --debug and the options of these keywords of patch(); all of them for none.
 
+    writes: whether it writes text, and takes the options of how tokens are chosen.
     The function gets what was asked for as `asked`. Whatever it raises becomes one line and exit code 2.
     """
     options = [option for option in PATCH_OPTIONS if not keywords or option.keyword in keywords]
@@ -244,16 +248,18 @@ def common(*keywords: str) -> Callable[[Callable[..., Any]], Callable[..., None]
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         own = inspect.signature(function, eval_str=True).parameters.values()
         kept = [one for one in own if one.name != "asked"]
-        parameters = [*kept, *(option.parameter for option in options), *switches]
+        chosen = token_parameters() if writes else []
+        parameters = [*kept, *chosen, *(option.parameter for option in options), *switches]
         names = [one.name for one in parameters]
 
         @wraps(function)
         def command(**values: Any) -> None:
             json, debug = values.pop("json"), values.pop("debug")
             given = {option.name: values.pop(option.name) for option in options}
+            tokens = TokenChoice.of({one.name: values.pop(one.name) for one in chosen})
             given = {name: value for name, value in given.items() if value not in (None, [])}
             with one_line_errors(names, debug=debug), Output.opened(json=json, debug=debug) as output:
-                function(**values, asked=Asked(output, given))
+                function(**values, asked=Asked(output, given, tokens))
 
         vars(command)["__signature__"] = inspect.Signature(parameters)
         command.__annotations__ = {one.name: one.annotation for one in parameters}

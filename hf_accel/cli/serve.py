@@ -13,7 +13,7 @@ import typer
 
 from hf_accel.serving.limits import Limits
 
-from .models import check_text_model, checked_path, explained, named_dtype
+from .models import check_text_model, checked_path, explained, is_row_path, is_sound_path, named_dtype
 from .options import Asked, Dtype, Fit, Path_, common, texts_in_file, with_fit
 from .output import BadInputError, say
 
@@ -35,6 +35,13 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Without a key: another name to answer to; may be repeated; '*' is any.")
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose pages may ask, as https://chat.example; may be repeated; '*' is any."),
+    ] = None,
+    ignore_unknown_fields: Annotated[
+        bool, typer.Option("--ignore-unknown-fields", help="Leave fields of requests out that are not known here.")
+    ] = False,
     chat_template: Annotated[Path | None, typer.Option(help="A file with a Jinja template.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Choices computed at a time.")] = Limits.max_running,
     max_queue: Annotated[int, typer.Option(min=0, help="Choices that may wait; more get 429.")] = Limits.max_queue,
@@ -58,6 +65,8 @@ def serve(
 ) -> None:
     """Serve a model to any client of OpenAI's API: chat completions, completions and responses.
 
+    An encoder or a folder of sentence-transformers answers /v1/embeddings, a cross-encoder /v1/rerank and
+    /v1/score, Whisper /v1/audio/transcriptions.
     A page at / chats with the model; Prometheus reads /metrics; /health and /ready are for what starts and stops it.
 
     \b
@@ -72,7 +81,8 @@ def serve(
         raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
     place, wanted, keywords = checked_path(path), named_dtype(dtype), with_fit(asked.keywords(), fit)
     keywords |= {} if device is None else {"device_map": device}
-    check_text_model(path, "serve")
+    if not is_row_path(path) and not is_sound_path(path):
+        check_text_model(path, "serve")
     named_adapters = [named_path(each) for each in adapter or ()]
     template = None if chat_template is None else texts_in_file(chat_template)[0]
     from hf_accel.serving.hf.served_model import follow, join_ranks, leading
@@ -80,19 +90,19 @@ def serve(
     relay = join_ranks(tensor_parallel, timeout=rank_timeout)
 
     def load() -> Any:
-        from hf_accel.serving.hf.served_model import load_service
+        from hf_accel.serving.hf.served_model import load_served
 
         limits = Limits(
             max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes,
             image_hosts=tuple(allow_image_host or ()), adapter_folder=adapter_folder,
+            ignore_unknown_fields=ignore_unknown_fields,
         )  # fmt: skip
         with explained(path):
-            service = load_service(
+            service = load_served(
                 place, name=name or path, limits=limits, chat_template=template, dtype=wanted or "auto",
                 engine={"relay": relay}, **keywords,
             )  # fmt: skip
-            for known_as, folder in named_adapters:
-                service.load_adapter(known_as, folder)
+            load_adapters(service, named_adapters)
             return service
 
     if relay is not None and not relay.leads:
@@ -101,8 +111,9 @@ def serve(
             signal.signal(number, signal.SIG_IGN)
         return follow(service.engine, relay)
     with closing(bind(host, port)) as bound:
-        from hf_accel.serving.guard import LOOPBACK, Hosts
+        from hf_accel.serving.guard import LOOPBACK, Hosts, checked_origin
 
+        origins = [checked_origin(origin) for origin in allow_origin or ()]
         if host not in LOOPBACK and api_key is None:
             say(f"warning: {host} is open to others, and no --api-key is asked for")
         with asked.output.progress("loading the model"):
@@ -112,13 +123,25 @@ def serve(
             service = load()
             if service.tokenizer.chat_template is not None:
                 service.templates.start()
-            app = make_app(service, api_key=api_key, hosts=Hosts.of(host, allow_host or ()))
+            app = make_app(
+                service, api_key=api_key, hosts=Hosts.of(host, allow_host or (), origins=origins), origins=origins
+            )
             server = make_server(app, service, drain_seconds=drain_seconds)
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         said = {"url": f"{address}/v1", "page": f"{address}/", "model": service.name}
         asked.output.write(said, f"{service.name} is served at {said['url']}; {said['page']} chats with it")
         with leading(relay, service, server):
             server.run(sockets=[bound])
+
+
+def load_adapters(service: Any, named: list[tuple[str, str]]) -> None:
+    """Load adapters by their names and paths. Raises BadInputError or UnsupportedError."""
+    from hf_accel.serving.service import Service
+
+    if named and not isinstance(service, Service):
+        raise BadInputError("--adapter is for models that write text, and this one is none; leave it out")
+    for name, path in named:
+        service.load_adapter(name, path)
 
 
 def named_path(given: str) -> tuple[str, str]:

@@ -6,11 +6,12 @@ that change no token (names of users, billing, storage) are accepted and not rea
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .api_errors import ApiError
+from .fields import REFUSED, without_unknown
 from .messages import MESSAGES, Message
 
 MOST_STOPS = 16  # stop strings of one request
@@ -23,7 +24,8 @@ Count = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Ignored = Any  # changes no token
+Ignored = Annotated[Any, Field(description="Is taken and not read: it changes no token.")]
+Effort = Annotated[str, Field(max_length=64, description="Is given to the chat template, which must read it.")]
 
 Body = TypeVar("Body", bound="Closed")
 
@@ -32,6 +34,13 @@ class Closed(BaseModel):
     """A body whose fields are all known: another one is an error. Types are not converted, so "1" is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    media_type: ClassVar[str] = "application/json"
+
+
+class Named(Closed):
+    """A body that may name the model."""
+
+    model: str | None = None
 
 
 class StreamOptions(Closed):
@@ -45,14 +54,13 @@ class StreamOptions(Closed):
     include_obfuscation: Ignored = None
 
 
-class Common(Closed):
-    """The fields of all endpoints.
+class Common(Named):
+    """The fields of all endpoints that write text.
 
     top_k, min_p, repetition_penalty and chat_template_kwargs are vLLM's additions, and for choices stop_token_ids,
     min_tokens and ignore_eos, which its benchmark of servers sends.
     """
 
-    model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -120,6 +128,8 @@ class Choices(Common):
     stream_options: StreamOptions | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
@@ -183,6 +193,8 @@ class ChatBody(Choices):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: Literal[True] | None = None
     response_format: PlainText | None = None
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: Literal[True] | None = None
@@ -227,6 +239,14 @@ class CompletionBody(Choices):
         return self.logprobs
 
 
+class Reasoning(Closed):
+    """The field of the Responses API that holds the effort."""
+
+    effort: Effort | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+
+
 class ResponseText(Closed):
     format: PlainText | None = None
 
@@ -253,10 +273,15 @@ class ResponseBody(Common):
     background: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
     stream_options: StreamOptions | None = None
+    reasoning: Reasoning | None = None
 
     @property
     def new_tokens(self) -> int | None:
         return self.max_output_tokens
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
 
 class AdapterName(Closed):
@@ -272,14 +297,25 @@ class AdapterBody(AdapterName):
     lora_path: Annotated[str, Field(min_length=1)]
 
 
-def read_body(kind: type[Body], body: dict[str, Any]) -> Body:
+# What one endpoint serves, another one does not ignore; the effort is a hint at all of them.
+NEVER_IGNORED = REFUSED.union(*(kind.model_fields for kind in (ChatBody, CompletionBody, ResponseBody))) - {
+    "reasoning", "reasoning_effort",
+}  # fmt: skip
+
+
+def read_body(kind: type[Body], body: dict[str, Any], *, ignore_unknown: bool = False) -> Body:
     """Check a request's JSON. Raises ApiError (400) with the first thing that is wrong, as one sentence.
 
-    A field that is null counts as left out, whatever its name.
+    A field that is null counts as left out, whatever its name. ignore_unknown: whether fields that are not known, and
+    of which no answer depends, count as left out too.
     """
+    given = {name: value for name, value in body.items() if value is not None}
     try:
-        return kind.model_validate({name: value for name, value in body.items() if value is not None})
+        return kind.model_validate(given)
     except ValidationError as error:
+        known = without_unknown(given, error, refused=NEVER_IGNORED) if ignore_unknown else None
+        if known is not None:
+            return read_body(kind, known)
         raise _refusal(error) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
@@ -304,7 +340,9 @@ def _refusal(error: ValidationError) -> ApiError:
     # pydantic also names the types that it tried, such as list[TextPart]
     where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or _is_name(part))[:200]
     if first["type"] == "extra_forbidden":
-        message = f"{where} is not served; leave it out (it is refused because it might change the answer)"
+        is_never = len(first["loc"]) == 1 and first["loc"][0] in NEVER_IGNORED
+        ways = "" if is_never else ", or start the server with --ignore-unknown-fields"
+        message = f"{where} is not served; leave it out{ways} (it is refused because it might change the answer)"
     elif first["type"] == "missing":
         message = f"{where} is missing"
     elif first["type"] == "literal_error":

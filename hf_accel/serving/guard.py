@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import json
+import re
 import socket
 import uuid
 from collections.abc import Collection, Iterable
@@ -13,22 +13,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import UnsupportedError
 from .api_errors import ApiError
 from .http_server import CONNECTION, KEEP_ALIVE_SECONDS, Connection
 from .page import FILES
-from .service import Service, exchange
+from .service import ModelService, exchange, known_keywords
 
-# They need no key: they are for what starts and stops the server, and the page has a field for the key.
-OPEN_PATHS = ("/health", "/ready", *FILES)
+# They need no key: they are for what starts and stops the server, they say which routes there are, and the page has a
+# field for the key.
+OPEN_PATHS = ("/health", "/ready", "/openapi.json", *FILES)
 BODY_SECONDS = 30.0  # how long a client may take to send a body
 MOST_HEADERS = 100
 CLOSE = {"Connection": "close"}
 REQUEST_ID = "x-request-id"
 LONGEST_ID = 128  # characters
+ANSWER = "answer"  # the key in the scope's state under which the guard finds its own answer
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 ANY = "*"
+ORIGIN = re.compile(r"https?://[^/?#\s]+")
 
 
 class ClientGone(Exception):
@@ -42,27 +48,37 @@ class Guard:
     headers, 413 for a body that is too large, and 408 for one that does not come. When the client closes the
     connection, the work on its request is cancelled, streamed or not; and when an exchange ends, however it ends, its
     job is closed.
+    origins: whose pages a browser lets read the answers, refusals too. A browser asks for that without a key, by an
+    OPTIONS request, which is answered before hosts and keys are checked: it says nothing but who may ask.
     """
 
     def __init__(
-        self, app: ASGIApp, service: Service, *, api_key: str | None, hosts: Hosts | None, paths: Collection[str]
+        self,
+        app: ASGIApp,
+        service: ModelService,
+        *,
+        api_key: str | None,
+        hosts: Hosts | None,
+        origins: Collection[str] = (),
+        paths: Collection[str],
     ) -> None:
         self._app, self._service, self._paths = app, service, frozenset(paths)
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
         self._hosts = hosts if api_key is None else None
+        self._exchanges: ASGIApp = _for_pages_of(origins, self._answered) if origins else self._answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         answer = _Answer(scope, send, self._service)
-        connection: Connection | None = scope.get("state", {}).pop(CONNECTION, None)
+        state = scope.setdefault("state", {})
+        connection: Connection | None = state.pop(CONNECTION, None)
+        state |= {ANSWER: answer, "request_id": answer.request_id}
         if connection is not None:
             connection.request_came()
         try:
-            await self._exchange(scope, receive, answer)
-        except ApiError as error:
-            await answer.error(error)
+            await self._exchanges(scope, receive, answer)
         except ClientGone:
             pass
         finally:
@@ -71,7 +87,14 @@ class Guard:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._service.metrics.requests.labels(path, str(answer.status or 499)).inc()
 
-    async def _exchange(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._exchange(scope, receive, send)
+        except ApiError as error:
+            if scope["state"][ANSWER].status is None:
+                await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+
+    async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         # The body of a refused request is read too, or the client would lose the answer while it sends.
         try:
@@ -83,7 +106,7 @@ class Guard:
             raise refusal
         with ExitStack() as stack:
             exchange.set(stack)
-            await self._run(scope, body, receive, answer)
+            await self._run(scope, body, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Return the answer to a request that is refused whatever its body is; None if it is not refused."""
@@ -126,13 +149,11 @@ class Guard:
             raise refusal
         return b"".join(parts)
 
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the app until it has answered or the client is gone, whichever comes first."""
-        request = scope.setdefault("state", {})
-        request["request_id"] = answer.request_id
 
         async def answered() -> None:
-            await self._app(scope, _replayed(body), answer)
+            await self._app(scope, _replayed(body), send)
 
         app = asyncio.create_task(answered())
         gone = asyncio.create_task(_disconnected(receive))
@@ -149,7 +170,7 @@ class Guard:
 class _Answer:
     """Sends the answer, with the request's id and a header about the connection, and remembers its status."""
 
-    def __init__(self, scope: Scope, send: Send, service: Service) -> None:
+    def __init__(self, scope: Scope, send: Send, service: ModelService) -> None:
         self._send, self._service = send, service
         self.status: int | None = None
         given = (_header(scope, REQUEST_ID.encode()) or b"").decode("latin-1")
@@ -172,15 +193,6 @@ class _Answer:
         if self._service.admission.draining:
             return [(b"connection", b"close")]
         return [(b"keep-alive", b"timeout=%d" % (KEEP_ALIVE_SECONDS - 5))]
-
-    async def error(self, error: ApiError) -> None:
-        if self.status is not None:
-            return
-        body = json.dumps(error.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-        encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await self({"type": "http.response.start", "status": error.status, "headers": encoded})
-        await self({"type": "http.response.body", "body": body})
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
@@ -205,6 +217,26 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+# -- pages of others ----------------------------------------------------------------------------------
+
+
+def _for_pages_of(origins: Collection[str], app: ASGIApp) -> ASGIApp:
+    """Let pages of these origins read what `app` answers, also where they are public and this server is not."""
+    given = {"allow_methods": ("GET", "POST"), "allow_headers": ("*",), "allow_private_network": True}
+    exposed = (REQUEST_ID, "retry-after")
+    return CORSMiddleware(
+        app, allow_origins=origins, expose_headers=exposed, **known_keywords(CORSMiddleware.__init__, given)
+    )
+
+
+def checked_origin(given: str) -> str:
+    """Return an origin as browsers write it, or "*". Raises UnsupportedError for anything else."""
+    origin = given.strip().lower().removesuffix("/")
+    if origin != ANY and not ORIGIN.fullmatch(origin):
+        raise UnsupportedError(f"allow_origin={given!r} is no origin, which is as https://chat.example:3000, or '*'")
+    return origin
+
+
 # -- hosts --------------------------------------------------------------------------------------------
 
 
@@ -222,9 +254,13 @@ class Hosts:
     addresses: bool = False
 
     @classmethod
-    def of(cls, host: str, allowed: Iterable[str] = ()) -> Hosts:
-        """Make the Hosts of a server that listens on `host`, with those that the user allows; "*" allows all."""
-        names = {*LOOPBACK, host_name(host), *map(host_name, allowed)}
+    def of(cls, host: str, allowed: Iterable[str] = (), *, origins: Iterable[str] = ()) -> Hosts:
+        """Make the Hosts of a server that listens on `host`, with those that the user allows; "*" allows all.
+
+        origins: whose pages may ask; they may do so by their own host's name, behind a proxy. "*" adds no name.
+        """
+        trusted = (origin.partition("://")[2] for origin in origins if origin != ANY)
+        names = {*LOOPBACK, host_name(host), *map(host_name, allowed), *map(host_name, trusted)}
         is_wildcard = _is_address(host) and ipaddress.ip_address(host).is_unspecified
         if is_wildcard:
             names.add(socket.gethostname().lower())

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .api_errors import error_body
-from .service import Service
+from .service import ModelService
 
 HEAD_BYTES = 2**16  # of a request: its first line and its headers
 HEAD_SECONDS = 30.0  # from a connection to its first head, and from the first byte of a head to the last one
@@ -43,7 +43,7 @@ class DrainingServer(uvicorn.Server):
     drain_seconds: how long they may take; those that run on are cancelled. A second signal cancels them at once.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, *, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: ModelService, *, drain_seconds: float) -> None:
         super().__init__(config)
         self._service, self._drain_seconds = service, drain_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,7 +87,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def make_server(
-    app: ASGIApp, service: Service, *, drain_seconds: float, log_level: str = "warning", http: Any = AutoHTTPProtocol
+    app: ASGIApp,
+    service: ModelService,
+    *,
+    drain_seconds: float,
+    log_level: str = "warning",
+    http: Any = AutoHTTPProtocol,
 ) -> DrainingServer:
     """A server for an application of `make_app`; run(sockets=[...]) serves until a signal. http: uvicorn's parser."""
     connections = Connections(service.limits.most_connections, 32 * service.limits.max_body_bytes)

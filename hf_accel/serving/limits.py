@@ -25,7 +25,8 @@ class Limits:
     context. max_body_bytes: of a request's body. max_choices: the choices of one request. max_images,
     max_image_pixels: the images of one request, and the pixels of each. image_hosts: the names of hosts from which the
     server fetches images that messages name; "*" is any. adapter_folder: the folder in which are the adapters that a
-    client may load; None lets no client load any.
+    client may load; None lets no client load any. ignore_unknown_fields: whether a field of a body that this server
+    does not know is left out; else its request is refused.
     """
 
     max_running: int = 64
@@ -38,11 +39,12 @@ class Limits:
     max_image_pixels: int = 2**25
     image_hosts: tuple[str, ...] = ()
     adapter_folder: Path | None = None
+    ignore_unknown_fields: bool = False
 
     def __post_init__(self) -> None:
         least = {"max_queue": 0}
         for name, value in vars(self).items():
-            if isinstance(value, int) and value < least.get(name, 1):
+            if type(value) is int and value < least.get(name, 1):
                 raise UnsupportedError(f"{name}={value} must be at least {least.get(name, 1)}")
 
     @property

@@ -53,10 +53,12 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
         for key, (name, words) in COUNTERS.items():
-            yield CounterMetricFamily(f"hf_accel_{name}", words, value=stats[key])
+            if key in stats:  # an encoder's queue has fewer than an Engine
+                yield CounterMetricFamily(f"hf_accel_{name}", words, value=stats[key])
         for key, (name, words) in GAUGES.items():
-            yield GaugeMetricFamily(f"hf_accel_{name}", words, value=stats[key])
-        for key, (name, words) in SPECULATION.items():
+            if key in stats:
+                yield GaugeMetricFamily(f"hf_accel_{name}", words, value=stats[key])
+        for key, (name, words) in SPECULATION.items() if "speculation" in stats else ():
             yield CounterMetricFamily(f"hf_accel_{name}", words, value=stats["speculation"].get(key, 0))
 
 

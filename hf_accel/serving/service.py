@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..errors import HfAccelError, OutOfBlocksError, UnsupportedError
 from ..generation.engine.stream import Request, Sample
@@ -109,21 +109,43 @@ class Job:
         yield Event(index, *text.end(), sample.finish_reason)
 
 
-class Service:
-    """One model that is served. name: what clients call it. tokenizer: a fast one. processor: makes prompts of texts
-    with images; None for a model that takes none.
+class Computing(Protocol):
+    """It computes for a service: an Engine, or a queue of rows."""
 
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def stats(self) -> dict[str, Any]: ...
+
+    @property
+    def is_live(self) -> bool: ...
+
+    def close(self, *, wait: bool) -> None: ...
+
+
+class ModelService:
+    """One model that is served, whatever it answers. engine: computes what is asked.
+
+    name: what clients call the model. tokenizer: a fast one. processor: makes prompts of texts with images; None for a
+    model that takes none.
     All methods are for the event loop of the server.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, name: str, limits: Limits, *, processor: Any = None) -> None:
-        self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
-        self.processor = processor
+    def __init__(self, engine: Computing, tokenizer: Any, name: str, limits: Limits) -> None:
+        self.tokenizer, self.name, self.limits = tokenizer, name, limits
+        self._computing = engine
+        self.processor: Any = None
         self.admission = Admission(limits)
         self.metrics = Metrics(engine)
         self.templates = Templates(4 * limits.max_body_bytes)
         # One thread, so that no tokenizer is used twice at a time, and a long prompt does not stop the streams.
         self._tokenizing = ThreadPoolExecutor(1, "hf_accel tokenizer")
+
+    @property
+    def engine(self) -> Any:
+        """The Engine, or the queue of rows, that computes."""
+        return self._computing
 
     @property
     def context(self) -> int | None:
@@ -143,21 +165,64 @@ class Service:
         if not self.engine.is_live:
             raise unavailable("the engine has ended; the server must be restarted", RETRY_SECONDS)
 
-    def stops(self, asked: Common) -> list[str]:
-        """Return the strings that end the text: the request's, or else those of the model's generation_config."""
-        own = self.engine.model.generation_config.stop_strings or []
-        return asked.stops or ([own] if isinstance(own, str) else list(own))
-
     def check_name(self, asked: str | None) -> None:
         """Raise ApiError (404) for another model than the one that is served, and than its adapters."""
         if asked is not None and asked not in self.names:
             known = ", ".join(map(repr, self.names))
-            verb = "are" if self.engine.adapters.names else "is"
+            verb = "are" if self.names[1:] else "is"
             raise ApiError(404, f"the model {asked[:200]!r} is not served here, but {known} {verb}", field="model")
 
     @property
     def names(self) -> list[str]:
-        """What clients may ask for: the model, and the adapters that are loaded for it."""
+        """The names that clients may ask for."""
+        return [self.name]
+
+    @property
+    def has_encoder(self) -> bool:
+        """True if an encoder reads the prompts, and the answers begin without them."""
+        return bool(self.engine.model.config.is_encoder_decoder)
+
+    def ids(self, text: str, **how: Any) -> list[int]:
+        """Return the tokens of a text. how: keywords of the tokenizer. Raises ApiError (400) for what is no text."""
+        try:
+            ids: list[int] = self.tokenizer(text, **how)["input_ids"]
+        except Exception as error:  # such as half of a surrogate pair, which JSON can name and UTF-8 cannot
+            raise ApiError(400, "prompt is a text that the tokenizer cannot read", field="prompt") from error
+        return ids
+
+    async def in_thread(self, work: Callable[[], Found]) -> Found:
+        """Run tokenization outside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    def failure(self, error: BaseException) -> ApiError:
+        """Return the error that a client gets when its choice has failed with `error`."""
+        if not self.engine.is_live:
+            return unavailable(f"the engine has ended: {error}", RETRY_SECONDS)
+        status = 400 if isinstance(error, UnsupportedError) else 500
+        return ApiError(status, f"the request failed: {error}")
+
+    def close(self) -> None:
+        """End the engine, and with it all requests."""
+        self.templates.close()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self.engine.close(wait=False)
+
+
+class Service(ModelService):
+    """A model that writes text, by an Engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, name: str, limits: Limits, *, processor: Any = None) -> None:
+        super().__init__(engine, tokenizer, name, limits)
+        self.processor = processor
+
+    @property
+    def engine(self) -> Engine:
+        found: Engine = super().engine
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the model, and of the adapters that are loaded for it."""
         return [self.name, *self.engine.adapters.names]
 
     def load_adapter(self, name: str, path: str | Path) -> None:
@@ -191,14 +256,10 @@ class Service:
             raise ApiError(403, "this server lets no client load adapters; start it with --adapter-folder")
         return folder
 
-    @property
-    def has_encoder(self) -> bool:
-        """True if an encoder reads the prompts, and the answers begin without them."""
-        return bool(self.engine.model.config.is_encoder_decoder)
-
-    async def in_thread(self, work: Callable[[], Found]) -> Found:
-        """Run tokenization outside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+    def stops(self, asked: Common) -> list[str]:
+        """Return the strings that end the text: the request's, or else those of the model's generation_config."""
+        own = self.engine.model.generation_config.stop_strings or []
+        return asked.stops or ([own] if isinstance(own, str) else list(own))
 
     def submit(self, asked: Common, prompts: Sequence[Prompt]) -> Job:
         """Submit a choice, or several, for each prompt.
@@ -262,19 +323,6 @@ class Service:
             raise ApiError(400, message)
         room = DEFAULT_NEW_TOKENS if context is None else context - taken
         return wanted or min(DEFAULT_NEW_TOKENS, room, most or DEFAULT_NEW_TOKENS)
-
-    def failure(self, error: BaseException) -> ApiError:
-        """Return the error that a client gets when its choice has failed with `error`."""
-        if not self.engine.is_live:
-            return unavailable(f"the engine has ended: {error}", RETRY_SECONDS)
-        status = 400 if isinstance(error, UnsupportedError) else 500
-        return ApiError(status, f"the request failed: {error}")
-
-    def close(self) -> None:
-        """End the engine, and with it all requests."""
-        self.templates.close()
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
-        self.engine.close(wait=False)
 
 
 async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]:

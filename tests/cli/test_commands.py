@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hf_accel
 from hf_accel.cli import topics
-from hf_accel.cli.generate import sampling_of
 from hf_accel.cli.measurement import WrongResultError
+from hf_accel.cli.token_options import sampling_of
 from hf_accel.kernels import cpu as kernels
 
 from .conftest import TINY, Run, start

@@ -11,7 +11,7 @@ import pytest
 from ..pages import PAGES, ROOT, blocks
 from .conftest import Run
 
-SHOWN = ("plan", "estimate", "quantize", "generate", "verify", "bench")
+SHOWN = ("plan", "estimate", "quantize", "generate", "verify", "bench")  # embed needs a model that is downloaded
 
 
 def commands(document: str) -> list[str]:

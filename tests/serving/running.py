@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ import openai
 import torch
 
 import hf_accel
+from hf_accel.checkpoints.text_encoder import encodes
 from hf_accel.kernels import cpu as kernels
 from hf_accel.serving.guard import Hosts
 from hf_accel.serving.hf.application import make_app
-from hf_accel.serving.hf.served_model import leading, load_service
+from hf_accel.serving.hf.served_model import leading, load_served
+from hf_accel.serving.hf.transcriptions import transcribes
 from hf_accel.serving.http_server import DrainingServer, bound_socket, make_server
 from hf_accel.serving.limits import Limits
-from hf_accel.serving.service import Service
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "stdlib-tiny"
 CHAT_TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -32,7 +33,7 @@ WAIT = 60
 class Running:
     """A server that answers at `url`."""
 
-    def __init__(self, service: Service, server: DrainingServer, port: int) -> None:
+    def __init__(self, service: Any, server: DrainingServer, port: int) -> None:
         self.service, self.server = service, server
         self.root = f"http://127.0.0.1:{port}"
         self.url = f"{self.root}/v1"
@@ -59,7 +60,9 @@ class Running:
 
     def is_idle(self) -> bool:
         stats = self.stats
-        return not (stats["running"] or stats["waiting"] or stats["blocks_used"] or self.service.admission.num_choices)
+        return not (
+            stats["running"] or stats["waiting"] or stats.get("blocks_used") or self.service.admission.num_choices
+        )
 
 
 @contextmanager
@@ -68,14 +71,17 @@ def serving(
     *,
     limits: Limits | None = None,
     api_key: str | None = None,
+    origins: Collection[str] = (),
     drain_seconds: float = 10.0,
     **loading: Any,
 ) -> Iterator[Running]:
     """Serve a checkpoint until the block ends; then nothing of it may be left."""
     bound = bound_socket("127.0.0.1", 0)
-    given: dict[str, Any] = {"name": "tiny", "chat_template": CHAT_TEMPLATE, **EXACT, **loading}
-    service = load_service(str(path), limits=limits, **given)
-    app = make_app(service, api_key=api_key, hosts=Hosts.of("127.0.0.1"))
+    given: dict[str, Any] = {"name": "tiny", **EXACT, **loading}
+    if not encodes(str(path)) and not transcribes(str(path)):
+        given.setdefault("chat_template", CHAT_TEMPLATE)
+    service: Any = load_served(str(path), limits=limits, **given)
+    app = make_app(service, api_key=api_key, hosts=Hosts.of("127.0.0.1", origins=origins), origins=origins)
     server = make_server(app, service, drain_seconds=drain_seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
     with leading(given.get("engine", {}).get("relay"), service, server):

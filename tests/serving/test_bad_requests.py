@@ -127,7 +127,7 @@ RAW: dict[str, bytes] = {
 }
 OTHERS = [
     ("POST", "/load_model"), ("POST", "/reset"), ("POST", "/v1/audio/transcriptions"), ("POST", "/v1/systemone"),
-    ("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("GET", "/docs"), ("GET", "/openapi.json"),
+    ("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("GET", "/redoc"),
     ("GET", "/nothing"), ("POST", "/metrics"), ("POST", "/v1/embeddings"), ("GET", "/v1/models/other"),
 ]  # fmt: skip
 
@@ -202,7 +202,7 @@ def test_refused(running: Running, client: httpx.Client, good: str, path: str, b
         (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
          "chat_template_kwargs: chat_template is not served"),
         ("/v1/embeddings", {}, "POST /v1/embeddings is not served; POST /v1/chat/completions, /v1/completions, "
-         "/v1/responses are"),
+         "/v1/responses, /tokenize, /detokenize are"),
     ],
     ids=["echo", "empty stop", "stop of another type", "tool choice", "chat template", "path"],
 )  # fmt: skip

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from hf_accel.serving.guard import Hosts
+from hf_accel.errors import UnsupportedError
+from hf_accel.serving.guard import Hosts, checked_origin
 
 ALWAYS = [
     "localhost",
@@ -41,6 +42,32 @@ def test_hosts(host: str, allowed: list[str], taken: list[str], refused: list[st
         assert hosts.refuses(name.encode()) is None, name
     for name in (*NEVER, *refused):
         assert "--allow-host" in (hosts.refuses(name.encode()) or ""), name
+
+
+def test_hosts_of_allowed_origins() -> None:
+    hosts = Hosts.of("127.0.0.1", origins=["https://chat.example:3000", "*"])
+    assert hosts.refuses(b"chat.example:8000") is None and hosts.refuses(b"localhost") is None
+    assert hosts.refuses(b"evil.example") and hosts.refuses(b"x.chat.example")
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ("*", "*"),
+        ("HTTP://LocalHost:3000", "http://localhost:3000"),
+        ("https://chat.example/", "https://chat.example"),
+    ],
+)
+def test_origins(given: str, origin: str) -> None:
+    assert checked_origin(given) == origin
+
+
+@pytest.mark.parametrize(
+    "given", ["chat.example", "https://chat.example/page", "null", "", "ftp://x", "https://*.x/?a"]
+)
+def test_what_is_no_origin(given: str) -> None:
+    with pytest.raises(UnsupportedError, match="is no origin"):
+        checked_origin(given)
 
 
 def test_all_hosts_may_be_allowed() -> None:

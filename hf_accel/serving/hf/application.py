@@ -1,9 +1,11 @@
-"""The ASGI application: transformers' own, with our handlers, our routes and the guard around it."""
+"""The ASGI application: our handlers over transformers' own, our routes, and the guard around them."""
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,57 +15,101 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState
 
 from ..api_errors import ApiError, error_body
-from ..bodies import AdapterBody, AdapterName, read_body
 from ..guard import Guard, Hosts
-from ..page import page_routes
-from ..service import Service, known_keywords
+from ..openapi import document
+from ..page import FILES, page_routes
+from ..rows import Embeddings, Rerank, RowHandler, RowService, Score
+from ..service import ModelService, Service
+from .adapters import LoadAdapter, UnloadAdapter
 from .completions import Chat, Completions
+from .handlers import OfEngine
 from .responses import Responses
+from .tokens import Detokenize, Tokenize
+from .transcriptions import Transcriber, Transcriptions
 
-# What is kept of transformers' routes. Those that load and unload models, and those that need other models, go.
-KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-OUR_ROUTES = ("/v1/models", *ADAPTER_ROUTES, "/health", "/ready", "/metrics", "/plan", "/stats", "/")
+Handler = OfEngine | RowHandler | Transcriptions | LoadAdapter | UnloadAdapter
+OUR_ROUTES = ("/v1/models", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/plan", "/stats")
 
 
 def make_app(
-    service: Service,
+    service: ModelService,
     *,
     api_key: str | None = None,
     hosts: Hosts | None = None,
+    origins: Collection[str] = (),
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> ASGIApp:
     """Build the application of a service. api_key: what clients must send as `Authorization: Bearer KEY`.
 
     hosts: the names that requests may be sent to if there is no key; None takes all, for an application behind another
-    server, which knows its names.
+    server, which knows its names. origins: of other sites whose pages may ask, or "*".
     chat_template_kwargs: what the chat template gets unless a request says otherwise.
     """
-    manager, state = OneModel(service), GenerationState()
-    shared: dict[str, Any] = {"model_manager": manager, "generation_state": state}
-    template = {"chat_template_kwargs": chat_template_kwargs or {}}
-    handlers = {
-        "chat_handler": Chat(service, **shared, **template),
-        "completion_handler": Completions(service, **shared),
-        "response_handler": Responses(service, **shared, **template),
-        "transcription_handler": None,  # their routes are not kept
-        "systemone_handler": None,
-    }
-    app: FastAPI = build_server(**known_keywords(build_server, {**shared, **handlers}))
-    app.user_middleware.clear()  # the guard sets the request's id, and sees when a client goes away
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in KEPT]
+    manager = OneModel(service)
+    posts = handlers_of(service, manager, chat_template_kwargs or {})
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        manager.shutdown()
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None)  # its own pages load programs of another site
+    for path, handler in posts.items():
+        _add_post(app, path, handler)
     _add_routes(app, service, manager)
-    _add_adapters(app, service)
-    app.router.routes += page_routes(service)
-    _add_errors(app)
-    return Guard(app, service, api_key=api_key, hosts=hosts, paths=(*KEPT, *OUR_ROUTES))
+    page = page_routes(service)
+    app.router.routes += page
+    described = document(posts, (route for route in app.routes if route not in page))
+    app.get("/openapi.json")(lambda: JSONResponse(described))
+    _add_errors(app, posts)
+    paths = (*posts, *OUR_ROUTES, *FILES)
+    return Guard(app, service, api_key=api_key, hosts=hosts, origins=origins, paths=paths)
 
 
-def _add_routes(app: FastAPI, service: Service, manager: OneModel) -> None:
+def handlers_of(service: ModelService, manager: OneModel, chat_template_kwargs: dict[str, Any]) -> dict[str, Handler]:
+    """Return what answers the POST requests of each path."""
+    shared: dict[str, Any] = {"model_manager": manager, "generation_state": GenerationState()}
+    template = {**shared, "chat_template_kwargs": chat_template_kwargs}
+    tokens: dict[str, Handler] = {
+        "/tokenize": Tokenize(service, **template),
+        "/detokenize": Detokenize(service, **shared),
+    }
+    if isinstance(service, RowService) and isinstance(service.encoder, Transcriber):
+        return {"/v1/audio/transcriptions": Transcriptions(service), **tokens}
+    if isinstance(service, RowService):
+        pairs: dict[str, Handler] = {"/v1/rerank": Rerank(service), "/v1/score": Score(service)}
+        vectors: dict[str, Handler] = {} if service.encoder.scores else {"/v1/embeddings": Embeddings(service)}
+        return {**vectors, **pairs, **tokens}
+    assert isinstance(service, Service)
+    return {
+        "/v1/chat/completions": Chat(service, **template),
+        "/v1/completions": Completions(service, **shared),
+        "/v1/responses": Responses(service, **template),
+        "/v1/load_lora_adapter": LoadAdapter(service),
+        "/v1/unload_lora_adapter": UnloadAdapter(service),
+        **tokens,
+    }
+
+
+def _add_post(app: FastAPI, path: str, handler: Handler) -> None:
+    if isinstance(handler, Transcriptions):
+        app.post(path)(handler.handle_form)
+        return
+
+    @app.post(path)
+    async def post(request: Request, body: dict[str, Any]) -> Response:
+        answer: Response = await handler.handle_request(body, request.state.request_id)
+        return answer
+
+
+def _add_routes(app: FastAPI, service: ModelService, manager: OneModel) -> None:
+    @app.get("/version")
+    async def version_of_ours() -> Response:
+        return JSONResponse({"version": version("hf_accel")})
+
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": manager.get_gen_models()})
@@ -90,21 +136,7 @@ def _add_routes(app: FastAPI, service: Service, manager: OneModel) -> None:
         return Response(page, headers={"content-type": kind})
 
 
-def _add_adapters(app: FastAPI, service: Service) -> None:
-    @app.post(ADAPTER_ROUTES[0])
-    async def load(body: dict[str, Any]) -> Response:
-        asked = read_body(AdapterBody, body)
-        await asyncio.to_thread(service.load_asked, asked)
-        return JSONResponse({"loaded": asked.lora_name})
-
-    @app.post(ADAPTER_ROUTES[1])
-    async def unload(body: dict[str, Any]) -> Response:
-        asked = read_body(AdapterName, body)
-        service.unload_asked(asked)
-        return JSONResponse({"unloaded": asked.lora_name})
-
-
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, posts: Mapping[str, Handler]) -> None:
     """Answer every error in OpenAI's form."""
 
     @app.exception_handler(ApiError)
@@ -115,7 +147,7 @@ def _add_errors(app: FastAPI) -> None:
     async def known(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
         if error.status_code in (404, 405):
-            message = f"{request.method} {request.url.path[:200]} is not served; POST {', '.join(KEPT)} are"
+            message = f"{request.method} {request.url.path[:200]} is not served; POST {', '.join(posts)} are"
         return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
@@ -130,7 +162,7 @@ def _add_errors(app: FastAPI) -> None:
 class OneModel(ModelManager):
     """transformers' manager of models, with one model that is never unloaded."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ModelService) -> None:
         super().__init__(model_timeout=-1)
         self._service = service
         self._created = int(time.time())

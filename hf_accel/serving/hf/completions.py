@@ -38,15 +38,10 @@ class Completions(OfEngine, CompletionHandler):
             message = f"prompt holds {len(asked.prompts)} prompts; send 1 to {self.service.limits.most_choices}"
             raise ApiError(400, message, field="prompt")
         return await self.service.in_thread(
-            lambda: [Prompt(self._ids(prompt) if isinstance(prompt, str) else prompt) for prompt in asked.prompts]
+            lambda: [
+                Prompt(self.service.ids(prompt) if isinstance(prompt, str) else prompt) for prompt in asked.prompts
+            ]
         )
-
-    def _ids(self, text: str) -> list[int]:
-        try:
-            ids: list[int] = self.service.tokenizer(text)["input_ids"]
-        except Exception as error:  # such as half of a surrogate pair, which JSON can name and UTF-8 cannot
-            raise ApiError(400, "prompt is a text that the tokenizer cannot read", field="prompt") from error
-        return ids
 
     async def _answer(
         self, asked: CompletionBody, body: dict[str, Any], prompts: list[Prompt], request_id: str

@@ -15,13 +15,16 @@ from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.utils import logging
 
 from ..api_errors import ApiError
-from ..bodies import ChatBody, Common, ResponseBody, read_body
+from ..bodies import ChatBody, Named, ResponseBody, read_body
 from ..images import read_images
 from ..service import Prompt, Service
+from ..text_bodies import TokenizeBody
 from .templates import CAN_RENDER
 
 logger = logging.get_logger(__name__)
 Messages = list[dict[str, Any]]
+OfChat = ChatBody | ResponseBody | TokenizeBody
+EFFORT = "reasoning_effort"
 # What a client may not give to the chat template: these change apply_chat_template, not what a template says.
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
@@ -32,19 +35,24 @@ class OfEngine(BaseHandler):
     service: the model and its Engine. The other arguments are those of transformers' handler.
     """
 
-    body_type: ClassVar[type[Common]]
+    body_type: ClassVar[type[Named]]
 
-    def __init__(self, service: Service, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, service: Any, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.service = service
+        self.service: Service = service  # of an encoder, for the two handlers of tokens
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request with a Response. Raises ApiError for what is not served."""
-        asked = read_body(self.body_type, body)
-        self.service.check_name(asked.model)
+        asked = self._checked(body)
         self.service.require_ready(asked.num_choices)
         prompts = await self._prompts(asked, body)
         return await self._answer(asked, body, prompts, request_id)
+
+    def _checked(self, body: dict[str, Any]) -> Any:
+        """Return the body as its `body_type`. Raises ApiError: 400 for what is not served, 404 for another model."""
+        asked = read_body(self.body_type, body, ignore_unknown=self.service.limits.ignore_unknown_fields)
+        self.service.check_name(asked.model)
+        return asked
 
     async def _prompts(self, asked: Any, body: dict[str, Any]) -> list[Prompt]:
         """Return the prompts that the body holds."""
@@ -54,7 +62,10 @@ class OfEngine(BaseHandler):
         raise NotImplementedError
 
     async def _render(
-        self, asked: ChatBody | ResponseBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+        self,
+        asked: ChatBody | ResponseBody | TokenizeBody,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
     ) -> Prompt:
         """Return the prompt of a chat. Raises ApiError (400) for messages that the chat template refuses."""
         tokenizer = self.service.tokenizer
@@ -62,7 +73,7 @@ class OfEngine(BaseHandler):
             reads = ", and reads its prompts with an encoder" if self.service.has_encoder else ""
             way_out = "use /v1/completions, or start with --chat-template"
             raise ApiError(400, f"the model has no chat template{reads}; {way_out}")
-        given = asked.chat_template_kwargs or {}
+        given = {**self._effort(asked, tools), **(asked.chat_template_kwargs or {})}
         if RESERVED & given.keys():
             name = min(RESERVED & given.keys())
             raise ApiError(400, f"chat_template_kwargs: {name} is not served", field="chat_template_kwargs")
@@ -81,6 +92,20 @@ class OfEngine(BaseHandler):
         except Exception as error:  # whatever a template raises is about what the client sent
             reason = (str(error).splitlines() or [""])[0][:300] or type(error).__name__
             raise ApiError(400, f"the chat template refuses the messages: {reason}", field="messages") from error
+
+    def _effort(
+        self, asked: ChatBody | ResponseBody | TokenizeBody, tools: list[dict[str, Any]] | None
+    ) -> dict[str, str]:
+        """Return the effort that a request asks for, for the chat template. Raises ApiError (400) if it reads none."""
+        effort = asked.reasoning_effort
+        if effort is None:
+            return {}
+        if EFFORT in self.service.tokenizer.get_chat_template(None, tools):
+            return {EFFORT: effort}
+        if self.service.limits.ignore_unknown_fields:
+            return {}
+        message = f"the model's chat template reads no {EFFORT}; leave it out, or start with --ignore-unknown-fields"
+        raise ApiError(400, message, field=EFFORT)
 
     async def _tokens(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]

@@ -21,13 +21,16 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 
 from ...checkpoints.load import load, load_tokenizer
+from ...checkpoints.text_encoder import encodes, load_text_encoder
 from ...errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ...generation.engine.stream import Request
 from ...generation.hf import Engine
 from ...parallel.relay import Relay
 from ..http_server import DrainingServer
 from ..limits import Limits
-from ..service import Service
+from ..rows import RowService
+from ..service import ModelService, Service
+from .transcriptions import sound_service, transcribes
 
 
 def load_fast_tokenizer(path: str) -> Any:
@@ -53,6 +56,24 @@ def load_processor(path: str, tokenizer: Any) -> Any:
         return None
     tokenizer.chat_template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     return processor
+
+
+def load_served(path: str, **given: Any) -> ModelService:
+    """Load what a checkpoint is for: Whisper or a text encoder with its queue, or by `load_service` what writes text.
+
+    given: the keywords of load_service. Raises UnsupportedError for what these do not take.
+    """
+    sounds = transcribes(path)
+    if not sounds and not encodes(path):
+        return load_service(path, **given)
+    limits = given.pop("limits", None) or Limits()
+    name, template, engine = (given.pop(key, None) for key in ("name", "chat_template", "engine"))
+    if template is not None or (engine or {}).get("relay") is not None:
+        what = "chat_template" if template is not None else "tensor_parallel"
+        raise UnsupportedError(f"{what} is for models that write text, and {path} is none; leave it out")
+    if sounds:
+        return sound_service(path, name or path, limits, **given)
+    return RowService(load_text_encoder(path, **given), name or path, limits)
 
 
 def load_service(
@@ -143,7 +164,7 @@ def join_ranks(size: int, *, timeout: float) -> Relay | None:
 
 
 @contextmanager
-def leading(relay: Relay | None, service: Service, server: DrainingServer) -> Iterator[None]:
+def leading(relay: Relay | None, service: ModelService, server: DrainingServer) -> Iterator[None]:
     """Let the other ranks follow the Engine of a service while the block serves it, and end with it.
 
     A rank that is lost ends all requests and the server: the block then ends, and LostRankError is raised. relay:

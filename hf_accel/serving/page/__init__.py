@@ -1,4 +1,7 @@
-"""The page at /: it chats with the model, and shows the plan and the Engine's counters. Static files alone."""
+"""The pages: / chats with the model, and shows the plan and the Engine's counters; /docs shows the routes.
+
+They are static files alone.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,22 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ...undo.state import state_of
-from ..service import Service
+from ..service import ModelService
 
 FOLDER = Path(__file__).parent
-FILES = {"/": "index.html", "/page/page.css": "page.css", "/page/page.js": "page.js"}  # by path
-# The page asks this server alone, and nobody else may show it in a frame.
+FILES = {  # by path
+    "/": "index.html", "/docs": "docs.html",
+    **{f"/page/{name}": name for name in ("page.css", "page.js", "docs.js")},
+}  # fmt: skip
+# A page asks this server alone, and nobody else may show it in a frame.
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
 }
 
 
-def page_routes(service: Service) -> list[Route]:
-    """The page's files, which need no key, and /plan and /stats, which need the key if there is one.
+def page_routes(service: ModelService) -> list[Route]:
+    """The pages' files, which need no key, and /plan and /stats, which need the key if there is one.
 
     /plan: what patch() chose, and whether the model has a chat template. /stats: the Engine's counters.
     """
@@ -39,7 +45,7 @@ def page_routes(service: Service) -> list[Route]:
     return [*(Route(path, file) for path in FILES), Route("/plan", plan), Route("/stats", stats)]
 
 
-def description(service: Service) -> dict[str, Any]:
+def description(service: ModelService) -> dict[str, Any]:
     """Describe the served model: its name, its kind, whether it chats, and the choices of the plan."""
     done = state_of(service.engine.model).description
     has_chat = service.tokenizer.chat_template is not None
