@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import JSONResponse, Response
 
@@ -14,7 +14,7 @@ from ..service import Service
 class LoadAdapter:
     """Loads an adapter from the folder of adapters."""
 
-    body_type = AdapterBody
+    body_type: ClassVar[Any] = AdapterBody
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -28,7 +28,7 @@ class LoadAdapter:
 class UnloadAdapter:
     """Unloads an adapter. Requests that run with it end with it."""
 
-    body_type = AdapterName
+    body_type: ClassVar[Any] = AdapterName
 
     def __init__(self, service: Service) -> None:
         self.service = service
