@@ -24,6 +24,7 @@ from .encoder_rows import (
     WrittenRows,
     layout_of,
     layout_of_pairs,
+    packed_layout,
     windowed_layout,
 )
 from .layer_programme import NativeOperations
@@ -98,6 +99,12 @@ class EncoderProgramme(NativeOperations):
             return layout_of(mask, batch, tokens)
         return windowed_layout(mask, batch, tokens, self.window)
 
+    def layout_of_starts(self, starts: Any, shape: tuple[int, int], *, in_rows: bool) -> RowLayout | None:
+        """Return the layout of packed sequences; None if a token does not attend to all of its own sequence."""
+        if self.causal or self.window is not None or self.positions is not None or self.write is not None:
+            return None
+        return packed_layout(starts, shape, in_rows=in_rows)
+
     def with_padding(self, layout: RowLayout) -> RowLayout | None:
         """Return the layout in which padding is computed too; None if stock computes something else there."""
         if self.causal or self.write is not None or self.window is not None or self.positions is not None:
@@ -136,7 +143,7 @@ class EncoderProgramme(NativeOperations):
         tensors: cos and sin, [N, self.tables] of table_dtype, contiguous; the bias of the layout, for
         self.biased_heads; and what `to_write` made, to be filled. out: memory like x that may take the result.
         """
-        if len(x) > self.max_tokens:
+        if any(call.rows.stop - call.rows.start > self.max_tokens for call in layout.calls):
             return self._one_by_one(x, layout, tensors)
         tables, bias, written, positions = tensors
         table, places = None if bias is None else bias.table, (0, 0, 0)

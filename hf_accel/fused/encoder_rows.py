@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -73,7 +73,9 @@ class RowLayout:
     """The places of a padded batch [B, T] that hold tokens: at least one in each row.
 
     index: of the rows among B * T places, int64; None if every place is a row. ragged: the sequences, end to end.
-    calls: parts of them for one native call each. keys: the rows that are keys, int64; None for all of them.
+    calls: parts of them for one native call each. keys: the rows that are keys, int64; None for all of them. packed:
+    whether the rows are sequences side by side, of which each token has its row of cos and sin. in_rows: whether the
+    states are [B, T, width], else [T, width].
     """
 
     shape: tuple[int, int]
@@ -81,6 +83,8 @@ class RowLayout:
     ragged: Ragged
     calls: tuple[CallRows, ...]
     keys: Tensor | None = None
+    packed: bool = False
+    in_rows: bool = True
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, T, width] -> [N, width], contiguous: the tokens end to end."""
@@ -90,7 +94,7 @@ class RowLayout:
     def padded(self, rows: Tensor) -> Tensor:
         """[N, width] -> [B, T, width], with zeros at padding."""
         if self.index is None:
-            return rows.view(*self.shape, -1)
+            return rows.view(*self.shape, -1) if self.in_rows else rows
         out = rows.new_zeros(self.shape[0] * self.shape[1], rows.shape[1])
         return out.index_copy_(0, self.index, rows).view(*self.shape, -1)
 
@@ -134,12 +138,16 @@ class RowLayout:
     def tables(self, tables: Tables) -> Tables | None:
         """[B or 1, T, dim] -> [N, dim]: of the places of the tokens; None for tables of another form."""
         cos, sin = tables
+        if self.packed:
+            if cos.ndim != 2:
+                return None
+            cos, sin = cos[None], sin[None]
         shapes = [(batch, self.shape[1], cos.shape[-1]) for batch in (1, self.shape[0])]
         if cos.shape not in shapes or sin.shape != cos.shape or sin.dtype is not cos.dtype:
             return None
         if not all(type(each) in PLAIN and each.is_cpu for each in tables):
             return None
-        cos, sin = (self.rows(each.expand(self.shape[0], -1, -1)).contiguous() for each in tables)
+        cos, sin = (self.rows(each.expand(self.shape[0], -1, -1)).contiguous() for each in (cos, sin))
         return cos, sin
 
     def distances(self, positions: Any) -> Tensor | None:
@@ -252,6 +260,20 @@ def layout_of_columns(columns: Tensor) -> RowLayout | None:
     if not min(lengths):
         return None
     return _layout((batch, tokens), columns.flatten().nonzero().squeeze(1), lengths)
+
+
+def packed_layout(starts: Any, shape: tuple[int, int], *, in_rows: bool) -> RowLayout | None:
+    """Return the layout of sequences that are packed into one row; None for places that do not divide it.
+
+    starts: where they begin, and the end of the last, a tensor of integers.
+    """
+    if type(starts) not in PLAIN or starts.ndim != 1 or not starts.is_cpu or starts.is_floating_point():
+        return None
+    places: list[int] = starts.tolist()
+    lengths = [end - begin for begin, end in pairwise(places)]
+    if shape[0] != 1 or places[:1] != [0] or places[-1] != shape[1] or min(lengths, default=-1) < 0:
+        return None
+    return replace(_layout(shape, None, [each for each in lengths if each]), packed=True, in_rows=in_rows)
 
 
 def causal_layout(

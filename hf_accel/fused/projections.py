@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
@@ -23,7 +24,10 @@ from ..undo.state import FUSED
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
 # (`python -m benchmarks.run float_rows`).
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
-BFLOAT16_ROWS = {"avx512_vnni_bf16": 64}  # another number on these instruction sets
+ROWS_OF_LEVELS = {  # another number on these instruction sets
+    (torch.bfloat16, "avx512_vnni_bf16"): 64,
+    (torch.float32, "avx512_vnni_bf16"): 256,
+}
 UNLIMITED = 2**62
 
 # Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
@@ -37,8 +41,7 @@ def native_rows(dtype: torch.dtype) -> int:
     """Return the most rows with which our product of float weights is faster than torch's on this CPU."""
     if not has_instructions(dtype) and (dtype is torch.float16 or isa() in SLOW_BFLOAT16):
         return UNLIMITED
-    rows = FLOAT_ROWS.get(dtype, 0)
-    return BFLOAT16_ROWS.get(isa(), rows) if dtype is torch.bfloat16 else rows
+    return ROWS_OF_LEVELS.get((dtype, isa()), FLOAT_ROWS.get(dtype, 0))
 
 
 def is_bare_linear(layer: nn.Module) -> bool:
@@ -203,6 +206,36 @@ class WidenedConv1D(Mixin):
             return product.view(*x.shape[:-1], -1)
         stock: Tensor = super().forward(x)  # type: ignore[misc]
         return stock
+
+
+class PatchProduct(Mixin):
+    """A mixin for a convolution that is given patches as large as its kernel: torch multiplies these several times
+    faster than it convolves them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [patches, channels, ...] -> [patches, out, 1, ...] in x's dtype."""
+        own: dict[str, Any] = self.__dict__
+        weight, bias = (own["_parameters"].get(name) for name in ("weight", "bias"))
+        if native(x) and takes_patches(own) and is_patch(weight, bias, x):
+            product = F.linear(x.flatten(1), weight.flatten(1), bias)
+            return product.view(*product.shape, *[1] * (x.ndim - 2))
+        stock: Tensor = super().forward(x)  # type: ignore[misc]
+        return stock
+
+
+def takes_patches(own: dict[str, Any]) -> bool:
+    """Return whether a convolution with these attributes has no padding and moves by its whole kernel."""
+    plain = not any(own["padding"]) and set(own["dilation"]) == {1} and own["groups"] == 1
+    return plain and own["stride"] == own["kernel_size"]
+
+
+def is_patch(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:
+    """Return whether each row of x is as large as the kernel, and all are plain tensors of one dtype."""
+    if weight is None or x.shape[1:] != weight.shape[1:] or not x.numel():
+        return False
+    tensors = [weight] if bias is None else [weight, bias]
+    return all(is_plain_tensor(each) and each.is_cpu and each.dtype is x.dtype for each in tensors)
 
 
 def is_widened(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:

@@ -19,8 +19,9 @@ CACHES = ("past_key_values", "layer_past")  # the names of a cache
 CACHE = CACHES[0]
 SOURCE_STATES, SOURCE_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a decoder that has an encoder
 TENSORS = (MASK, "position_ids", TABLES, *CACHES, SOURCE_STATES, SOURCE_MASK)  # a decoder layer may be given these
+STARTS = "cu_seqlens"  # where the sequences begin that are packed into one row, and the end of the last
 POSITIONS, EMBEDDINGS = "relative_pos", "rel_embeddings"  # of attention whose scores depend on positions
-PASSED_ON = (*TENSORS, BIAS, POSITIONS, EMBEDDINGS)  # tensors, and a cache, that a layer may only pass on
+PASSED_ON = (*TENSORS, BIAS, POSITIONS, EMBEDDINGS, STARTS)  # tensors, and a cache, that a layer may only pass on
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,24 @@ class CallForm:
     """The arguments of a call, apart from the numbers in tensors.
 
     states: the name of the hidden states. tensors: those of PASSED_ON that are tensors. plain: the name, type and
-    value of each other argument; True is not 1. table_dtype: of cos and sin, if they are given.
+    value of each other argument; True is not 1. table_dtype: of cos and sin, if they are given. in_rows: whether the
+    states are [B, T, width]; else they are packed sequences, [T, width].
     """
 
     states: str
     tensors: frozenset[str] = frozenset()
     plain: tuple[tuple[str, type, Any], ...] = ()
     table_dtype: torch.dtype | None = None
+    in_rows: bool = True
 
 
 def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> CallForm:
     """Return the form of a call with hidden states, and with a mask, positions, and cos and sin of `dtype`, if the
     code takes them.
     """
-    usual = {MASK, TABLES, BIAS, POSITIONS, EMBEDDINGS}
+    usual, given = {MASK, TABLES, BIAS, POSITIONS, EMBEDDINGS}, inspect.signature(kind.forward).parameters
+    if STARTS in given and given[STARTS].default is inspect.Parameter.empty:
+        usual.add(STARTS)
     tensors = frozenset(usual.intersection(parameter_names(kind.forward)))
     return CallForm(_states(kind), tensors, table_dtype=dtype if TABLES in tensors else None)
 
@@ -92,7 +97,8 @@ def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any])
         if type(tables) is not tuple or list(map(type, tables)) != [torch.Tensor] * 2:
             return None
         table_dtype = tables[0].dtype
-    return x, mask, CallForm(names[0], tensors, plain, table_dtype)
+    in_rows = STARTS not in tensors or getattr(x, "ndim", 3) == 3
+    return x, mask, CallForm(names[0], tensors, plain, table_dtype, in_rows)
 
 
 def _is_size(value: object) -> bool:

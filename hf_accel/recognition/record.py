@@ -16,6 +16,7 @@ from torch import nn
 
 from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_MASK, as_usual
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
+from .packed import Starts, as_row, attended_again, is_packed, is_second, joined, rotated_row
 from .position_attention import ABSENT_PARTS, READ_SETTINGS, PositionAttention
 from .scores import Scores, drops
 from .source_stand_ins import KEYS, VALUES, SourceKeys, as_source
@@ -46,7 +47,7 @@ class Record:
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque(MASK), (Opaque("cos"), Opaque("sin"))
         self.bias: Opaque = Opaque(BIAS)
-        self.source_mask = Opaque(SOURCE_MASK)
+        self.source_mask, self.starts = Opaque(SOURCE_MASK), Starts()
         self.source_operations: list[Operation] = []  # on the rows of an encoder's output
         self.positions = {name: Opaque(name) for name in (POSITIONS, EMBEDDINGS)}
         self.layer_idx: int | None = None
@@ -152,6 +153,8 @@ class Record:
             return args[0]
         if function is torch.chunk and isinstance(args[0], StandIn):
             return args[0].chunk(*args[1:], **kwargs)
+        if function is torch.split and isinstance(args[0], StandIn):
+            return args[0].split(*args[1:], **kwargs)
         if function is torch.matmul and len(args) == 2 and not kwargs:
             return args[0] @ args[1]
         if isinstance(args[0], StandIn) and len(args) == 1 and not kwargs.get("inplace"):
@@ -160,6 +163,8 @@ class Record:
                 return self.activate(name, args[0])
         if function is torch.cat and kwargs == {"dim": -1} and len(args) == 1 and len(args[0]) == 2:
             return self.join(*args[0])
+        if function is torch.cat and isinstance(args[0], (tuple, list)):
+            return joined(*args, **kwargs)
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
     def add(self, x: Any, y: Any) -> StandIn:
@@ -222,6 +227,8 @@ class Record:
         if len(args) != 4 or not as_usual(original, kwargs) or (args[2], args[3]) != self.tables:
             raise UntraceableError("it rotates in a way of its own")
         q, k = args[:2]
+        if is_packed(q):
+            return rotated_row(self, original, *args, **kwargs)  # type: ignore[no-any-return]
         factor = getattr(q, "factor", 1.0)  # of queries that are scaled ahead of the rotation
         q = replace(q, factor=1.0) if factor != 1 else q
         for x in (q, k):
@@ -265,6 +272,8 @@ class Record:
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
         if any(isinstance(x, StandIn) and x.rows is SOURCE for x in qkv):
             return self._attend_source(module, qkv, mask, options)
+        if is_second(qkv):
+            return attended_again(self, module, qkv, mask, options)
         given = {name: value for name, value in options.items() if name != BIAS}
         bias = options.get(BIAS)
         if isinstance(bias, Computed):
@@ -344,8 +353,11 @@ class Record:
     def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
         query, key, value = qkv
         factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
-        for x in (replace(query, factor=1.0) if factor != 1 else query, key, value):
+        rows = [as_row(replace(query, factor=1.0) if factor != 1 else query), as_row(key), as_row(value)]
+        for x in rows:
             require(x, heads=True)
+        if any(map(is_packed, rows)) or (values["biased"] and is_packed(query)):
+            raise UntraceableError("it attends in a way of its own")
         same = query.shape[3] == key.shape[3] and key.heads == value.heads and query.heads % key.heads == 0
         if not same or not key.cached is value.cached is (self.layer_idx is not None):
             raise UntraceableError("it attends in a way of its own")

@@ -102,10 +102,11 @@ class Computed(Opaque):
 @dataclass(eq=False)
 class StandIn:
     """A tensor [B, T, width], [B * T, width] if it is `flat`, [B, T, heads, dim], or [B, heads, T, dim] if it is
-    `transposed`.
+    `transposed`. Where sequences are packed into one row, B is 1, or is not there.
 
     factor: the number by which it must still be multiplied. cached: whether it came from the cache. rows: what stands
-    for T, TOKENS or SOURCE. apart: the heads that a tensor [B, T, width] is made of, if they do not stand end to end.
+    for T, TOKENS or SOURCE, or another Count for one sequence of a row. apart: the heads that a tensor [B, T, width]
+    is made of, if they do not stand end to end. batch: what stands for B, BATCH, 1, or None where it is not there.
     """
 
     trace: Recorder
@@ -118,6 +119,7 @@ class StandIn:
     flat: bool = False
     rows: Count = field(default_factory=lambda: TOKENS)
     apart: int = 1
+    batch: Any = field(default_factory=lambda: BATCH)
 
     @property
     def is_whole(self) -> bool:
@@ -126,10 +128,13 @@ class StandIn:
 
     @property
     def shape(self) -> tuple[Any, ...]:
+        if self.flat:
+            return ALL_TOKENS, self.width
+        batch = () if self.batch is None else (self.batch,)
         if self.heads is None:
-            return (ALL_TOKENS, self.width) if self.flat else (BATCH, self.rows, self.width)
+            return (*batch, self.rows, self.width)
         dim = self.width // self.heads
-        return (BATCH, self.heads, self.rows, dim) if self.transposed else (BATCH, self.rows, self.heads, dim)
+        return (*batch, self.heads, self.rows, dim) if self.transposed else (*batch, self.rows, self.heads, dim)
 
     def size(self, index: int | None = None) -> Any:
         return self.shape if index is None else self.shape[index]
@@ -144,6 +149,10 @@ class StandIn:
 
     def view(self, *sizes: Any) -> Any:
         sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        if self.batch is not BATCH:
+            batch = 1 if len(sizes) > 2 and type(sizes[0]) is int and sizes[0] == 1 else None
+            usual = replace(self, batch=BATCH).view(BATCH, *(sizes if batch is None else sizes[1:]))
+            return usual.with_batch(batch)
         if len(sizes) == 2 or self.flat:
             return self._flattened(*sizes)
         batch, tokens, *rest = sizes
@@ -183,15 +192,24 @@ class StandIn:
             raise UntraceableError("it reshapes in another way than into heads and back")
         return replace(self, flat=True)
 
+    def with_batch(self, batch: Any) -> StandIn:
+        return replace(self, batch=batch)
+
+    def unsqueeze(self, dim: Any) -> StandIn:
+        if dim != 0 or self.batch is not None:
+            raise UntraceableError("it adds a dimension that is not that of rows")
+        return self.with_batch(1)
+
     def transpose(self, first: int, second: int) -> Any:
-        if self.transposed and {first % 4, second % 4} == {2, 3}:
+        before = 0 if self.batch is None else 1  # dimensions that stand before those of heads and tokens
+        if self.transposed and {first % 4, second % 4} == {2, 3} and before:
             return TransposedKeys(self)
-        if {first, second} != {1, 2} or self.heads is None:
+        if {first, second} != {before, before + 1} or self.heads is None:
             raise UntraceableError("it transposes other dimensions than heads and tokens")
         return replace(self, transposed=not self.transposed)
 
     def permute(self, *dims: Any) -> Any:
-        if (dims[0] if len(dims) == 1 else dims) not in ((0, 2, 1, 3), [0, 2, 1, 3]):
+        if self.batch is None or (dims[0] if len(dims) == 1 else dims) not in ((0, 2, 1, 3), [0, 2, 1, 3]):
             raise UntraceableError("it transposes other dimensions than heads and tokens")
         return self.transpose(1, 2)
 
@@ -223,11 +241,14 @@ class StandIn:
         return [self[..., place * width : (place + 1) * width] for place in range(count)]
 
     def chunk(self, chunks: Any, dim: Any = 0) -> tuple[StandIn, ...]:
-        if type(chunks) is not int or self.flat or dim not in (-1, 2 if self.heads is None else 3):
+        if type(chunks) is not int or self.flat or dim not in (-1, len(self.shape) - 1):
             raise UntraceableError("it divides a tensor into other parts than columns")
         return tuple(self.parts(chunks))
 
     def split(self, size: Any, dim: Any = 0) -> tuple[StandIn, ...]:
+        if isinstance(size, Opaque):  # the lengths of packed sequences
+            sequences: tuple[StandIn, ...] = size.split(self, dim)
+            return sequences
         if type(size) is not int or size < 1 or self.shape[-1] % size:
             raise UntraceableError("it divides a tensor into other parts than columns")
         return self.chunk(self.shape[-1] // size, dim)
@@ -298,14 +319,29 @@ class Vector:
 
 
 class SideBySide:
-    """A tensor [B, T, parts, heads, dim] that may only be taken apart: Q, K and V of one product."""
+    """A tensor [B, T, parts, heads, dim] that may only be taken apart: Q, K and V of one product.
 
-    def __init__(self, parts: list[StandIn], sizes: tuple[Any, ...]) -> None:
-        self._parts = tuple(part.view(*sizes) for part in parts)
+    dims: as the code has ordered them, without B where it is not there. sizes: of each part, None if it has them.
+    """
+
+    def __init__(self, parts: list[StandIn], sizes: tuple[Any, ...] | None, dims: str = "btphd") -> None:
+        self._parts, self._dims = tuple(part.view(*sizes) if sizes else part for part in parts), dims
+
+    def with_batch(self, batch: Any) -> SideBySide:
+        parts = [part.with_batch(batch) for part in self._parts]
+        return SideBySide(parts, None, self._dims if batch is not None else self._dims.replace("b", ""))
+
+    def permute(self, *dims: Any) -> SideBySide:
+        if sorted(dims) != [*range(len(self._dims))]:
+            raise UntraceableError("it transposes other dimensions than those that a tensor has")
+        return SideBySide([*self._parts], None, "".join(self._dims[dim] for dim in dims))
 
     def unbind(self, dim: Any = 0) -> tuple[StandIn, ...]:
-        if dim not in (-3, 2):
+        rest = self._dims.replace("p", "")
+        if self._dims[dim] != "p" or rest not in ("bthd", "bhtd", "thd", "htd"):
             raise UntraceableError("it takes a tensor apart by another dimension than its parts")
+        if "ht" in rest:
+            return tuple(part.transpose(rest.index("h"), rest.index("t")) for part in self._parts)
         return self._parts
 
     def __getattr__(self, name: str) -> Any:
@@ -335,5 +371,6 @@ def require(x: Any, *, heads: bool, flat: bool = True) -> None:
     width] will do as well.
     """
     known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat) and x.apart == 1
+    known = known and (x.rows is TOKENS or x.rows is SOURCE)
     if not known or x.transposed is not heads or (x.heads is not None) is not heads:
         raise UntraceableError("its tensors have another layout")

@@ -19,8 +19,8 @@ from torch import nn
 
 from ..undo.journal import original_class
 from ..undo.state import FUSED
-from .call_form import BIAS, CACHES, MASK, SOURCE_MASK, SOURCE_STATES, TABLES, CallForm
-from .code import ROTATION, with_functions
+from .call_form import BIAS, CACHES, MASK, SOURCE_MASK, SOURCE_STATES, STARTS, TABLES, CallForm
+from .code import ROTATIONS, with_functions
 from .folding import folded
 from .model_stand_ins import CacheStandIn, ConfigStandIn
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
@@ -80,7 +80,7 @@ class Trace(Record):
         written = {INPUT, *(span.buffer for operation in self.operations for span in operation.outputs)}
         if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
             raise UntraceableError("it reads an activation again that it multiplied")
-        whole = isinstance(result, StandIn) and result.shape == (BATCH, TOKENS, width) and result.factor == 1
+        whole = isinstance(result, StandIn) and result.shape == self._states.shape and result.factor == 1
         if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm", "affine"):
             raise UntraceableError("it returns something else than its last sum or norm")
         self.operations = folded(self.operations)
@@ -113,11 +113,12 @@ class Trace(Record):
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
         tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias} | self.positions
         tensors |= dict.fromkeys(CACHES, CacheStandIn(self) if self.cache_class is None else PairStandIn(self))
-        tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self, width)}
+        tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self, width), STARTS: self.starts}
         if SOURCE_STATES in form.tensors and self.cache_class is None:
             raise UntraceableError("it attends to an encoder's output without a cache")
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
-        kwargs[form.states] = StandIn(self, Span(INPUT, 0, width), width)
+        batch = BATCH if STARTS not in form.tensors else 1 if form.in_rows else None
+        kwargs[form.states] = self._states = StandIn(self, Span(INPUT, 0, width), width, batch=batch)
         try:
             return self.run(ModuleStandIn(self, module), module, (), kwargs)
         except UntraceableError:
@@ -211,8 +212,8 @@ class Trace(Record):
         """The functions of the code's file that are recorded where it calls them: a rotation, and activations."""
         for name in forward.__code__.co_names:
             function = forward.__globals__.get(name)
-            activation = None if name == ROTATION else name_of_function(function)
-            if name == ROTATION:
+            activation = None if name in ROTATIONS else name_of_function(function)
+            if name in ROTATIONS:
                 yield name, partial(self.rotate, function)
             elif activation is not None:
                 self.note(forward.__globals__, name, function)

@@ -23,7 +23,18 @@ from transformers.utils import output_capturing
 from ...attention.hf.mask import as_known
 from ...attention.hf.stock import ATTENTION_NAME, SDPA
 from ...kernels.cpu.library import native
-from ...recognition.call_form import BIAS, CACHES, EMBEDDINGS, MASK, POSITIONS, TABLES, CallForm, argument, bound
+from ...recognition.call_form import (
+    BIAS,
+    CACHES,
+    EMBEDDINGS,
+    MASK,
+    POSITIONS,
+    STARTS,
+    TABLES,
+    CallForm,
+    argument,
+    bound,
+)
 from ...recognition.operation import UntraceableError
 from ...recognition.stack_trace import StackTrace
 from ...recognition.trace import Trace
@@ -115,9 +126,10 @@ class EncoderCalls(ABC):
         if given is None or not native(given[0]):
             return None
         x, mask, form = given
-        if x.ndim != 3 or x.numel() == 0:
+        if x.ndim != (3 if form.in_rows else 2) or x.numel() == 0:
             return None
         own = original_class(module)
+        shape = tuple(x.shape[:-1]) if form.in_rows else (1, len(x))
         cache: Any = None
         for name in form.tensors.intersection(CACHES):
             cache = argument(own, name, args, kwargs)
@@ -125,11 +137,16 @@ class EncoderCalls(ABC):
                 return None
         ours = as_known(mask)
         causal = None if ours is None else Causal(ours.meaning.window)
-        compute = self.known(module, (form, x.dtype, x.shape[2], causal)).computation()
-        layout = None if compute is None else layout_for(compute.first, mask, *x.shape[:2])
-        if compute is None or layout is None:
+        compute = self.known(module, (form, x.dtype, x.shape[-1], causal)).computation()
+        if compute is None:
             return None
         first = compute.first
+        if STARTS in form.tensors:
+            layout = first.layout_of_starts(argument(own, STARTS, args, kwargs), shape, in_rows=form.in_rows)
+        else:
+            layout = layout_for(first, mask, *shape)
+        if layout is None:
+            return None
         if layout.index is not None and not self.leaves_padding:
             layout = first.with_padding(layout)
             if layout is None:

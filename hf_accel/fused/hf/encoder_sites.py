@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import SDPA, stock_implementation
 from ...models import is_within
-from ...recognition.call_form import MASK, CallForm, usual_form
+from ...recognition.call_form import MASK, STARTS, CallForm, usual_form
 from ...recognition.code import code_of
 from ...recognition.mask_code import adds_to_masks
 from ...recognition.operation import UntraceableError, WidthError
@@ -203,15 +204,22 @@ def _trace(layer: nn.Module, attention: nn.Module, form: CallForm, dtype: torch.
     another of its linear layers.
     """
     inputs = {module.in_features: None for module in layer.modules() if isinstance(module, nn.Linear)}
-    for width in {width_of(attention): None} | inputs:
+    forms = [replace(form, in_rows=False), form] if STARTS in form.tensors else [form]
+    failed = UntraceableError("a linear layer takes another number of inputs")
+    for width, each in product({width_of(attention): None} | inputs, forms):
         trace = Trace(dtype, attention=ATTENTION_NAME)
         trace.may_return_weights = True
         try:
-            trace.layer(layer, width, form)
+            trace.layer(layer, width, each)
         except WidthError:
             continue
+        except UntraceableError as error:
+            failed = error if each is forms[0] else failed
+            if each is forms[-1]:
+                raise failed from None
+            continue
         return trace
-    raise UntraceableError("a linear layer takes another number of inputs")
+    raise failed
 
 
 def width_of(given: nn.Module) -> int:

@@ -15,7 +15,7 @@ from ...attention.hf import ATTENTION_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...kernels.cpu.library import FLOATS
 from ...models import layers_config
-from ...recognition.call_form import usual_pass
+from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
 from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.trace import Trace, is_conv1d
@@ -36,7 +36,15 @@ from ..modules import (
 from ..native_operation import Planned
 from ..norms import NativeNorm, NormForms, norm_form
 from ..operations import refuse_without_kernel
-from ..projections import NativeLinear, ProjectionCall, WidenedConv1D, is_readable, is_slow_in_torch
+from ..projections import (
+    NativeLinear,
+    PatchProduct,
+    ProjectionCall,
+    WidenedConv1D,
+    is_readable,
+    is_slow_in_torch,
+    takes_patches,
+)
 from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
@@ -49,6 +57,7 @@ MLP = SiteKind("mlp", "gated MLPs", "one call, then down", computes_all=True)
 GATE = SiteKind("gate", "gated MLPs", "activation and product in one call")
 ACTIVATION = SiteKind("activation", "activations", "one native call", computes_all=True)
 LINEAR = SiteKind("linear")
+PATCHES = SiteKind("patches", "patch embeddings", "one product", "each is given patches as large as its kernel")
 CONV1D = SiteKind("conv1d", "float Conv1Ds", "torch, in float32")
 DIFFERS = "the native call differs from the module's own result on random input"
 
@@ -70,8 +79,11 @@ def fused_sites(
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
+    packed = any(STARTS in parameter_names(type(module).forward) for module in model.modules())
     for name, module in model.named_modules():
         site = _candidate(name, module, dtype, float_rows, device_type=device_type)
+        if site is not None and site.kind == PATCHES and not packed:  # others are given whole images
+            continue
         found = None if site is None else _checked(site, dtype, device_type, checked=checked)
         if isinstance(found, FusedSite):
             sites.append(found)
@@ -116,6 +128,8 @@ def _candidate(
         return FusedSite(name, module, NORM, NativeNorm, NormForms())
     if rotary_form(module, dtype, device_type) is not None:
         return FusedSite(name, module, ROTARY, NativeRotary, None)
+    if type(module) in (nn.Conv2d, nn.Conv3d) and device_type == "cpu" and takes_patches(vars(module)):
+        return FusedSite(name, module, PATCHES, PatchProduct, None)
     if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
         return FusedSite(name, module, CONV1D, WidenedConv1D, None)
     form = composed_activation(module, dtype) if has_library(device_type) else None
