@@ -193,7 +193,7 @@ class LayerProgramme(NativeOperations, TracedLayer):
 
     def __call__(
         self, x: Tensor, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None,
-        bias: tuple[int, int, int, int] = NO_BIAS,
+        *, bias: tuple[int, int, int, int] = NO_BIAS,
     ) -> Tensor:  # fmt: skip
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written.
 

@@ -16,12 +16,12 @@ from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
-from ..fused.hf.operator_models import operator_sites
+from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.sites import fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
-from ..fused.site import Dropped, FusedSite
+from ..fused.site import Dropped
 from ..generation.hf.drafting import refuse_drafts
 from ..hardware import detect, read_bandwidth
 from ..kernels import triton
@@ -92,10 +92,8 @@ def make_plan(
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     form = decoder_form(inner, stock_cache, stock_loop)
-    operators = (
-        () if stock_loop or not inner.config.is_encoder_decoder else operator_sites(inner, form.operators, config)
-    )
-    fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention, tuple(operators))
+    over_pages = () if stock_loop or context else attention
+    fused = _plan_fused(inner, config, linears, attention=over_pages, operators=form.operators)
     fused = with_dtype_readers(inner, linears, fused)
     plan = Plan(
         model=inner,
@@ -306,11 +304,12 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 
 def _plan_fused(
-    model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], attention: Iterable[AttentionPlan],
-    operators: Sequence[FusedSite],
+    model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], *, attention: Iterable[AttentionPlan],
+    operators: OperatorModel | None,
 ) -> FusedPlan:  # fmt: skip
-    """Plan the native calls. attention, operators: the modules with attention over pages, whose layers can run as
-    traces.
+    """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces.
+
+    operators: what is known of a model that attends by operators, where a decoder's layers can run so too.
     """
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
@@ -336,7 +335,8 @@ def _plan_fused(
     sites = [site for site in candidates if site not in kept and site.module not in planned]
     kernels = {module for module, server in servers.items() if server is Server.KERNELS}
     specs = {p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
-    tried = {site.module: site.state.spec for site in operators if isinstance(site.state.backend, CpuBackend)}
+    by_operators = operator_sites(model, operators if model.config.is_encoder_decoder else None, config)
+    tried = {site.module: site.state.spec for site in by_operators if isinstance(site.state.backend, CpuBackend)}
     layers, by_module = layer_sites(model, model.dtype, linears=kernels, attention=specs | tried, tried=tried)
     ours: list[nn.Module] | None = [] if model_attention_refusal(model) else attention_modules(model)
     if config.attention not in ("auto", CpuBackend.name) or split is not None:

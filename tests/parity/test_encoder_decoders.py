@@ -39,8 +39,8 @@ SIZES: dict[str, Any] = {
     "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 160,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": None, "decoder_start_token_id": 2,
 }  # fmt: skip
-T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "decoder_attention_heads": 4, "relative_attention_num_buckets": 8,
-      "relative_attention_max_distance": 20}  # fmt: skip
+T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "decoder_attention_heads": 4,
+      "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}  # fmt: skip
 SPEECH = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64}
 SPEECH2 = {"input_feat_per_channel": 8, "input_channels": 1, "conv_channels": 16, "max_source_positions": 40}
 SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}

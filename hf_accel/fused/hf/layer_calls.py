@@ -359,7 +359,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         if place.source_fields is None:
             step = place.step.groups[source.group_index]
             place.source_fields = SourceFields.of(step, held.block_size)
-        return programme(x, place.fields, storage.pages, (held.pages, place.source_fields), bias)
+        return programme(x, place.fields, storage.pages, (held.pages, place.source_fields), bias=bias)
 
 
 def _position_bias(programme: LayerProgramme, cache: CacheOverPages, place: LayerPlace) -> PositionBias | None:
