@@ -77,7 +77,7 @@ PAIRED = {
 }  # the decoders of an EncoderDecoderModel, behind BERT's encoder
 RELATIVE = ("T5", "UMT5", "LongT5", "MT5")
 IN_ONE_CALL = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "Whisper", "T5", "UMT5", "LED",
-               "Moonshine", "TrOCR")  # fmt: skip
+               "Moonshine")  # fmt: skip
 HEADS = {"Marian": "MarianMTModel", "SpeechT5": "SpeechT5ForSpeechToText"}
 LENGTHS = (9, 4, 17, 1, 12)
 
@@ -213,6 +213,7 @@ def test_images_for_a_decoder_that_attends_by_operators(settings: dict[str, Any]
     given = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": settings.get("num_beams", 1)}
     expected = model.generate(pixels, **given)
     hf_accel.patch(model, weights=None, **({} if cache is None else {"cache": cache}))
+    assert len(calls_of(model)) == 3
     if cache is not None:  # its numbers are rounded, and an image alone has the same ones
         expected = torch.cat([model.generate(each[None], **given) for each in pixels])
     torch.testing.assert_close(model.generate(pixels, **given), expected)
