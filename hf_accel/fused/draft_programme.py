@@ -80,6 +80,8 @@ class DraftProgramme:
         self._hooks = [vars(module)[name] for module in parts.modules for name in HOOKS]
         self._calls: list[Any] = []
         self.hidden, dtype = layer.width, layer.dtype
+        if layer.biased_heads or layer.source is not None:
+            raise UntraceableError("its layer reads more than its own pages")
         if parts.embeddings.dtype is not dtype or parts.embeddings.shape[1] != self.hidden:
             raise UntraceableError("its embeddings have another dtype or size than its states")
         if not is_plain_tensor(parts.embeddings) or not parts.embeddings.is_contiguous():
@@ -149,7 +151,8 @@ class DraftProgramme:
         dtype, using = DTYPES[self.layer.dtype], threads()
         states = rows.states if rows.states.stride(1) == 1 else rows.states.contiguous()
         held = rows.slots, rows.block_table, rows.cu_q, rows.kv_len
-        places = *(tensor.data_ptr() for tensor in held), rows.block_table.stride(0), count, pages.block_size
+        slots, *read = (tensor.data_ptr() for tensor in held)
+        places = slots, 0, *read, rows.block_table.stride(0), count, pages.block_size, 0
         layer = CallFields((0, 0, len(rows.ids), 1, 0, 0), places, using, held)
         singles, going = _numbers(count + 1), integers(rows.going)
         cos, sin = (0, 0) if self.tables is None else (table.data_ptr() for table in self.tables)
@@ -177,10 +180,10 @@ def _fields(operations: Operations, out: int, dtype: int, using: int) -> tuple[i
     """Return the fields of a LayerCall of operations on rows alone."""
     structs, starts, width = operations
     fixed = ctypes.addressof(structs), ctypes.addressof(starts), len(structs), width
-    return (*fixed, 0, out, *_NO_PAGES, *NO_BIAS, 0, 0, 0, *NO_SOURCE, dtype, 0, 0, 0, using)
+    return (*fixed, 0, out, *_NO_PAGES, *NO_BIAS, 0, 0, 0, *NO_SOURCE, 0, dtype, 0, 0, 0, using)
 
 
-_NO_PAGES = (0, 0, 0, 1, *(0,) * 13)  # cos to block_size of a LayerCall, for one batch
+_NO_PAGES = (0, 0, 0, 1, *(0,) * 15)  # cos to num_written of a LayerCall, for one batch
 _singles = integers(range(64), dtype=torch.int32)
 
 

@@ -55,7 +55,7 @@ def refuse_others(operations: list[Operation]) -> None:
     for operation in operations:
         values = operation.values
         is_linear = operation.kind != "linear" or isinstance(operation.modules[0], nn.Linear)
-        is_plain = operation.kind != "attend" or values["factor"] == 1
+        is_plain = operation.kind != "attend" or (values["factor"] == 1 and not values["biased"])
         known = operation.kind in JOINABLE and is_linear and is_plain and not {"activation", "vector"} & values.keys()
         if not known or any(span.head for span in operation.inputs):
             raise UntraceableError("one of its steps has no call on a GPU")
@@ -80,6 +80,8 @@ class JoinedLayer(TracedLayer):
     ) -> None:  # fmt: skip
         super().__init__(trace, table_dtype, attention, device)
         refuse_others(trace.operations)
+        if self.others:
+            raise UntraceableError("it returns more than its hidden states")
         self.following = following
         self._steps = list(with_partners(trace.operations))
         for operation in trace.operations:

@@ -17,6 +17,7 @@ from ..kernels.cpu.low_rank import Adapters, PartTable
 from ..kernels.layouts import KV
 from ..linear.adapters import PassAdapters
 from ..recognition.operation import OUTPUT, Operation, Span
+from ..recognition.stand_ins import Computed
 from ..recognition.trace import Trace
 from .native_operation import NativeParts
 from .operations import NATIVE
@@ -173,6 +174,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
     """A traced layer as one native call on the CPU.
 
     It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
+    attends: the module that attends to the tokens of a sequence. biased_heads, own_bias: see EncoderProgramme.
+    is_source_biased: whether it adds a bias to the scores of an encoder's output, which can be zeros alone.
     """
 
     over_rows = False
@@ -186,6 +189,11 @@ class LayerProgramme(NativeOperations, TracedLayer):
     ) -> None:
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
         self.source_attention = source_attention
+        attends = next(operation for operation in trace.operations if operation.kind == "attend")
+        (self.attends,) = attends.modules
+        self.biased_heads: int = attends.values["heads"] if attends.values["biased"] else 0
+        self.own_bias: Computed | None = attends.values["own_bias"]
+        self.is_source_biased = any(o.kind == "attend_source" and o.values["biased"] for o in trace.operations)
         # The kernels round a LayerNorm and an activation in other ways than torch does, which is called with more
         # tokens: where it need not be called, the bits of a token do not depend on how many there are.
         rounds = any(each.kind == "layer_norm" or "activation" in each.values for each in trace.operations)
@@ -195,28 +203,29 @@ class LayerProgramme(NativeOperations, TracedLayer):
 
     def __call__(
         self, x: Tensor, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None,
-        *, adapters: PassAdapters | None = None,
+        *, bias: tuple[int, int, int, int] = NO_BIAS, adapters: PassAdapters | None = None,
     ) -> Tensor:  # fmt: skip
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written.
 
-        source: the pages that hold keys of an encoder's output, and what attention reads of them. adapters: of some of
-        the rows.
+        source: the pages that hold keys of an encoder's output, and what attention reads of them. bias: the fields of
+        what is added to the scores of the pages. adapters: of some of the rows.
         """
         out = torch.empty_like(x)
         added = None if adapters is None else self._added(adapters)
-        run_layer(*self.fields(x.data_ptr(), out.data_ptr(), fields, pages, source=source, added=added))
+        run_layer(*self.fields(x.data_ptr(), out.data_ptr(), fields, pages, source=source, bias=bias, added=added))
         return out
 
     def fields(
         self, x: int, out: int, fields: CallFields, pages: KV,
-        *, source: tuple[KV, SourceFields] | None = None, added: Adapters | None = None,
+        *, source: tuple[KV, SourceFields] | None = None, bias: tuple[int, int, int, int] = NO_BIAS,
+        added: Adapters | None = None,
     ) -> tuple[int, ...]:  # fmt: skip
         """Return the fields of the struct of a call, see `__call__`. x, out: addresses. added: what adapters add."""
         dtype = DTYPES[self.dtype]
         read = NO_SOURCE if source is None else (*_addresses(source[0]), *source[1].step)
         return (
             *self._fixed, x, out, *fields.tables,
-            *_addresses(pages), *fields.step, *NO_BIAS, 0, 0, 0, *read,
+            *_addresses(pages), *fields.step, *bias, 0, 0, 0, *read,
             0 if added is None else ctypes.addressof(added),
             dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,

@@ -69,7 +69,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, round_firs
 
 
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, round_each: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: int, round_each: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute rope of kernels/cpu; all tensors are on one device. cos, sin: [B or 1, T, D]."""
     if by_library(q):
@@ -77,7 +77,7 @@ def rope(
     from ..kernels.triton import layer_parts
 
     each = row_kernels.rounds_each(q.dtype, cos.dtype, round_each=round_each)
-    return layer_parts.rope(q, k, cos, sin, interleaved=interleaved, round_each=each)
+    return layer_parts.rope(q, k, cos, sin, interleaved=bool(interleaved), round_each=each)
 
 
 def add_rms_norm(
@@ -131,9 +131,11 @@ Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class RotaryForm:
-    """interleaved: pairs of neighbours, else of the halves. round_each: both products are rounded."""
+    """interleaved: pairs of neighbours, else of the halves; 2 if the numbers of the pairs stand in the first half of a
+    table. round_each: both products are rounded.
+    """
 
-    interleaved: bool
+    interleaved: int
     round_each: bool
 
 
@@ -153,7 +155,8 @@ def form_of_rotation(
     """Return how a function rotates q and k of `dtype` by tables of `table_dtype`; None if in no way that we know."""
     if dtype not in library.FLOATS or table_dtype not in library.FLOATS or refusal(device_type) is not None:
         return None
-    forms = [RotaryForm(interleaved, each) for interleaved, each in product((False, True), (True, False))]
+    pairs = (False, True, 2) if has_library(device_type) else (False, True)
+    forms = [RotaryForm(interleaved, each) for interleaved, each in product(pairs, (True, False))]
     return nearest(forms, lambda form: _rotary_difference(original, form, (dtype, table_dtype), device_type))
 
 
@@ -164,7 +167,7 @@ def _rotary_difference(
     numbers = RandomNumbers()
     q, k = (numbers(2, heads, 5, 16, dtype=dtypes[0], device=device_type) for heads in (6, 2))
     angle = numbers(2, 5, 8)
-    angle = angle.repeat_interleave(2, dim=-1) if form.interleaved else torch.cat((angle, angle), dim=-1)
+    angle = angle.repeat_interleave(2, dim=-1) if form.interleaved == 1 else torch.cat((angle, angle), dim=-1)
     cos, sin = ((angle * 3).cos().to(device_type, dtypes[1]), (angle * 3).sin().to(device_type, dtypes[1]))
     roundings = 0 if by_library(q) else 4 * torch.finfo(dtypes[0]).eps
     return difference(

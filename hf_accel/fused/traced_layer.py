@@ -35,7 +35,7 @@ class Traced:
     """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
     The code of a layer without tables gets none.
 
-    source: how keys of an encoder's output are computed, None if the layer attends to none.
+    source: how keys of an encoder's output are computed, None if the layer attends to none. tried: see Record.
     reads: the values that must not change, those that the trace read among them. forms: of norms and rotations, by the
     id of the operation. write: the operation that writes keys and values to a cache, None if there is none.
     """
@@ -46,7 +46,7 @@ class Traced:
         self.dtype, self.table_dtype, self.attention, self.device = trace.dtype, table_dtype, attention, device
         self.others, self.width = trace.others, trace.widths[OUTPUT]
         self.operations, self.reads, self._hooks = trace.operations, trace.reads, [*trace.hooks, *GLOBAL_HOOKS]
-        self.source = trace.source
+        self.source, self.tried = trace.source, trace.tried
         self.write = next((operation for operation in trace.operations if operation.kind == "write"), None)
         self.forms: dict[int, NormForm | RotaryForm] = {}
 
@@ -114,9 +114,7 @@ class TracedLayer(Traced):
         self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention, device: torch.device
     ) -> None:
         super().__init__(trace, table_dtype, attention, device)
-        self.table_size, self.returns_tuple = trace.table_size, self.others == ()
-        if self.others:
-            raise UntraceableError("it returns more than its hidden states")
+        self.table_size = trace.table_size
         assert self.write is not None and trace.layer_idx is not None
         self.layer_idx, kv = trace.layer_idx, self.write.values
         # Empty K and V, with the shape and the dtype of those that are written.

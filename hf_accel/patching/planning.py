@@ -16,6 +16,7 @@ from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
+from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.sites import fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
@@ -28,6 +29,7 @@ from ..kernels.cpu.library import FLOATS
 from ..linear import ExpertWeights, QuantModule, Workers
 from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
+from ..models import is_within
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
 from ..recognition.asked import reading_once
@@ -89,9 +91,10 @@ def make_plan(
     before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
-    fused = _plan_fused(inner, config, linears, () if stock_loop or context else attention)
-    fused = with_dtype_readers(inner, linears, fused)
     form = decoder_form(inner, stock_cache, stock_loop)
+    over_pages = () if stock_loop or context else attention
+    fused = _plan_fused(inner, config, linears, attention=over_pages, operators=form.operators)
+    fused = with_dtype_readers(inner, linears, fused)
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
@@ -301,9 +304,13 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 
 def _plan_fused(
-    model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], attention: Iterable[AttentionPlan]
-) -> FusedPlan:
-    """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces."""
+    model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], *, attention: Iterable[AttentionPlan],
+    operators: OperatorModel | None,
+) -> FusedPlan:  # fmt: skip
+    """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces.
+
+    operators: what is known of a model that attends by operators, where a decoder's layers can run so too.
+    """
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
     device_type = model_device(model).type
@@ -327,16 +334,18 @@ def _plan_fused(
     dropped += [Dropped(site.name, site.kind, OWN_FORWARD) for site in kept]
     sites = [site for site in candidates if site not in kept and site.module not in planned]
     kernels = {module for module, server in servers.items() if server is Server.KERNELS}
-    layers, by_module = layer_sites(
-        model, model.dtype, linears=kernels,
-        attention={p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)},
-    )  # fmt: skip
+    specs = {p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
+    by_operators = operator_sites(model, operators if model.config.is_encoder_decoder else None, config)
+    tried = {site.module: site.state.spec for site in by_operators if isinstance(site.state.backend, CpuBackend)}
+    layers, by_module = layer_sites(model, model.dtype, linears=kernels, attention=specs | tried, tried=tried)
     ours: list[nn.Module] | None = [] if model_attention_refusal(model) else attention_modules(model)
     if config.attention not in ("auto", CpuBackend.name) or split is not None:
         ours = None
     if not attends_in_decoder_alone(model, [p.site for p in attention]):
         encoders, stock_encoders = encoder_sites(model, model.dtype, ours=ours, linears=kernels)
         layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]
+    native = [site.name for site in layers]  # each was tried as a layer of both kinds, and its parts too
+    by_module = [each for each in by_module if not any(is_within(each.name, name) for name in native)]
     return FusedPlan((*sites, *layers), tuple(floats), (*dropped, *by_module), float_rows)
 
 

@@ -18,10 +18,12 @@ MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
 CACHES = ("past_key_values", "layer_past")  # the names of a cache
 CACHE = CACHES[0]
 SOURCE_STATES, SOURCE_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a decoder that has an encoder
-TENSORS = (MASK, "position_ids", TABLES, *CACHES, SOURCE_STATES, SOURCE_MASK)  # a decoder layer may be given these
+SOURCE_BIAS = "encoder_decoder_position_bias"  # what T5's decoder adds to the scores of an encoder's output: zeros
+OF_SOURCE = (SOURCE_STATES, SOURCE_MASK, BIAS, SOURCE_BIAS)  # a decoder layer that has an encoder may be given these
+TENSORS = (MASK, "position_ids", TABLES, *CACHES, *OF_SOURCE)  # a decoder layer may be given these
 STARTS = "cu_seqlens"  # where the sequences begin that are packed into one row, and the end of the last
 POSITIONS, EMBEDDINGS = "relative_pos", "rel_embeddings"  # of attention whose scores depend on positions
-PASSED_ON = (*TENSORS, BIAS, POSITIONS, EMBEDDINGS, STARTS)  # tensors, and a cache, that a layer may only pass on
+PASSED_ON = (*TENSORS, POSITIONS, EMBEDDINGS, STARTS)  # tensors, and a cache, that a layer may only pass on
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ def usual_pass(kind: type[nn.Module], *, has_encoder: bool = False) -> CallForm:
 
     has_encoder: whether the layer is given an encoder's output.
     """
-    usual = {*TENSORS} if has_encoder else {*TENSORS} - {SOURCE_STATES, SOURCE_MASK}
+    usual = {*TENSORS} if has_encoder else {*TENSORS} - {*OF_SOURCE}
     named = usual.intersection(parameter_names(kind.forward))
     if named.isdisjoint(CACHES):
-        named = usual - {*CACHES[1:], SOURCE_STATES, SOURCE_MASK}
+        named = usual - {*CACHES[1:], *OF_SOURCE}
     return CallForm(_states(kind), frozenset(named), (("use_cache", bool, True),))
 
 

@@ -14,15 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_MASK, as_usual
+from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_BIAS, SOURCE_MASK, as_usual
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
 from .packed import Starts, as_row, attended_again, is_packed, is_second, joined, rotated_row
 from .position_attention import ABSENT_PARTS, READ_SETTINGS, PositionAttention
-from .scores import Scores, drops
-from .source_stand_ins import KEYS, VALUES, SourceKeys, as_source
-from .stand_ins import BATCH, SOURCE, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector, require
+from .scores import PRODUCTS, Scores, drops
+from .source_stand_ins import FIRST_OF_SOURCE, KEYS, VALUES, SourceKeys, as_source
+from .stand_ins import BATCH, SOURCE, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector, Zeros, require
 from .trial import NAMES_OF_EPS, PLAIN_ACTIVATIONS, GatedNames, activation_name, settings_of_norm
 from .unchanged import HOOKS, Read, has_own_forward
+
+ZEROS = (("constant", None), ("constant", 0))  # how code asks pad for zeros
 
 
 class Record:
@@ -32,12 +34,14 @@ class Record:
     called; usually none. dtype, device: of the tensors. table_size: the numbers of cos of a token, which may be fewer
     than those of a head; None for as many. layer_idx: the layer of the cache that is written, None if there is none.
     source: how the keys of an encoder's output are computed; None if the code attends to none. knows_source: whether
-    the cache has them before the pass.
+    the cache has them before the pass. tried: whether a trial of the model has shown that its tokens see those before
+    them, and all of an encoder's output, whatever its code does with masks. running: the modules whose code runs.
     """
 
     mask_hides = False  # a caller may give a mask with any numbers
     source: SourceKeys | None = None
     knows_source = False
+    tried = False
 
     def __init__(self, dtype: torch.dtype, *, table_size: int | None = None, device: torch.device) -> None:
         self.dtype, self.table_size, self.device = dtype, table_size, device
@@ -47,10 +51,12 @@ class Record:
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque(MASK), (Opaque("cos"), Opaque("sin"))
         self.bias: Opaque = Opaque(BIAS)
-        self.source_mask, self.starts = Opaque(SOURCE_MASK), Starts()
+        self.source_mask, self.source_bias = Opaque(SOURCE_MASK), Opaque(SOURCE_BIAS)
+        self.starts = Starts()
         self.source_operations: list[Operation] = []  # on the rows of an encoder's output
         self.positions = {name: Opaque(name) for name in (POSITIONS, EMBEDDINGS)}
         self.layer_idx: int | None = None
+        self.running: list[ModuleStandIn] = []
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
         self.reads.append(Read(owner, name, value))
@@ -91,7 +97,7 @@ class Record:
         require(x, heads=False)
         names = ("in_features", "out_features") if isinstance(module, nn.Linear) else ("nx", "nf")
         inputs, outputs = (vars(module)[name] for name in names)
-        if x.width != inputs:
+        if x.span.buffer != FIRST_OF_SOURCE and x.width != inputs:
             raise WidthError("a linear layer takes another number of inputs")
         self.visit(module)
         return self.put("linear", [x], outputs, modules=(module,))
@@ -155,12 +161,14 @@ class Record:
             return args[0].chunk(*args[1:], **kwargs)
         if function is torch.split and isinstance(args[0], StandIn):
             return args[0].split(*args[1:], **kwargs)
-        if function is torch.matmul and len(args) == 2 and not kwargs:
+        if function in PRODUCTS and len(args) == 2 and not kwargs:
             return args[0] @ args[1]
         if isinstance(args[0], StandIn) and len(args) == 1 and not kwargs.get("inplace"):
             name = activation_name(partial(function, **kwargs), PLAIN_ACTIVATIONS)
             if name is not None:
                 return self.activate(name, args[0])
+        if function is F.pad and len(args) == 2 and (kwargs.get("mode", "constant"), kwargs.get("value")) in ZEROS:
+            return args[0].padded(args[1])
         if function is torch.cat and kwargs == {"dim": -1} and len(args) == 1 and len(args[0]) == 2:
             return self.join(*args[0])
         if function is torch.cat and isinstance(args[0], (tuple, list)):
@@ -270,6 +278,10 @@ class Record:
         return self.source.kept(self)  # type: ignore[arg-type]
 
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        attended = self._recorded(module, qkv, mask, options)
+        return replace(attended, zeros=getattr(qkv[2], "zeros", 0))
+
+    def _recorded(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
         if any(isinstance(x, StandIn) and x.rows is SOURCE for x in qkv):
             return self._attend_source(module, qkv, mask, options)
         if is_second(qkv):
@@ -285,7 +297,7 @@ class Record:
 
     def _attend_source(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
         """Record attention to all keys that a cache keeps of an encoder's output; what a mask hides has no keys."""
-        query, key, value = qkv
+        query, key, value = self._without_zeros(qkv, options)
         factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
         require(replace(query, factor=1.0) if factor != 1 else query, heads=True)
         kept = isinstance(key, StandIn) and isinstance(value, StandIn)
@@ -295,22 +307,43 @@ class Record:
             raise UntraceableError("it attends to an encoder's output in a way of its own")
         if query.shape[3] != key.shape[3]:
             raise UntraceableError("it attends to an encoder's output in a way of its own")
+        bias = options.get(BIAS)
+        if isinstance(bias, Zeros):
+            self.source_bias = bias
+        if bias not in (None, self.source_bias):
+            raise UntraceableError("it adds a bias to the scores of an encoder's output")
         values = {
-            "options": options, "heads": query.heads, "kv_heads": key.heads, "dim": key.shape[3],
-            "value_dim": value.shape[3], "factor": factor,
+            "options": {name: value for name, value in options.items() if name != BIAS}, "factor": factor,
+            "heads": query.heads, "kv_heads": key.heads, "dim": key.shape[3], "value_dim": value.shape[3],
+            "biased": bias is not None,
         }  # fmt: skip
         width = query.heads * value.shape[3]
         attended = self.put("attend_source", [query], width, modules=(module._module,), **values)
         return replace(attended, transposed=False, factor=1.0)
 
     def attend_by(self, scores: Scores, value: Any) -> StandIn:
-        if self.layer_idx is not None:
-            raise UntraceableError("it computes the scores of a cache by itself")
+        if not isinstance(value, StandIn) or value.merged is not scores.key.merged:
+            raise UntraceableError("it multiplies values by other numbers than weights")
+        merged = value.merged
+        query, key, value = (replace(each, merged=False) for each in (scores.query, scores.key, value))
+        qkv = query, key, value
+        if scores.key.rows is SOURCE or self.layer_idx is not None:
+            return self._attend_by_operators(scores, qkv, merged=merged)
         values = {
             "options": {"scaling": scores.factor, "is_causal": False}, "masked": scores.is_masked,
             "biased": scores.is_biased, "adds_mask": True,
         }  # fmt: skip
-        return replace(self._attend((scores.query, scores.key, value), (), values), transposed=True)
+        attended = replace(self._attend(qkv, (), values), transposed=True)
+        return replace(attended, merged=merged)
+
+    def _attend_by_operators(self, scores: Scores, qkv: tuple[Any, Any, Any], *, merged: bool) -> StandIn:
+        """Record attention to the keys of a cache by code that computes the scores, and was tried over pages."""
+        if not self.tried or scores.is_biased:
+            raise UntraceableError("it computes the scores of a cache by itself")
+        mask = scores.mask if scores.is_masked else None
+        return replace(
+            self.attend(self.running[-1], qkv, mask, {"scaling": scores.factor}), transposed=True, merged=merged
+        )
 
     def choose(self, condition: Any, scores: Scores, other: Any) -> Scores:
         raise UntraceableError("it calls where")
@@ -351,7 +384,7 @@ class Record:
         return self._attend((q, k, v), (), values).view(BATCH, TOKENS, heads * dim), None
 
     def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
-        query, key, value = qkv
+        query, key, value = qkv = self._without_zeros(qkv, values["options"])
         factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
         rows = [as_row(replace(query, factor=1.0) if factor != 1 else query), as_row(key), as_row(value)]
         for x in rows:
@@ -368,3 +401,13 @@ class Record:
         }  # fmt: skip
         attended = self.put("attend", qkv, query.heads * value.shape[3], modules=modules, **values)
         return replace(attended, transposed=False, factor=1.0)
+
+    def _without_zeros(self, qkv: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Return queries, keys and values without the zeros behind their heads, which change no score."""
+        zeros = {getattr(each, "zeros", 0) for each in qkv}
+        if zeros == {0}:
+            return qkv
+        if len(zeros) > 1 or options.get("scaling") is None:
+            raise UntraceableError("it attends in a way of its own")
+        query, key, value = (replace(each, zeros=0) for each in qkv)
+        return query, key, value

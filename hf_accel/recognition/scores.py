@@ -107,10 +107,12 @@ class Scores:
     """The scores [B, heads, T, T] of queries and keys, and the weights that softmax makes of them.
 
     factor: what the products are multiplied by. is_biased, is_masked: whether the bias and the mask were added.
-    is_softmax: whether they are weights now. dtype: of the numbers.
+    is_softmax: whether they are weights now. dtype: of the numbers. mask: the one that the code may add; None for
+    that of the trace.
     """
 
-    def __init__(self, trace: Attending, query: Any, key: Any) -> None:
+    def __init__(self, trace: Attending, query: Any, key: Any, mask: Any = None) -> None:
+        self.mask = trace.mask if mask is None else mask
         self.trace, self.query, self.key, self.dtype = trace, query, key, trace.dtype
         self.factor, self.is_biased, self.is_masked, self.is_softmax = 1.0, False, False, False
 
@@ -147,7 +149,7 @@ class Scores:
         return added
 
     def __iadd__(self, other: Any) -> Scores:
-        if other is self.trace.mask and not (self.is_softmax or (self.is_masked and not self.trace.mask_hides)):
+        if other is self.mask and not (self.is_softmax or (self.is_masked and not self.trace.mask_hides)):
             self.is_masked = True
         elif other is self.trace.bias and not (self.is_biased or self.is_softmax):
             self.is_biased = True

@@ -14,7 +14,7 @@ from torch import nn
 from .call_form import CACHE
 from .model_stand_ins import CacheStandIn
 from .operation import Operation, Span, UntraceableError
-from .stand_ins import SOURCE, Opaque, Recorder, StandIn
+from .stand_ins import SOURCE, SOURCE_WIDTH, TOKENS_BEFORE, Opaque, Recorder, StandIn
 
 KEYS, VALUES = -1, -2  # the buffers of keys and values that the cache keeps of an encoder's output
 FIRST_OF_SOURCE = -3  # and those of the numbers that are computed of it, which go down from here
@@ -85,8 +85,8 @@ class PairStandIn(Opaque):
     def __class__(self) -> Any:  # the code asks for it by isinstance
         return self.trace.cache_class
 
-    def get_seq_length(self, layer_idx: int = 0) -> Opaque:
-        return Opaque("the number of tokens before")
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return TOKENS_BEFORE
 
     def __bool__(self) -> bool:
         return True
@@ -148,9 +148,9 @@ class KeptLayer:
     values: StandIn
 
 
-def source_states(trace: Recorder, width: int) -> StandIn:
-    """Return the stand-in for an encoder's output [B, M, width]."""
-    return StandIn(trace, Span(FIRST_OF_SOURCE, 0, width), width, rows=SOURCE)
+def source_states(trace: Recorder) -> StandIn:
+    """Return the stand-in for an encoder's output [B, M, width], which linear layers of that width may take."""
+    return StandIn(trace, Span(FIRST_OF_SOURCE, 0, SOURCE_WIDTH), SOURCE_WIDTH, rows=SOURCE)
 
 
 def as_source(x: StandIn, width: int, number: int) -> StandIn:

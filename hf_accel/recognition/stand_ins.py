@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .operation import Span, UntraceableError
 from .scores import Scores, TransposedKeys
@@ -28,6 +29,7 @@ class Recorder(Protocol):
     mask_hides: bool
     equals: dict[str, str]
     mask: Opaque
+    source_mask: Opaque
     bias: Opaque
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None: ...
@@ -65,11 +67,27 @@ class Count:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __mul__(self, number: Any) -> Any:
+        return Product(self, number) if type(number) is int else NotImplemented
+
+    def __gt__(self, number: Any) -> Any:
+        return Opaque("whether there are more tokens than a number")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A Count times a number, as the rows of tensors whose rows and heads are one dimension."""
+
+    count: Count
+    number: int
+
 
 BATCH: Any = Count()
 TOKENS: Any = Count()
 ALL_TOKENS: Any = Count()  # of all rows of a pass
 SOURCE: Any = Count()  # of the output of an encoder
+SOURCE_WIDTH: Any = Count()  # of the numbers of each of its rows
+COUNTS = (BATCH, TOKENS, ALL_TOKENS, SOURCE)
 
 
 class Opaque:
@@ -84,6 +102,39 @@ class Opaque:
     def __bool__(self) -> bool:
         raise UntraceableError(f"it looks at {self.name}")
 
+    def __eq__(self, other: object) -> bool:  # those of another run of the code are the same
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class MaskStandIn(Opaque):
+    """A mask [B, 1, T, keys], of which the code may also read the shape. keys: what stands for the number of keys."""
+
+    def __init__(self, name: str, keys: Count) -> None:
+        super().__init__(name)
+        self.shape = (BATCH, 1, TOKENS, keys)
+
+    def size(self) -> tuple[Any, ...]:
+        return self.shape
+
+
+TOKENS_BEFORE: Any = Opaque("the number of tokens before")  # those of a pass, which code may only pass on
+
+
+class Zeros(Opaque):
+    """Zeros, of a shape that depends on the number of tokens."""
+
+
+class ZerosOfTokens(TorchFunctionMode):
+    """Gives code Zeros where it asks torch for zeros of a shape that depends on the number of tokens."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sizes = args[0] if function is torch.zeros and args else ()
+        if isinstance(sizes, (tuple, list)) and any(each is count for each in sizes for count in COUNTS):
+            return Zeros("zeros")
+        return function(*args, **(kwargs or {}))
+
 
 class Computed(Opaque):
     """A tensor that a method of a module computes of the number of tokens, and of plain values."""
@@ -91,6 +142,11 @@ class Computed(Opaque):
     def __init__(self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
         super().__init__(method.__name__)
         vars(self).update(_module=module, _method=method, _args=args, _kwargs=kwargs)
+
+    def is_call_of(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether this is what a module's method of this name makes of these arguments."""
+        same = self._module is module and self._method.__name__ == name
+        return bool(same and self._args == args and self._kwargs == kwargs)
 
     def __call__(self, tokens: int) -> Any:
         """Return what the method does with this number of tokens."""
@@ -107,6 +163,8 @@ class StandIn:
     factor: the number by which it must still be multiplied. cached: whether it came from the cache. rows: what stands
     for T, TOKENS or SOURCE, or another Count for one sequence of a row. apart: the heads that a tensor [B, T, width]
     is made of, if they do not stand end to end. batch: what stands for B, BATCH, 1, or None where it is not there.
+    merged: whether it is [B * heads, T, dim] instead of [B, heads, T, dim]. zeros: how many zeros stand behind the
+    numbers of each head.
     """
 
     trace: Recorder
@@ -120,6 +178,8 @@ class StandIn:
     rows: Count = field(default_factory=lambda: TOKENS)
     apart: int = 1
     batch: Any = field(default_factory=lambda: BATCH)
+    merged: bool = False
+    zeros: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -133,7 +193,9 @@ class StandIn:
         batch = () if self.batch is None else (self.batch,)
         if self.heads is None:
             return (*batch, self.rows, self.width)
-        dim = self.width // self.heads
+        dim = self.width // self.heads + self.zeros
+        if self.merged:
+            return Product(BATCH, self.heads), self.rows, dim
         return (*batch, self.heads, self.rows, dim) if self.transposed else (*batch, self.rows, self.heads, dim)
 
     def size(self, index: int | None = None) -> Any:
@@ -153,6 +215,8 @@ class StandIn:
             batch = 1 if len(sizes) > 2 and type(sizes[0]) is int and sizes[0] == 1 else None
             usual = replace(self, batch=BATCH).view(BATCH, *(sizes if batch is None else sizes[1:]))
             return usual.with_batch(batch)
+        if self.merged or isinstance(sizes[0], Product) or self.zeros:
+            return self._merged(sizes)
         if len(sizes) == 2 or self.flat:
             return self._flattened(*sizes)
         batch, tokens, *rest = sizes
@@ -183,6 +247,17 @@ class StandIn:
 
     reshape = view
 
+    def _merged(self, sizes: tuple[Any, ...]) -> StandIn:
+        """Make one dimension of rows and heads, or two again."""
+        apart, together = replace(self, merged=False), replace(self, merged=True)
+        if self.transposed and not self.zeros:
+            if self.merged and _is_shape(sizes, apart.shape):
+                return apart
+            sizes = tuple(self.rows if type(size) is int and size == -1 else size for size in sizes)
+            if not self.merged and _is_shape(sizes, together.shape):
+                return together
+        raise UntraceableError("it reshapes in another way than into heads and back")
+
     def _flattened(self, *sizes: Any) -> StandIn:
         """Join the rows of a pass, or take them apart again."""
         if self.flat and len(sizes) == 3 and sizes[0] is BATCH and sizes[1] is TOKENS and sizes[2] == self.width:
@@ -201,10 +276,12 @@ class StandIn:
         return self.with_batch(1)
 
     def transpose(self, first: int, second: int) -> Any:
+        if self.merged and {first % 3, second % 3} == {1, 2}:
+            return TransposedKeys(self)
         before = 0 if self.batch is None else 1  # dimensions that stand before those of heads and tokens
         if self.transposed and {first % 4, second % 4} == {2, 3} and before:
             return TransposedKeys(self)
-        if {first, second} != {before, before + 1} or self.heads is None:
+        if {first, second} != {before, before + 1} or self.heads is None or self.merged:
             raise UntraceableError("it transposes other dimensions than heads and tokens")
         return replace(self, transposed=not self.transposed)
 
@@ -225,7 +302,9 @@ class StandIn:
         """Return the scores of queries and these keys."""
         if not isinstance(query, StandIn) or not query.transposed or query.heads != self.heads:
             raise UntraceableError("it multiplies tensors that are not queries and keys")
-        return Scores(self.trace, query, self)
+        if query.merged is not self.merged or query.zeros or self.zeros:
+            raise UntraceableError("it multiplies tensors that are not queries and keys")
+        return Scores(self.trace, query, self, self.trace.source_mask if self.rows is SOURCE else self.trace.mask)
 
     def to(self, dtype: Any) -> StandIn:
         if dtype is not self.trace.dtype:
@@ -253,7 +332,18 @@ class StandIn:
             raise UntraceableError("it divides a tensor into other parts than columns")
         return self.chunk(self.shape[-1] // size, dim)
 
+    def padded(self, sizes: Any) -> StandIn:
+        """Return the tensor with zeros behind the numbers of each head. sizes: how many before and behind them."""
+        known = type(sizes) in (tuple, list) and len(sizes) == 2 and sizes[0] == 0 and type(sizes[1]) is int
+        if not known or sizes[1] < 1 or self.zeros or self.heads is None or self.merged:
+            raise UntraceableError("it calls pad")
+        return replace(self, zeros=sizes[1])
+
     def __getitem__(self, index: Any) -> StandIn:
+        if self.zeros and index == (..., slice(None, -self.zeros)):
+            return replace(self, zeros=0)
+        if self.zeros or self.merged:
+            raise UntraceableError("it takes other parts of a tensor than columns")
         match index:
             case (first, slice(step=None) as columns) if first is ... and not self.cached and self.apart == 1:
                 heads = self.heads or 1
@@ -301,6 +391,13 @@ class StandIn:
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
         """Return the result of the attention function for a query that is a stand-in."""
         return self.trace.attend(module, (self, key, value), mask, options), None
+
+
+def _is_shape(sizes: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
+    known = (int, Product)
+    pairs = zip(sizes, shape, strict=False)
+    same = all(a is b or (isinstance(a, known) and isinstance(b, known) and a == b) for a, b in pairs)
+    return len(sizes) == len(shape) and same
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,6 +468,6 @@ def require(x: Any, *, heads: bool, flat: bool = True) -> None:
     width] will do as well.
     """
     known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat) and x.apart == 1
-    known = known and (x.rows is TOKENS or x.rows is SOURCE)
+    known = known and (x.rows is TOKENS or x.rows is SOURCE) and not (x.merged or x.zeros)
     if not known or x.transposed is not heads or (x.heads is not None) is not heads:
         raise UntraceableError("its tensors have another layout")

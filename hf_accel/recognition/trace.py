@@ -19,7 +19,18 @@ from torch import nn
 
 from ..undo.journal import original_class
 from ..undo.state import FUSED
-from .call_form import BIAS, CACHES, MASK, SOURCE_MASK, SOURCE_STATES, STARTS, TABLES, CallForm
+from .call_form import (
+    BIAS,
+    CACHE,
+    CACHES,
+    MASK,
+    SOURCE_BIAS,
+    SOURCE_MASK,
+    SOURCE_STATES,
+    STARTS,
+    TABLES,
+    CallForm,
+)
 from .code import ROTATIONS, with_functions
 from .folding import folded
 from .model_stand_ins import CacheStandIn, ConfigStandIn
@@ -28,7 +39,19 @@ from .position_attention import POSITION_ATTENTION, position_attention
 from .record import Record
 from .scores import Scores
 from .source_stand_ins import PairStandIn, source_states
-from .stand_ins import BATCH, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector
+from .stand_ins import (
+    BATCH,
+    SOURCE,
+    TOKENS,
+    TOKENS_BEFORE,
+    Computed,
+    MaskStandIn,
+    ModuleStandIn,
+    Opaque,
+    StandIn,
+    Vector,
+    ZerosOfTokens,
+)
 from .trial import (
     PLAIN_ACTIVATIONS,
     GatedNames,
@@ -49,9 +72,9 @@ class Trace(Record):
 
     attention: the name of the attention function that the model will have; None for its own. equals: names of
     attention functions that compute what another does. others: what the code returns in a tuple with its result, each
-    None, BIAS or WEIGHTS; None if it returns a tensor alone. may_return_weights: whether it may return those of its
-    attention, which whoever computes the layer must be sure that nobody reads. cache_class: that of a cache which
-    keeps keys of an encoder's output too; None if the code is given none.
+    None, BIAS, SOURCE_BIAS, CACHE or WEIGHTS; None if it returns a tensor alone. may_return_weights: whether it may
+    return those of its attention, which whoever computes the layer must be sure that nobody reads. cache_class: the
+    class of a cache which keeps keys of an encoder's output too; None if the code is given none.
     """
 
     may_return_weights = False
@@ -65,13 +88,14 @@ class Trace(Record):
         self.attention = attention
         self.equals: dict[str, str] = {}
         self.others: tuple[str | None, ...] | None = None
+        self.cache: PairStandIn | None = None
         self._ran = False  # whether the layer's own code has begun
 
     def layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
         """Run the forward of a layer on [B, T, width]. Raises UntraceableError."""
         result = self.call(layer, width, form)
         if isinstance(result, tuple) and result and all(self._is_known(each) for each in result[1:]):
-            names = {id(None): None, id(self.bias): BIAS}
+            names = {id(self.bias): BIAS, id(self.source_bias): SOURCE_BIAS, id(self.cache): CACHE, id(None): None}
             self.others = tuple(names.get(id(each), WEIGHTS) for each in result[1:])
             result = result[0]
         last = self.operations[-1] if self.operations else None
@@ -96,6 +120,7 @@ class Trace(Record):
             return
         later = Trace(self.dtype, self.attention, table_size=self.table_size, device=self.device)
         later.cache_class, later.source, later.knows_source = self.cache_class, self.source, True
+        later.tried, later.equals = self.tried, self.equals
         later.layer(layer, width, form)
         if later.operations != self.operations or later.source_operations or later.others != self.others:
             raise UntraceableError("it computes something else where the cache has keys of an encoder's output")
@@ -105,22 +130,29 @@ class Trace(Record):
     def _is_known(self, other: Any) -> bool:
         """Return whether a layer may return this with its result."""
         weights = self.may_return_weights and isinstance(other, Scores) and other.is_softmax
-        return other is None or other is self.bias or weights
+        return weights or any(other is each for each in (None, self.bias, self.source_bias, self.cache))
 
     def call(self, module: nn.Module, width: int, form: CallForm) -> Any:
         """Return the result of a module's code on hidden states [B, T, width]."""
         self.widths[INPUT] = self.widths[OUTPUT] = width
+        if self.cache_class is None:
+            cache: Any = CacheStandIn(self)
+        else:
+            cache = self.cache = PairStandIn(self)
+            self.mask, self.source_mask = MaskStandIn(MASK, TOKENS), MaskStandIn(SOURCE_MASK, SOURCE)
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
         tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias} | self.positions
-        tensors |= dict.fromkeys(CACHES, CacheStandIn(self) if self.cache_class is None else PairStandIn(self))
-        tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self, width), STARTS: self.starts}
+        tensors |= dict.fromkeys(CACHES, cache)
+        tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
+        tensors[SOURCE_BIAS] = self.source_bias
         if SOURCE_STATES in form.tensors and self.cache_class is None:
             raise UntraceableError("it attends to an encoder's output without a cache")
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
         batch = BATCH if STARTS not in form.tensors else 1 if form.in_rows else None
         kwargs[form.states] = self._states = StandIn(self, Span(INPUT, 0, width), width, batch=batch)
         try:
-            return self.run(ModuleStandIn(self, module), module, (), kwargs)
+            with ZerosOfTokens():
+                return self.run(ModuleStandIn(self, module), module, (), kwargs)
         except UntraceableError:
             raise
         except Exception as error:  # the code fails on a stand-in with an error of its own
@@ -206,7 +238,11 @@ class Trace(Record):
         functions = dict(self._functions(forward))
         if functions:
             forward = with_functions(forward, functions)
-        return forward(stand_in, *args, **kwargs)
+        self.running.append(stand_in)
+        try:
+            return forward(stand_in, *args, **kwargs)
+        finally:
+            self.running.pop()
 
     def _functions(self, forward: FunctionType) -> Iterator[tuple[str, Callable[..., Any]]]:
         """The functions of the code's file that are recorded where it calls them: a rotation, and activations."""
@@ -240,12 +276,13 @@ class LinearStandIn:
 
 
 def _method(module: nn.Module, bound: MethodType) -> Callable[..., Any]:
-    """Return a method that is Computed if it is given the number of tokens and plain values alone."""
+    """Return a method that is Computed if it is given numbers of tokens and plain values alone."""
 
     @wraps(bound)  # whose signature the code may ask for
     def method(*args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
-        plain = all(each is TOKENS or isinstance(each, (*PLAIN_TYPES, torch.device)) for each in given)
+        others = [each for each in given if each is not TOKENS and each is not TOKENS_BEFORE]
+        plain = all(isinstance(each, (*PLAIN_TYPES, torch.device)) for each in others)
         if plain and any(each is TOKENS for each in given):
             return Computed(module, bound.__func__, args, kwargs)
         return bound(*args, **kwargs)

@@ -39,8 +39,8 @@ SIZES: dict[str, Any] = {
     "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 160,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": None, "decoder_start_token_id": 2,
 }  # fmt: skip
-T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "relative_attention_num_buckets": 8,
-      "relative_attention_max_distance": 20}  # fmt: skip
+T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "decoder_attention_heads": 4,
+      "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}  # fmt: skip
 SPEECH = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64}
 SPEECH2 = {"input_feat_per_channel": 8, "input_channels": 1, "conv_channels": 16, "max_source_positions": 40}
 SUPPRESSED = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, 8]}
@@ -78,7 +78,8 @@ PAIRED = {
     },
 }  # the decoders of an EncoderDecoderModel, behind BERT's encoder
 RELATIVE = ("T5", "UMT5", "LongT5", "MT5", "SwitchTransformers")
-IN_ONE_CALL = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "Whisper")
+IN_ONE_CALL = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "Whisper", "T5", "UMT5", "LED",
+               "Moonshine")  # fmt: skip
 HEADS = {"Marian": "MarianMTModel", "SpeechT5": "SpeechT5ForSpeechToText"}
 LENGTHS = (9, 4, 17, 1, 12)
 
@@ -214,6 +215,7 @@ def test_images_for_a_decoder_that_attends_by_operators(settings: dict[str, Any]
     given = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": settings.get("num_beams", 1)}
     expected = model.generate(pixels, **given)
     hf_accel.patch(model, weights=None, **({} if cache is None else {"cache": cache}))
+    assert len(calls_of(model)) == 3
     if cache is not None:  # its numbers are rounded, and an image alone has the same ones
         expected = torch.cat([model.generate(each[None], **given) for each in pixels])
     torch.testing.assert_close(model.generate(pixels, **given), expected)
@@ -362,6 +364,8 @@ def test_a_decoder_layer_is_one_call(kind: str, dtype: torch.dtype) -> None:
     """Also in the pass that computes keys of the encoder's output."""
     model, apart = (model_of(kind, max_length=20).to(dtype) for _ in range(2))
     given = {"input_features": torch.randn(5, 8, 40, dtype=dtype)} if kind == "Whisper" else padded(prompts())
+    if kind == "Moonshine":
+        given = {"input_values": torch.randn(5, 4000, dtype=dtype)}
     hf_accel.patch(model, weights=None)
     hf_accel.patch(apart, weights=None, fuse=False)
     assert len(calls_of(model)) == 3 and not calls_of(apart)
@@ -374,11 +378,13 @@ def test_a_decoder_layer_is_one_call(kind: str, dtype: torch.dtype) -> None:
     assert all(calls.programme is not None and calls.programme.source is not None for calls in calls_of(model))
 
 
-def test_a_layer_that_a_hook_sees_finds_the_keys_that_a_call_has_written() -> None:
-    model, batch = model_of("Marian"), padded(prompts())
+@pytest.mark.parametrize(("kind", "name"), [("Marian", "layers.1.fc1"), ("T5", "block.1.layer.2.layer_norm")])
+def test_a_layer_that_a_hook_sees_finds_what_calls_have_left(kind: str, name: str) -> None:
+    """It finds the keys that a call has written, and the bias of positions that the first layer hands on."""
+    model, batch = model_of(kind), padded(prompts())
     expected = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
     hf_accel.patch(model, weights=None)
-    layer, seen = model.model.decoder.layers[1], []
+    inner, seen = model.get_decoder().get_submodule(name), list[int]()
 
     def watch(*args: Any) -> None:
         seen.append(1)
@@ -386,10 +392,10 @@ def test_a_layer_that_a_hook_sees_finds_the_keys_that_a_call_has_written() -> No
     def begin(*args: Any) -> None:  # from the second pass on
         if len(seen) == 0:
             seen.append(0)
-        elif len(layer.fc1._forward_hooks) == 0:
-            layer.fc1.register_forward_hook(watch)
+        elif len(inner._forward_hooks) == 0:
+            inner.register_forward_hook(watch)
 
-    model.model.decoder.register_forward_pre_hook(begin)
+    model.get_decoder().register_forward_pre_hook(begin)
     torch.testing.assert_close(model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
     assert sum(seen) > 3
 
@@ -420,6 +426,22 @@ def test_the_trace_of_a_layer_is_that_of_later_passes_too() -> None:
     layer.__class__ = OddLayer
     with pytest.raises(UntraceableError, match="something else where the cache has keys"):
         trace()
+
+
+def test_changes_of_a_bias_are_noticed() -> None:
+    model, other, batch = model_of("T5"), model_of("T5"), padded(prompts())
+    given = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    hf_accel.patch(model, weights=None)
+    first = model.generate(**batch, **given)
+    for each in (model, other):
+        with torch.no_grad():
+            each.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.mul_(-20)
+    expected = other.generate(**batch, **given)
+    assert not torch.equal(first, expected)
+    torch.testing.assert_close(model.generate(**batch, **given), expected)
+    for each in (model, other):
+        each.decoder.block[1].layer[0].SelfAttention.scaling = 0.3
+    torch.testing.assert_close(model.generate(**batch, **given), other.generate(**batch, **given))
 
 
 def test_changes_of_a_cross_attention_are_noticed() -> None:

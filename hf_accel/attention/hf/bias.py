@@ -31,7 +31,7 @@ def bias_over_pages(module: nn.Module, numbers: Tensor, paged: PagedKV) -> Posit
     if paged.layer.columns() is not None:
         raise NotRaggedError(f"{type(module).__name__} adds a bias of positions to columns")
     if getattr(module, "has_relative_attention_bias", False) and not paged.layer.attends_to_all:
-        known = _table(module, paged.group_step.ragged.max_kv, cache.bias_tables)
+        known = table_of(module, paged.group_step.ragged.max_kv, cache.bias_tables)
     elif bool(numbers.any()):
         raise NotRaggedError(f"{type(module).__name__} is given a bias that is not known")
     else:
@@ -40,7 +40,7 @@ def bias_over_pages(module: nn.Module, numbers: Tensor, paged: PagedKV) -> Posit
     return known
 
 
-def _table(module: Any, longest: int, made: dict[nn.Module, tuple[tuple[int, int], PositionBias]]) -> PositionBias:
+def table_of(module: Any, longest: int, made: dict[nn.Module, tuple[tuple[int, int], PositionBias]]) -> PositionBias:
     """Return the table for sequences of up to `longest` tokens. made: the tables of this and other modules."""
     weight = module.relative_attention_bias.weight
     state, bias = made.get(module, (None, None))

@@ -211,7 +211,10 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
 
 def _stock_parts(model: PreTrainedModel) -> dict[str, str]:
     parts: dict[str, str] = {}
+    decoder = {*model.get_decoder().modules()} if model.config.is_encoder_decoder else set()
     for part, name, refusal, _ in attention_refusals(model):
+        if part in decoder:  # which may have a copy of the config
+            continue
         if not any(_has_decoders_config(model, module) for module in part.modules()) or _looks_nothing_up(model, part):
             parts.setdefault(name, refusal)
     return parts

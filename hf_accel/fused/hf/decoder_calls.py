@@ -28,7 +28,7 @@ class DecoderCalls(NativeCalls):
 
     def run_without_pages(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | tuple[Tensor] | None:
+    ) -> Tensor | tuple[Any, ...] | None:
         return None if is_compiling() else self.over_rows.run(layer, args, kwargs)
 
 

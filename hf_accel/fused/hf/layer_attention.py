@@ -5,20 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import NoneType
 
+import torch
 from torch import nn
 
 from ...attention import AttentionSpec, PlannedAttention
 from ...attention.cpu import CpuBackend
 from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
+from ...attention.hf.operator_pass import OperatorAttention
 from ...recognition.operation import Operation, UntraceableError
+from ...recognition.stand_ins import TOKENS, TOKENS_BEFORE
 from ...recognition.trace import Trace
-from ...undo.state import BACKEND_ATTRIBUTE
+from ...undo.state import BACKEND_ATTRIBUTE, FUSED
 from ..traced_layer import Attention
+
+# The one call by which attention makes its bias of positions; attention/hf/bias.py makes a table of it.
+GIVEN = {"device": torch.device("cpu"), "past_seen_tokens": TOKENS_BEFORE}
+OWN_BIAS = "compute_bias", (TOKENS, TOKENS), GIVEN
+
+
+def operators_of(module: nn.Module) -> OperatorAttention | None:
+    """Return what is known of a module that attends by operators; None for any other."""
+    known = vars(module).get(FUSED)
+    return known if isinstance(known, OperatorAttention) else None
+
+
+def planned_attention(module: nn.Module) -> PlannedAttention | None:
+    """Return what was planned for an attention module; None if nothing was."""
+    known = operators_of(module)
+    if known is not None:
+        return None if known.backend is None or known.spec is None else PlannedAttention(known.backend, known.spec)
+    planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
+    return planned
+
+
+def note_plan(trace: Trace, module: nn.Module) -> None:
+    """Note that what was planned for an attention module must not change."""
+    for name in (FUSED, BACKEND_ATTRIBUTE):
+        trace.note(vars(module), name, vars(module).get(name))
 
 
 def planned_source(module: nn.Module) -> AttentionSpec | None:
     """Return the spec of the attention to an encoder's output; None if no kernel of ours computes it."""
-    planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
+    planned = planned_attention(module)
     return planned.spec if planned is not None and isinstance(planned.backend, CpuBackend) else None
 
 
@@ -34,7 +62,7 @@ def source_attention(trace: Trace, spec_of: Callable[[nn.Module], AttentionSpec 
         raise UntraceableError("it does not attend once to an encoder's output")
     (operation,) = found
     (module,) = operation.modules
-    trace.note(vars(module), BACKEND_ATTRIBUTE, vars(module).get(BACKEND_ATTRIBUTE))
+    note_plan(trace, module)
     values, spec = operation.values, spec_of(module)
     softcap = values["options"].get("softcap")
     heads = (values["heads"], values["kv_heads"], values["dim"], values["value_dim"], softcap, False)
@@ -55,15 +83,17 @@ def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     values = operation.values
     softcap, dim = values["options"].get("softcap"), values["dim"]
     same = _planned_heads(spec) == (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False)
-    if not same or not causal or values["biased"]:
+    if not same or not causal:
         raise UntraceableError("its attention is not the one that was planned")
+    if values["own_bias"] is not None and not values["own_bias"].is_call_of(*operation.modules, *OWN_BIAS):
+        raise UntraceableError("it computes a bias of positions in a way of its own")
     return Attention(scale * values["factor"], softcap, spec.window)
 
 
 def attend_of(trace: Trace) -> tuple[Operation, float, bool]:
     """Return the attention among a trace's operations, the scale of its scores, and whether it is causal."""
     operation: Operation = next(o for o in trace.operations if o.kind == "attend")
-    scale, causal = _scale_of(operation), operation.values["options"].get("is_causal")
+    scale, causal = _scale_of(operation), trace.tried or operation.values["options"].get("is_causal")
     if causal is None:
         (module,) = operation.modules
         causal = getattr(module, "is_causal", True)

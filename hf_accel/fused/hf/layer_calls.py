@@ -18,23 +18,35 @@ from transformers.utils import output_capturing
 
 from ...attention import PlannedAttention
 from ...attention.cpu import CpuBackend
+from ...attention.hf.bias import table_of
 from ...attention.hf.mask import window_of
+from ...attention.hf.stock import ATTENTION_NAME
 from ...cache.group import PageGroup
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...cache.hf.ragged import SourceLayer
 from ...cache.step import GroupStep, Step
+from ...kernels.cpu.attention import NO_BIAS, position_bias_fields
 from ...kernels.cpu.library import native
+from ...kernels.layouts import PositionBias
 from ...linear.adapters import PassAdapters
-from ...recognition.call_form import CACHES, SOURCE_STATES, TENSORS, bound, parameter_names
+from ...recognition.call_form import BIAS, CACHES, SOURCE_BIAS, SOURCE_STATES, TENSORS, bound, parameter_names
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ...recognition.unchanged import PLAIN_TYPES, Read, Surroundings
 from ...undo.journal import Mixin, original_class
-from ...undo.state import BACKEND_ATTRIBUTE, FUSED
+from ...undo.state import FUSED
 from ..layer_programme import CallFields, LayerProgramme, SourceFields
 from ..traced_layer import TracedLayer
-from .layer_attention import attention_of, planned_source, source_attention
+from .layer_attention import (
+    attend_of,
+    attention_of,
+    note_plan,
+    operators_of,
+    planned_attention,
+    planned_source,
+    source_attention,
+)
 
 
 class TracedForward(Mixin):
@@ -173,13 +185,17 @@ class LayerCalls(ABC, Generic[Layer]):
     def compute(self, programme: Layer, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
         """Write K and V, and return the layer's result; None, without a write, if the pages hold other heads."""
 
+    def others(self, programme: Layer, place: LayerPlace) -> tuple[Tensor | None, ...]:
+        """Return what the layer returns behind its hidden states."""
+        return ()
+
     def run_without_pages(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | tuple[Tensor] | None:
+    ) -> Tensor | tuple[Any, ...] | None:
         """Return the result of a call that has no pages; None if the layer's own code must run."""
         return None
 
-    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor] | None:
+    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Any, ...] | None:
         """Return the layer's result; None if its own code must run."""
         if len(args) > 1:
             names = parameter_names(original_class(layer).forward)[1:]
@@ -212,7 +228,7 @@ class LayerCalls(ABC, Generic[Layer]):
         pages.pass_done(place.step)
         if known is not None:
             known.note(place, out)
-        return (out,) if programme.returns_tuple else out
+        return out if programme.others is None else (out, *self.others(programme, place))
 
     def ask(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> LayerPlace | str:
         """Return where the layer writes and reads in this pass; or why its own code must run, as a clause.
@@ -229,7 +245,7 @@ class LayerCalls(ABC, Generic[Layer]):
             return "its code does something that is not known"
         if not programme.is_unobserved():
             return "a hook wants to see a module"
-        known, window = window_of(kwargs.get("attention_mask"))
+        known, window = (True, None) if programme.tried else window_of(kwargs.get("attention_mask"))
         whole_cache = _cache_of(kwargs)
         pages = _tokens_part(whole_cache).layers[programme.layer_idx]
         if not known or not isinstance(pages, LayerOverPages):
@@ -280,14 +296,17 @@ class LayerCalls(ABC, Generic[Layer]):
         trace = Trace(x.dtype, table_size=table_size, device=x.device)
         if isinstance(_cache_of(kwargs), RaggedEncoderDecoderCache):
             trace.cache_class = RaggedEncoderDecoderCache
+        by_operators = [known for module in layer.modules() if (known := operators_of(module)) is not None]
+        trace.tried = bool(by_operators)
+        trace.equals |= {known.implementation: ATTENTION_NAME for known in by_operators if known.implementation}
         try:
             given = bound(original_class(layer), (x,), kwargs)
             if given is None or not given[2].tensors <= {*TENSORS}:
                 raise UntraceableError("it is given more than plain values")
             trace.decoder_layer(layer, x.shape[-1], given[2])
             module = next((each for o in trace.operations if o.kind == "attend" for each in o.modules), layer)
-            planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
-            trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
+            planned = planned_attention(module)
+            note_plan(trace, module)
             if planned is None:
                 raise UntraceableError("its attention has another backend")
             return self.make(trace, planned, x=x, table_dtype=table_dtype)
@@ -307,10 +326,19 @@ class NativeCalls(LayerCalls[LayerProgramme]):
     def make(
         self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype | None
     ) -> LayerProgramme:
-        spec = replace(planned.spec, dtype=x.dtype)
+        spec = replace(planned.spec, dtype=x.dtype, bias=attend_of(trace)[0].values["biased"])
         if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(spec) is not None:
             raise UntraceableError("its attention has another backend")
         return LayerProgramme(trace, table_dtype, attention_of(trace, spec), source_attention(trace, planned_source))
+
+    def others(self, programme: LayerProgramme, place: LayerPlace) -> tuple[Tensor | None, ...]:
+        """Return the biases that the layer hands on, as it was given them or as this pass has made them."""
+        assert programme.others is not None
+        cache = _cache_of(place.kwargs)
+        held = {BIAS: _tokens_part(cache), SOURCE_BIAS: getattr(cache, "cross_attention_cache", None)}
+        return tuple(
+            held[name].given_bias[0] if name in held else cache if name else None for name in programme.others
+        )
 
     def compute(self, programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
         storage = pages.group.storage(programme.layer_idx, *programme.written)
@@ -318,8 +346,16 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             return None
         if place.fields is None:
             place.fields = CallFields.of(x, place.tables, place.group_step, storage.block_size)
+        bias = NO_BIAS
+        if programme.biased_heads:
+            known = _position_bias(programme, pages.cache, place)
+            if known is None:
+                return None
+            bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
         if place.whole is None:
-            return programme(x, place.fields, storage.pages, adapters=PassAdapters.running())
+            return programme(x, place.fields, storage.pages, bias=bias, adapters=PassAdapters.running())
+        if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
+            return None
         source = _source_layer(programme, place)
         held = None if source is None else source.group.storages.get(source.layer_idx)
         if source is None or held is None or not programme.fits_source(storage, held):
@@ -327,7 +363,34 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         if place.source_fields is None:
             step = place.step.groups[source.group_index]
             place.source_fields = SourceFields.of(step, held.block_size)
-        return programme(x, place.fields, storage.pages, (held.pages, place.source_fields))
+        return programme(x, place.fields, storage.pages, (held.pages, place.source_fields), bias=bias)
+
+
+def _position_bias(programme: LayerProgramme, cache: CacheOverPages, place: LayerPlace) -> PositionBias | None:
+    """Return what a layer adds to the scores of its tokens, see attention/hf/bias.py; None for what is not known."""
+    if programme.own_bias is None:
+        given, known = cache.given_bias or (None, None)
+        return known if place.kwargs.get(BIAS) is given else None
+    ragged = place.group_step.ragged
+    known = table_of(programme.attends, ragged.max_kv, cache.bias_tables)
+    if BIAS in (programme.others or ()):
+        cache.given_bias = _numbers(programme, place, len(place.group_step.slots)), known
+    return known
+
+
+def _source_is_plain(programme: LayerProgramme, cache: CacheOverPages, place: LayerPlace) -> bool:
+    """Return whether a layer adds zeros to the scores of an encoder's output."""
+    given: Tensor | None = place.kwargs.get(SOURCE_BIAS)
+    if given is None:  # the trace has seen that its code makes zeros
+        cache.given_bias = _numbers(programme, place, 1), None
+        return True
+    return cache.given_bias is not None and cache.given_bias[0] is given and cache.given_bias[1] is None
+
+
+def _numbers(programme: LayerProgramme, place: LayerPlace, keys: int) -> Tensor:
+    """Return what layers hand on in place of a bias [1, H, N, keys], whose numbers nobody reads in a ragged pass."""
+    tokens = len(place.group_step.slots)
+    return torch.zeros(1, dtype=programme.dtype).expand(1, programme.biased_heads or 1, tokens, keys)
 
 
 def _source_layer(programme: LayerProgramme, place: LayerPlace) -> SourceLayer | None:

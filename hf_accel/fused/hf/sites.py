@@ -14,7 +14,7 @@ from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...kernels.cpu.library import FLOATS
-from ...models import layers_config
+from ...models import is_within, layers_config
 from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
 from ...recognition.operation import INPUT, Span, UntraceableError
@@ -213,25 +213,31 @@ def _spec_of(trace: Trace, attention: Mapping[nn.Module, AttentionSpec]) -> Atte
 def layer_sites(
     model: nn.Module, dtype: torch.dtype, *,
     attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module] | None, device_type: str = "cpu",
+    tried: Container[nn.Module] = (),
 ) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
     """Find decoder layers of which every operation is known, and give the reason for the others.
 
     attention: the specs of the attention modules that attend over pages; on the CPU, by the native kernels. linears:
     the linear layers that these kernels compute; None on a GPU, where a layer needs operations that share a launch.
+    tried: those attention modules whose attention over pages is known by a trial, since they attend by operators.
     """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
+    layers: list[str] = []
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     for name, module in model.named_modules():
-        inner = [child for child in module.children() if child in attention]
-        if not inner or has_own_forward(module):
+        parts = _of_parts(module) if name.rpartition(".")[2].isdecimal() else module.children()
+        inner = [child for child in parts if child in attention]
+        if not inner or has_own_forward(module) or any(is_within(name, layer) for layer in layers):
             continue
+        layers.append(name)
         try:
             size = int(rotated_share(model.config) * attention[inner[0]].head_dim)
             device = torch.device(device_type)
             trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
+            trace.tried = inner[0] in tried
             trace.decoder_layer(module, _width(module), usual_pass(type(module), has_encoder=has_encoder))
             attention_of(trace, _spec_of(trace, attention))
             source_attention(trace, attention.get)
@@ -271,9 +277,22 @@ def rotated_share(config: Any) -> float:
     return float(parameters.get("partial_rotary_factor", 1.0))
 
 
+def _of_parts(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules that a layer calls: its own, and those of the parts in a list of its own, as T5's have.
+
+    The parts of a list are of different classes; else they are layers themselves.
+    """
+    found = list(layer.children())
+    for each in layer.children():
+        parts = list(each) if isinstance(each, nn.ModuleList) else []
+        if len(parts) > 1 and len({type(part) for part in parts}) == len(parts):
+            found += [module for part in parts for module in part.children()]
+    return found
+
+
 def _width(layer: nn.Module) -> int:
     """Return the size of a layer's hidden states, which is that of its first norm."""
-    for module in layer.children():
+    for module in _of_parts(layer):
         weight = module._parameters.get("weight")
         if weight is not None and weight.ndim == 1:
             return int(weight.shape[0])

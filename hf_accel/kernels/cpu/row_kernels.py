@@ -85,15 +85,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, roun
 
 
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, round_each: bool = True
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: int = False, round_each: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Compute q * cos + rotate_half(q) * sin, and the same for k. The results have the memory order of q and k.
 
     q, k: [B, H, T, D] of one dtype; the last stride is 1. cos, sin: [B or 1, T, D] or [T, D].
     interleaved: whether the rotated pairs are (0, 1), (2, 3), ..., as in GPT-J and Cohere; otherwise they are
-    (i, i + D / 2), as in GPT-NeoX and Llama. round_each: whether both products are rounded to the dtype before they
-    are added, as in Llama; otherwise only the sum is rounded, as in Cohere. If cos and sin have a wider dtype than q,
-    only the sum is rounded. Raises UnsupportedError if a gradient is needed.
+    (i, i + D / 2), as in GPT-NeoX and Llama; 2 if number i of a table is for pair (2 i, 2 i + 1), as in GLM.
+    round_each: whether both products are rounded to the dtype before they are added, as in Llama; otherwise only the
+    sum is rounded, as in Cohere. If cos and sin have a wider dtype than q, only the sum is rounded. Raises
+    UnsupportedError if a gradient is needed.
     """
     refuse_gradients("rope", q, k)
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():

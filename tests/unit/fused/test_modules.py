@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.glm import modeling_glm
 
 from hf_accel.fused import norms
 from hf_accel.fused.hf.sites import fused_sites
@@ -17,6 +18,7 @@ from hf_accel.fused.modules import (
     NativeGatedMLP,
     NativeRotary,
     RotaryForm,
+    form_of_rotation,
     rotary_form,
 )
 from hf_accel.fused.norms import NativeNorm, NormForm, NormForms, norm_form
@@ -129,6 +131,11 @@ def test_a_rotation_is_recognized_and_equal(dtype):
     with torch.no_grad():
         for got, expected in zip(native(q, k, tables=tables), module(q, k, tables=tables), strict=True):
             assert torch.equal(got, expected)
+
+
+def test_a_rotation_of_pairs_by_the_first_half_of_a_table_is_recognized():
+    form = form_of_rotation(modeling_glm.apply_rotary_pos_emb, torch.float32, torch.float32)
+    assert form is not None and form.interleaved == 2
 
 
 def test_the_rotation_of_the_module_file_is_not_touched():

@@ -27,15 +27,17 @@ def tables(batch: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[Tens
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def expected(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def expected(x: Tensor, cos: Tensor, sin: Tensor, interleaved: int) -> Tensor:
+    if interleaved == 2:  # as GLM
+        cos, sin = (each[..., : each.shape[-1] // 2].repeat_interleave(2, dim=-1) for each in (cos, sin))
     turned = rotate_pairs(x) if interleaved else rotate_half(x)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 20, 34, 64, 128])
-def test_bits_of_transformers(size: int, dtype: torch.dtype, interleaved: bool) -> None:
+def test_bits_of_transformers(size: int, dtype: torch.dtype, interleaved: int) -> None:
     for batch in (1, 3):  # of the tables: one row of positions may serve all sequences
         cos, sin = tables(batch, 5, size, dtype)
         q = torch.randn(3, 5, 4, size).to(dtype).transpose(1, 2)

@@ -214,7 +214,7 @@ struct RopeCall {
   const void* sin;
   int64_t table_batch, table_token;  // strides
   int64_t batch, tokens, size;
-  int32_t interleaved;  // whether pairs are (0, 1), (2, 3), ...; otherwise they are (i, i + size / 2)
+  int32_t interleaved;  // whether pairs are (0, 1), (2, 3), ...; otherwise they are (i, i + size / 2). 2: pair i has number i of a table
   int32_t round_each;   // whether both products are rounded to dtype before they are added
   int32_t dtype, table_dtype, threads;
 };
@@ -380,7 +380,7 @@ struct LayerCall {
   const int32_t* cu_q;
   const int32_t* kv_len;
   int64_t table_stride, sequences, block_size, num_written;
-  ScoreBias score_bias;  // of ATTEND_ROWS; positions begin at 0 in each sequence. POSITION_SCORES writes it
+  ScoreBias score_bias;  // of ATTEND and ATTEND_ROWS; positions begin at 0 in each sequence. POSITION_SCORES writes it
   const void* position_keys;  // as in PositionScoresCall
   const void* position_queries;
   const int32_t* position_rows;

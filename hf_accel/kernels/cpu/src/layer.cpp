@@ -212,6 +212,7 @@ struct Layer {
     pages.sequences = held.sequences;
     pages.table_stride = held.table_stride;
     pages.block_size = held.block_size;
+    if (op.kind == ATTEND) pages.bias = call.score_bias;
     kernels.attention(pages);
   }
 

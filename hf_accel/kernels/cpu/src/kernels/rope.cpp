@@ -7,10 +7,11 @@
 
 namespace {
 
-// Converts a row of a table to floats.
+// Converts a row of a table to floats, one for each number of a head.
 template <class T>
 void read_table(const RopeCall& call, const T* row, float* table) {
-  for (int64_t i = 0; i < call.size; ++i) table[i] = to_float(row[i]);
+  const int64_t pair = call.interleaved == 2 ? 2 : 1;  // the numbers of a head that have one of the table
+  for (int64_t i = 0; i < call.size; ++i) table[i] = to_float(row[i / pair]);
 }
 
 // Copies x with each pair (a, b) replaced by (-b, a).
