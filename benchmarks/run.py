@@ -61,6 +61,7 @@ from .topics import (
     shared_prompts,
     small_model,
     speculation,
+    structured,
     students,
     tiles,
     waste,
@@ -98,6 +99,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "scale_out": scale_out.measure,
     "shared_prompts": shared_prompts.measure,
     "speculation": speculation.measure,
+    "structured": structured.measure,
     "drafters": drafters.measure,
     "distill_memory": distill_memory.measure,
     "students": students.measure,
@@ -186,6 +188,7 @@ def model_of(topic: str, bench: Bench) -> str:
     """What a topic measured: some have a model of their own."""
     own = {
         "small_model": str(small_model.SHIPPED),
+        "structured": str(small_model.SHIPPED),
         "never_slower": "random models of several shapes",
         "encoders": "random encoders of several shapes",
         "experts": "random experts of several shapes",

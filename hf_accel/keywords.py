@@ -167,3 +167,9 @@ def with_call(target: Target, call: Callable[..., Any]) -> Target:
         setattr(target, "__init__", call)  # noqa: B010 - mypy refuses the plain assignment
         return target
     return call  # type: ignore[return-value]
+
+
+def known_keywords(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `given` that `function` takes: releases of a package differ in a few."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in given.items() if name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,10 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says in a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message, before the prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to write.")] = 256,
+    json_schema: Annotated[str | None, typer.Option(help="The text is JSON of this schema: a file, or JSON.")] = None,
+    regex: Annotated[str | None, typer.Option(help="The text matches this regular expression.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="A file with a grammar (Lark or GBNF) of the text.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The text is this; repeat it for others.")] = None,
     dtype: Dtype = "auto",
     fit: Fit = None,
     *,
@@ -39,9 +44,11 @@ def generate(
       hf-accel generate examples/stdlib-tiny --prompt "import re" --max-new-tokens 32
       echo "def main(" | hf-accel generate examples/stdlib-tiny --weights none --speculative suffix
       hf-accel generate Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?" --temperature 0.7
+      hf-accel generate examples/stdlib-tiny --prompt "import " --choice re --choice os
     """
     text = given_prompt(prompt, prompt_file)
     keywords = with_fit(asked.keywords(), fit)
+    matched = constraint_of(json_schema, regex, grammar, choice)
     check_text_model(path, "generate")
     with asked.output.progress("loading the model"):
         tokenizer = tokenizer_of(path)
@@ -60,8 +67,8 @@ def generate(
     ends = {"stop_strings": tokens.stop} if tokens.stop else {}
     output = model.generate(
         **inputs.to(model.device), max_new_tokens=max_new_tokens, streamer=streamer,
-        **sampling_of(own, tokens.given, seed=tokens.seed, num_prompt=num_prompt),
-        **({**ends, "tokenizer": tokenizer} if ends or own.stop_strings else {}),
+        **sampling_of(own, tokens.given, seed=tokens.seed, num_prompt=num_prompt), **matched,
+        **({**ends, "tokenizer": tokenizer} if ends or own.stop_strings or matched else {}),
     )  # fmt: skip
     new = output[0, num_prompt:].tolist()
     if beams and not asked.output.json:
@@ -70,6 +77,23 @@ def generate(
         statistics = {name: value for name, value in hf_accel.stats(model).items() if not isinstance(value, list)}
         written = tokenizer.decode(new, skip_special_tokens=True)
         asked.output.write({"path": path, "prompt": text, "text": written, "tokens": new, "stats": statistics}, "")
+
+
+def constraint_of(
+    schema: str | None, regex: str | None, grammar: Path | None, choice: list[str] | None
+) -> dict[str, Any]:
+    """Return the keyword of generate() that says what the text must match; empty for any text."""
+    given: dict[str, Any] = {"regex": regex, "choice": choice or None}
+    try:
+        if schema is not None:
+            text = schema if schema.lstrip().startswith("{") else Path(schema).read_text(encoding="utf-8")
+            given["response_format"] = {"type": "json_schema", "schema": json.loads(text)}
+        if grammar is not None:
+            given["grammar"] = grammar.read_text(encoding="utf-8")
+    except (OSError, ValueError, RecursionError) as error:
+        name = "--json-schema" if grammar is None or schema is not None else "--grammar"
+        raise BadInputError(f"{name}: {error}") from None
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def given_prompt(prompt: str | None, file: Path | None) -> str:

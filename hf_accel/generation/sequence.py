@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..cache.kinds import SourceRows
     from ..linear.adapters import Adapter
     from .prompt_inputs import PromptInputs, RequestInputs
+    from .sampling.constraint import Constraint
     from .sampling.sampling import Sampling
 
 
@@ -42,6 +43,7 @@ class Sequence:
     keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
     inputs: what the request brings besides its tokens, which its followers share; None if it brings nothing else.
     adapter: what is added to the model's linear layers for this sequence, which its followers share; None for nothing.
+    constraint: what the new tokens must match; None for any text. Each sequence has one of its own.
     joint: the JointChoice that chooses the tokens with those of others, and decides when they end; None without one.
     """
 
@@ -67,6 +69,7 @@ class Sequence:
     kept_pages: CachedSequence | None = None
     inputs: RequestInputs | None = None
     adapter: Adapter | None = None
+    constraint: Constraint | None = None
     joint: Any = None
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 

@@ -6,12 +6,28 @@ that change no token (names of users, billing, storage) are accepted and not rea
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from .api_errors import ApiError
+from .called_tools import calls_grammar
 from .fields import REFUSED, without_unknown
+from .formats import (
+    Closed,
+    Effort,
+    Format,
+    Ignored,
+    Named,
+    NamedTool,
+    Reasoning,
+    ResponseText,
+    ResponseTool,
+    StreamOptions,
+    StructuredOutputs,
+    Tool,
+    asked_for,
+)
 from .messages import MESSAGES, Message
 
 MOST_STOPS = 16  # stop strings of one request
@@ -24,41 +40,15 @@ Count = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Ignored = Annotated[Any, Field(description="Is taken and not read: it changes no token.")]
-Effort = Annotated[str, Field(max_length=64, description="Is given to the chat template, which must read it.")]
 
 Body = TypeVar("Body", bound="Closed")
-
-
-class Closed(BaseModel):
-    """A body whose fields are all known: another one is an error. Types are not converted, so "1" is no number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    media_type: ClassVar[str] = "application/json"
-
-
-class Named(Closed):
-    """A body that may name the model."""
-
-    model: str | None = None
-
-
-class StreamOptions(Closed):
-    """The options of a stream.
-
-    continuous_usage_stats is vLLM's: each chunk has the counts of tokens so far, for load generators.
-    """
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: Ignored = None
 
 
 class Common(Named):
     """The fields of all endpoints that write text.
 
-    top_k, min_p, repetition_penalty and chat_template_kwargs are vLLM's additions, and for choices stop_token_ids,
-    min_tokens and ignore_eos, which its benchmark of servers sends.
+    top_k, min_p, repetition_penalty, structured_outputs and chat_template_kwargs are vLLM's additions; so are those of
+    choices, stop_token_ids, min_tokens and ignore_eos, which its benchmark of servers sends.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
@@ -68,6 +58,7 @@ class Common(Named):
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
     stream: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     metadata: Ignored = None
     prompt_cache_key: Ignored = None
@@ -82,6 +73,20 @@ class Common(Named):
         """Return the keywords for Engine.submit that say how tokens are chosen. None leaves the model's own."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def format(self) -> Closed | None:
+        """The response_format, or what takes its place."""
+        return None
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer consists of calls of tools."""
+        return False
+
+    def constraint(self) -> dict[str, Any]:
+        """Return the keywords for Engine.submit that say what the text must match; empty for any text."""
+        return asked_for(self.structured_outputs, self.format)
 
     @property
     def num_choices(self) -> int:
@@ -130,6 +135,11 @@ class Choices(Common):
     ignore_eos: bool | None = None
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
+    response_format: Format | None = None
+
+    @property
+    def format(self) -> Closed | None:
+        return self.response_format
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
@@ -166,38 +176,45 @@ class Choices(Common):
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
 
-class FunctionNamed(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-    name: Annotated[str, Field(min_length=1)]
+class WithTools(Common):
+    """The fields about tools that chats and responses have in common."""
+
+    tools: list[Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "auto", "none")
+
+    def constraint(self) -> dict[str, Any]:
+        """See Common.constraint. Raises ApiError (400) where tools are in conflict with it."""
+        given = super().constraint()
+        if self.parallel_tool_calls is False and not self.must_call:
+            message = "parallel_tool_calls: false is served with tool_choice 'required' or a name; else only true is"
+            raise ApiError(400, message, field="parallel_tool_calls")
+        if given and self.tools and self.tool_choice != "none":
+            message = "an answer cannot match a format and call tools too; leave one out, or send tool_choice 'none'"
+            raise ApiError(400, message, field="tools")
+        if not self.must_call:
+            return given
+        name = self.tool_choice.of_tool if isinstance(self.tool_choice, NamedTool) else None
+        tools = [tool.model_dump() for tool in self.tools or ()]
+        return {"grammar": calls_grammar(tools, name, several=self.parallel_tool_calls is not False)}
 
 
-class Tool(BaseModel):
-    """A tool that the model may call."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    type: Literal["function"]
-    function: FunctionNamed
-
-
-class PlainText(Closed):
-    type: Literal["text"]
-
-
-class ChatBody(Choices):
+class ChatBody(Choices, WithTools):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: Literal[True] | None = None
-    response_format: PlainText | None = None
     modalities: list[Literal["text"]] | None = None
-    parallel_tool_calls: Literal[True] | None = None
     prediction: Ignored = None
 
     @property
@@ -239,34 +256,13 @@ class CompletionBody(Choices):
         return self.logprobs
 
 
-class Reasoning(Closed):
-    """The field of the Responses API that holds the effort."""
-
-    effort: Effort | None = None
-    summary: Ignored = None
-    generate_summary: Ignored = None
-
-
-class ResponseText(Closed):
-    format: PlainText | None = None
-
-
-class ResponseTool(BaseModel):
-    """A tool in the flat form of the Responses API, or nested as in chats."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    type: Literal["function"]
-
-
-class ResponseBody(Common):
+class ResponseBody(WithTools):
     """POST /v1/responses. Nothing is stored, so a conversation is sent as a whole each time."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     tools: list[ResponseTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     text: ResponseText | None = None
     truncation: Literal["disabled"] | None = None
@@ -276,25 +272,16 @@ class ResponseBody(Common):
     reasoning: Reasoning | None = None
 
     @property
+    def format(self) -> Closed | None:
+        return None if self.text is None else self.text.format
+
+    @property
     def new_tokens(self) -> int | None:
         return self.max_output_tokens
 
     @property
     def reasoning_effort(self) -> str | None:
         return None if self.reasoning is None else self.reasoning.effort
-
-
-class AdapterName(Closed):
-    """The body that unloads an adapter, by vLLM's names."""
-
-    lora_name: Annotated[str, Field(min_length=1)]
-    lora_int_id: Ignored = None
-
-
-class AdapterBody(AdapterName):
-    """The body that loads an adapter."""
-
-    lora_path: Annotated[str, Field(min_length=1)]
 
 
 # What one endpoint serves, another one does not ignore; the effort is a hint at all of them.

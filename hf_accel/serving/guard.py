@@ -18,10 +18,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import UnsupportedError
+from ..keywords import known_keywords
 from .api_errors import ApiError
 from .http_server import CONNECTION, KEEP_ALIVE_SECONDS, Connection
 from .page import FILES
-from .service import ModelService, exchange, known_keywords
+from .service import ModelService, exchange
 
 # They need no key: they are for what starts and stops the server, they say which routes there are, and the page has a
 # field for the key.

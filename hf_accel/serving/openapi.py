@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic.json_schema import models_json_schema
 
-from .bodies import Closed, Common
+from .bodies import Common
+from .formats import Closed
 
 ABOUT = {  # path -> one sentence
     "/v1/chat/completions": "Writes the next message of a chat.",

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..checkpoints.text_encoder import TextRow
 from ..errors import HfAccelError
 from .api_errors import ApiError, unavailable
-from .bodies import Named, read_body
+from .bodies import read_body
+from .formats import Named
 from .limits import Limits
 from .row_queue import RowQueue, RowRequest
 from .service import RETRY_SECONDS, ModelService, exchange

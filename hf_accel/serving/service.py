@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,7 +18,9 @@ from ..generation.hf import Engine
 from ..generation.hf.request_config import stop_token_ids
 from ..models import layers_config
 from .api_errors import ApiError, unavailable
-from .bodies import AdapterBody, AdapterName, Common
+from .bodies import Common
+from .compiling import Compiling
+from .formats import AdapterBody, AdapterName
 from .hf.templates import Templates
 from .limits import Admission, Limits
 from .metrics import Metrics
@@ -141,6 +142,7 @@ class ModelService:
         self.templates = Templates(4 * limits.max_body_bytes)
         # One thread, so that no tokenizer is used twice at a time, and a long prompt does not stop the streams.
         self._tokenizing = ThreadPoolExecutor(1, "hf_accel tokenizer")
+        self.compiling = Compiling()
 
     @property
     def engine(self) -> Any:
@@ -205,6 +207,7 @@ class ModelService:
         """End the engine, and with it all requests."""
         self.templates.close()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self.compiling.close()
         self.engine.close(wait=False)
 
 
@@ -267,7 +270,7 @@ class Service(ModelService):
         Raises ApiError: 400 for what cannot be served, 429 if there is no room, 503 if the engine has ended.
         """
         limits = [self._new_tokens(asked, len(prompt)) for prompt in prompts]
-        keywords = self._sampling(asked)
+        keywords = {**self._sampling(asked), **asked.constraint()}
         job = Job(self, asked, len(prompts) * asked.num_choices)
         self.admission.admit(job)
         exchange.get().callback(job.close)
@@ -352,9 +355,3 @@ async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]
     finally:
         for task in tasks:
             task.cancel()
-
-
-def known_keywords(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `given` that `function` takes: transformers' releases differ in a few."""
-    names = inspect.signature(function).parameters
-    return {name: value for name, value in given.items() if name in names}

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .api_errors import ApiError
-from .bodies import Closed, Effort, Ignored, Named, TokenId, Tool
+from .bodies import TokenId
+from .formats import Closed, Effort, Ignored, Named, Tool
 from .messages import Message
 
 MOST_TEXTS = 2048  # of a request, as in OpenAI's API

@@ -12,7 +12,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from hf_accel.serving.api_errors import ApiError
-from hf_accel.serving.bodies import ChatBody, Common, CompletionBody, Ignored, ResponseBody, read_body
+from hf_accel.serving.bodies import ChatBody, Common, CompletionBody, ResponseBody, read_body
+from hf_accel.serving.formats import Ignored
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 AS_THEIRS, IN_PART, NOT_READ, REFUSED, ON_REQUEST = ROWS = (

@@ -17,21 +17,32 @@ from transformers.utils import logging
 from ...cache.hf import share_settings
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...keywords import check_keywords
+from ...keywords import Default, check_keywords
 from ...linear.adapters import Adapter
 from ...tensors import model_device
 from ...undo.state import state_of
 from ..sampling.choice import TokenLogprobs
+from ..sampling.constraint import Constrained, Constraint, answers
 from ..sampling.processors import Processor
 from ..sampling.sampling import Sampling
 from ..sequence import Sequence, StopRules
 from .encoder_source import decoder_prompt
+from .grammars import KEYWORDS, take_constraint
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
 from .request_adapters import read_adapter, refuse_other_rows
 from .request_config import default_new_tokens
 from .session import Session
 from .vocabulary import prompt_parts
+
+
+class BatchPrompt(NamedTuple):
+    """A prompt of a batch, with a complete config, the adapter that it asks for, and what its answers must match."""
+
+    ids: Any
+    config: GenerationConfig
+    adapter: Adapter | None = None
+    constraint: Constraint | None = None
 
 
 def generate_batch(
@@ -52,7 +63,7 @@ def generate_batch(
         replies = [
             reply
             for number, prompt in enumerate(prompts)
-            for reply in prompt.replies(factory, number, timestamps=timestamps)
+            for reply in factory.make(f"req_{number}", prompt, timestamps=timestamps, what=f"prompt {number}")
         ]
         _run(session, replies, progress_bar)
         statistics = session.statistics()
@@ -60,26 +71,17 @@ def generate_batch(
         return {reply.name: reply.output() for reply in replies}, {"loop": "ragged", **statistics, **used}
 
 
-class BatchPrompt(NamedTuple):
-    """A prompt of a batch, with a complete config, and the adapter that it asks for."""
+def refuse_own_keywords(generation_config: Any, given: dict[str, Any], refusal: str) -> None:
+    """Raise UnsupportedError for what transformers' own generate_batch does not take.
 
-    ids: Any
-    config: GenerationConfig
-    adapter: Adapter | None
-
-    def replies(self, factory: SequenceFactory, number: int, *, timestamps: bool) -> list[Reply]:
-        made = factory.make(f"req_{number}", self.ids, self.config, timestamps=timestamps, what=f"prompt {number}")
-        for reply in made:
-            reply.sequence.adapter = self.adapter
-        return made
-
-
-def refuse_own_keywords(generation_config: Any, speculative: Any, adapter: Any, refusal: str) -> None:
-    """Raise UnsupportedError for what transformers' own generate_batch does not take. refusal: why it must run."""
-    if isinstance(generation_config, list | tuple) or speculative is not None or adapter is not None:
+    given: its other keywords. refusal: why it must run.
+    """
+    values = [given.get(name) for name in ("speculative", "adapter", *KEYWORDS)]
+    others = any(value is not None and not isinstance(value, Default) for value in values)
+    if isinstance(generation_config, list | tuple) or others:
         raise UnsupportedError(
-            "only hf_accel's own generate_batch takes speculative=, adapter= or a list of configs, and it cannot "
-            f"serve this model: {refusal}; give one generation_config, and no speculative= or adapter="
+            "only hf_accel's own generate_batch takes speculative=, adapter=, response_format= or a list of configs, "
+            f"and it cannot serve this model: {refusal}; give one generation_config, and none of the others"
         )
 
 
@@ -88,13 +90,18 @@ def with_configs(
 ) -> list[BatchPrompt]:
     """Give each prompt a complete GenerationConfig: the model's defaults, overridden by `given` and `keywords`.
 
-    given: a config, a list with a config for each prompt, or None. adapter: the folder of one, a list with one or None
-    for each prompt, or None. Raises UnsupportedError for a list of another length, for keywords that a
-    GenerationConfig does not have, for a dict of prompts, and what read_adapter raises.
+    keywords: may also have tokenizer=, with one that says what the answers must match. given: a config, a list with a
+    config for each prompt, or None. adapter: the folder of one, a list with one or None for each prompt, or None.
+    Raises UnsupportedError for a list of another length, for keywords that a GenerationConfig does not have, for a
+    dict of prompts, and what read_adapter raises.
     """
     if isinstance(inputs, abc.Mapping):
         raise UnsupportedError("inputs is a dict, as a tokenizer returns it; give lists of token ids without padding")
-    count = len(inputs)
+    count, keywords = len(inputs), dict(keywords)
+    is_matched = not set(KEYWORDS).isdisjoint(keywords)
+    constraint = take_constraint(model, keywords, given)
+    if is_matched:
+        keywords.pop("tokenizer", None)
     many = list(given) if isinstance(given, list | tuple) else [given]
     if isinstance(given, list | tuple) and len(many) != count:
         raise UnsupportedError(f"generation_config has {len(many)} configs for {count} prompts; give one, or one each")
@@ -111,7 +118,8 @@ def with_configs(
         if each.outside:
             refuse_other_rows(model, each)
     adapters = [None if path is None else read[path] for path in paths]
-    return list(map(BatchPrompt, inputs, configs * count if len(configs) == 1 else configs, adapters))
+    configs = configs * count if len(configs) == 1 else configs
+    return list(map(BatchPrompt, inputs, configs, adapters, [constraint] * count))
 
 
 def _run(session: Session, replies: list[Reply], progress_bar: bool) -> None:
@@ -144,7 +152,7 @@ MEANT = {
     "assistant_model": "speculative=",
     "input_ids": "inputs=, a list of token ids for each prompt",
     "attention_mask": "lists of token ids without padding",
-    "tokenizer": "stop strings in generate(), or Engine(tokenizer=)",
+    "tokenizer": "response_format=, ..., or stop strings in generate(), or Engine(tokenizer=)",
 }
 TOKEN_BUDGET = 2048  # tokens of a pass; it is large because only throughput counts here
 
@@ -198,21 +206,26 @@ class SequenceFactory:
         seed = getattr(settings, "seed", None)
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
-    def make(self, name: str, prompt: Any, config: GenerationConfig, *, timestamps: bool, what: str) -> list[Reply]:
+    def make(self, name: str, asked: BatchPrompt, *, timestamps: bool, what: str) -> list[Reply]:
         """Make the sequences of one prompt's samples, in the order of transformers: the leader comes last.
 
-        prompt: see prompt_parts. config: see complete_config. what: the name of the prompt for error messages.
+        what: the name of the prompt for error messages.
         Raises UnsupportedError for ids or a config that are not supported.
         """
-        ids, inputs = prompt_parts(self.model, prompt, what)
+        config, constraint = asked.config, asked.constraint
+        ids, inputs = prompt_parts(self.model, asked.ids, what)
         count = config.num_return_sequences or 1
         if self.model.config.is_encoder_decoder:
             ids, inputs = decoder_prompt(self.model, config, ids, inputs)
-        sampling, stop = request_rules(self.model, config, len(ids), num_logprobs=self.num_logprobs)
+        steps = [] if constraint is None else [Constrained()]
+        sampling, stop = request_rules(self.model, config, len(ids), processors=steps, num_logprobs=self.num_logprobs)
         seeds = torch.randint(2**62, (count,), generator=self._generator).tolist() if config.do_sample else [0] * count
         limit = max(1, default_new_tokens(config, len(ids)))
         sequences = [Sequence(list(ids), limit, sampling, stop=stop, seed=seed, inputs=inputs) for seed in seeds]
         sequences[0].followers = sequences[1:]
+        for sequence in sequences:
+            sequence.constraint = None if constraint is None else constraint.fork()
+            sequence.adapter = asked.adapter
         names = [*(f"{name}__child#{i}" for i in range(count - 1)), name]
         return [
             Reply(own, sequence, [] if timestamps else None)
@@ -239,13 +252,13 @@ def request_rules(
             f"continuous batching cannot search with num_beams={config.num_beams}; set it to 1, or use generate()"
         )
     refuse_clocks(model, config)
-    config = copy.copy(config)
+    config, added = copy.copy(config), list(processors)
     config.max_length = num_prompt + default_new_tokens(config, num_prompt)
     try:
         all_processors = model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=num_prompt,
-            logits_processor=list(processors),
+            logits_processor=added,
             device=model.device,
         )
         criteria = model._get_stopping_criteria(generation_config=config, stopping_criteria=[])
@@ -257,7 +270,10 @@ def request_rules(
     sampling = stock_sampling(
         all_processors, greedy=not config.do_sample, num_logprobs=num_logprobs, takes_drafts=takes_drafts
     )
-    return sampling, stop_rules(criteria)
+    rules = stop_rules(criteria)
+    if Constrained() in added:
+        rules = dataclasses.replace(rules, others=(answers, *rules.others))
+    return sampling, rules
 
 
 def complete_config(model: Any, config: GenerationConfig | None, what: str, keywords: dict[str, Any]) -> Any:

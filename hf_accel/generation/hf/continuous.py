@@ -23,7 +23,7 @@ from ...models import layers_config
 from ...undo.state import state_of
 from ..engine.engine_loop import EngineLoop, make_loop
 from ..sampling.choice import TokenLogprobs
-from .batch import Reply, SequenceFactory, complete_config, session_settings
+from .batch import BatchPrompt, Reply, SequenceFactory, complete_config, session_settings
 from .generation_state import GenerationState
 from .model_runner import attention_refusal, weights_salt
 from .refusals import ids_refusal, ragged_refusal
@@ -248,9 +248,8 @@ class ContinuousManager(ContinuousBatchingManager):
             self._count += request_id is None
             if name in self._active:
                 raise UnsupportedError(f"request_id={name!r} is in use; give each request an id of its own")
-        replies = self._factory.make(
-            name, input_ids, self._config(given), timestamps=record_timestamps, what=f"the prompt of {name!r}"
-        )
+        prompt, what = BatchPrompt(input_ids, self._config(given)), f"the prompt of {name!r}"
+        replies = self._factory.make(name, prompt, timestamps=record_timestamps, what=what)
         self._acquire_queue_slot()
         deliver, ended = self.output_router.deliver, self._ended
         deliveries = [Delivery(name, reply, streaming, deliver, lambda: None, ended) for reply in replies]

@@ -25,6 +25,7 @@ from ...undo.state import state_of
 from ..engine.engine_loop import EngineLoop, make_loop
 from ..engine.stream import Request, Sample
 from ..prompt_inputs import RequestInputs
+from ..sampling.constraint import Constrained, Constraint
 from ..sampling.processors import OneByOne, Processor
 from ..sampling.purity import stateful_refusal
 from ..sampling.sampling import Sampling
@@ -34,6 +35,7 @@ from .batch import complete_config, request_rules
 from .drafting import draft_models
 from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
+from .grammars import KEYWORDS, constraint_for
 from .refusals import prompts_refusal, ragged_refusal, refuse_learnt, warn_once
 from .request_adapters import LoadedAdapters
 from .request_config import default_new_tokens, request_config
@@ -41,7 +43,7 @@ from .session import Session
 from .vocabulary import prompt_parts
 
 NOT_GIVEN: Any = Default("not given")
-OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n", "adapter")  # keywords of submit alone
+OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n", "adapter", *KEYWORDS)  # keywords of submit alone
 TOKEN_BUDGET = 256  # tokens of a pass; it limits how long a prompt delays sequences in decode
 
 
@@ -148,18 +150,21 @@ class Engine:
             LogitsProcessor. A request whose processors keep a state is decoded without drafts, because a position is
             processed again if its draft was rejected.
         logprobs: the number of most probable tokens whose log-probabilities are reported next to the chosen token's.
+        response_format, regex, grammar, choice: what the text must match, one of them: JSON as in OpenAI's API
+            ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}}, or a class of pydantic),
+            a regular expression, a grammar (Lark or GBNF), or one of some texts. The text ends where it is complete.
+            The engine needs a tokenizer. It is compiled in the calling thread; a large one takes up to two seconds.
 
-        Any thread may call this.
-
-        Raises UnsupportedError for settings that are not supported, OutOfBlocksError for a request that is too long
-        for max_tokens, and HfAccelError if the engine is closed, has broken, or belongs to another process. A later
-        error is raised where the Request is read, and ends no other request.
+        Any thread may call this. Raises UnsupportedError for settings that are not supported, OutOfBlocksError for a
+        request that is too long for max_tokens, and HfAccelError if the engine is closed, has broken, or belongs to
+        another process. A later error is raised where the Request is read, and ends no other request.
         """
         ids, inputs = self._begin(*self._prompt(prompt))
         limits = self._limit(max_new_tokens, len(ids))
         ends = (self.model.generation_config.stop_strings or ()) if stop is None else stop
         strings = StopStrings(ends, self._decode)
-        params, rules = self._rules(sampling, ids, limits)
+        constraint = self.constraint(**{name: sampling.pop(name) for name in KEYWORDS if name in sampling})
+        params, rules = self._rules(sampling, ids, limits, [] if constraint is None else [Constrained()])
         if strings.strings:
             rules = dataclasses.replace(rules, others=(*rules.others, strings))
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
@@ -169,8 +174,18 @@ class Engine:
         seeds = range(first, first + _integer("n", n, least=1))
         sequences = [Sequence(list(ids), limits, params, seed=each, **fields) for each in seeds]
         sequences[0].followers = sequences[1:]
+        for sequence in sequences:
+            sequence.constraint = None if constraint is None else constraint.fork()
         self.session.scheduler.require_room(sequences[0])
         return self._hand_over(sequences, strings)
+
+    def constraint(self, **asked: Any) -> Constraint | None:
+        """Return what a text must match by these keywords of submit(), compiled; None if it may be any text.
+
+        What was compiled is kept, so that a program can call this ahead of submit(), in another thread. Raises
+        UnsupportedError with what is wrong.
+        """
+        return constraint_for(self.tokenizer, self.model.generation_config, asked)
 
     def _hand_over(self, sequences: list[Sequence], strings: StopStrings) -> Request:
         # The dict is weak to avoid a cycle. In a cycle, a Request that the program has dropped would live, and be
@@ -207,13 +222,15 @@ class Engine:
             return default_new_tokens(self.model.generation_config, num_prompt)
         return _integer("max_new_tokens", max_new_tokens, least=1)
 
-    def _rules(self, given: dict[str, Any], ids: list[int], max_new_tokens: int) -> tuple[Sampling, StopRules]:
+    def _rules(
+        self, given: dict[str, Any], ids: list[int], max_new_tokens: int, more: list[Processor]
+    ) -> tuple[Sampling, StopRules]:
         config, processors = request_config(self.model, given, OWN_KEYWORDS)
         config.max_new_tokens, config.stop_strings = max_new_tokens, None
         self.model._prepare_special_tokens(config, device=self.model.device)
         asked, drafted = given.get("logprobs"), self._takes_drafts(processors, ids)
         return request_rules(
-            self.model, config, len(ids), processors=processors, num_logprobs=asked, takes_drafts=drafted
+            self.model, config, len(ids), processors=[*processors, *more], num_logprobs=asked, takes_drafts=drafted
         )
 
     def _takes_drafts(self, processors: Iterable[Processor], ids: list[int]) -> bool:

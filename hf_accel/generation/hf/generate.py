@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import abc
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from ...cache.step import TokenRange
 from ...errors import UnsupportedError
 from ...undo.state import state_of
 from ..prompt_inputs import PassRows, PromptInputs, RequestInputs
+from ..sampling.constraint import answers
 from ..sequence import Sequence
 from .beams import begin_search, search_output
 from .encoder_source import sources
 from .generation_state import LoopCall
+from .grammars import constraint_in
 from .graphed_runner import GraphedRunner, keep_runner
 from .joint_rows import begin_rows, kept_of_passes, why_together
 from .processing import BatchDraws, stock_sampling, stop_rules
@@ -75,7 +78,14 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
     """Make a sequence for each row of the input. Samples of one prompt are followers of the first of them."""
     draws = BatchDraws() if call.speculative is None else None
     greedy = not call.config.do_sample
-    sampling, stop = stock_sampling(call.processors, greedy=greedy, draw=draws), stop_rules(call.criteria)
+    # Drafts are verified with random numbers of their own, which would not be transformers'.
+    drafted = greedy or draws is None
+    sampling = stock_sampling(call.processors, greedy=greedy, draw=draws, takes_drafts=drafted)
+    stop, constraint = stop_rules(call.criteria), None
+    if not call.has_beams and why_together(call) is None:
+        constraint = constraint_in(call.processors)
+    if constraint is not None:
+        stop = replace(stop, others=(answers, *stop.others))
     # If the number of pages is fixed, other sequences need the pages of those that have ended.
     keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
     keeps = keeps and not (call.has_beams and not call.config.return_dict_in_generate)
@@ -101,6 +111,7 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
             padding=ids[:padding],
             index=row,
             keeps_pages=keeps and not call.attends_to_sources,
+            constraint=None if constraint is None else constraint.fork(),
             inputs=RequestInputs(prompt=inputs[row], source=attended[row], num_hidden=hidden) if brings else None,
         )
         leader = row - row % call.repeats

@@ -30,6 +30,7 @@ from .drafting import assistant_refusal, assisted
 from .encoder_source import give_stock_cache, pages_serve, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
+from .grammars import apply_constraint
 from .graphed_runner import cache_of_kept
 from .model_runner import adopt_prefix, every_nth, weights_salt
 from .processing import way_back
@@ -57,11 +58,11 @@ class AcceleratedGeneration(WritesModelCard):
 
     @made_on_host()
     def generate(self, *args: Any, speculative: Any = NOT_GIVEN, streamer: Any = None, **kwargs: Any) -> Any:
-        """Generate as in transformers, with two more options.
+        """Generate as in transformers, with more options.
 
-        speculative: a SpeculativeConfig, or what it can be made of; None for no drafts; left out, the model's own from
-        patch(). streamer: for any number of rows. It may be a list with a streamer for each row, or a streamer whose
-        put() takes row=.
+        speculative: a SpeculativeConfig, or what it can be made of; None for no drafts; left out, that of patch().
+        streamer: for any number of rows; also a list with one for each row, or one whose put() takes row=.
+        response_format, regex, grammar, choice: as in Engine.submit; they need tokenizer=.
         """
         state = self._generation_state
         state.watch.check_files()
@@ -71,6 +72,7 @@ class AcceleratedGeneration(WritesModelCard):
             refuse_speculation("its generate() calls that of a part of it")
         if call.requires_speculation and state.ragged_refusal is not None:
             refuse_speculation(state.ragged_refusal)
+        apply_constraint(self, kwargs, args)
         if streamer is not None:
             kwargs["streamer"] = streamer if isinstance(streamer, RowStreams) else RowStreams(streamer)
         start = time.perf_counter()
@@ -242,12 +244,10 @@ class AcceleratedGeneration(WritesModelCard):
         """Generate for prompts of any length without padding, as transformers' generate_batch.
 
         inputs: for each prompt a list of token ids, or the dict that a processor makes for one prompt with images.
-        generation_config: may be a list, one for each prompt. kwargs: fields of GenerationConfig, or of
-        ContinuousBatchingConfig. speculative: see generate(). adapter: a folder as of Engine.load_adapter, or a list
-        of one or None for each prompt. persistent_manager, warmup: have an effect on transformers' manager alone.
-
-        Returns transformers' dict of GenerationOutput, in the order of the prompts. Raises UnsupportedError for
-        keywords that neither config has, and for models that no continuous batching serves.
+        generation_config: may be a list, one for each prompt. kwargs: fields of it or of ContinuousBatchingConfig, and
+        those of generate(). adapter: a folder as of Engine.load_adapter, or a list of one or None for each prompt.
+        persistent_manager, warmup: have an effect on transformers' manager alone. Returns transformers' dict of
+        GenerationOutput. Raises UnsupportedError for unknown keywords, and models that no continuous batching serves.
         """
         state = self._generation_state
         if not len(inputs):
@@ -256,7 +256,7 @@ class AcceleratedGeneration(WritesModelCard):
         refusal = ragged_refusal(self) or prompts_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
             refuse_batching(self)  # type: ignore[arg-type]
-            refuse_own_keywords(generation_config, None if speculative is NOT_GIVEN else speculative, adapter, refusal)
+            refuse_own_keywords(generation_config, {**kwargs, "speculative": speculative, "adapter": adapter}, refusal)
             return super().generate_batch(  # type: ignore[misc]
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
                 progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,

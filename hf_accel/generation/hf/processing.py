@@ -16,10 +16,12 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
 from ...tensors import integers, sent
+from ..sampling.constraint import Constrained
 from ..sampling.processors import MinNewTokens, MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
 from ..sampling.sampling import Draw, Sampling
 from ..sampling.token_prefix import Prefix, Tokens, prefix_of
 from ..sequence import Sequence, StopRules
+from .grammars import ConstraintProcessor
 
 # These use only the scores. So sequences of different lengths can be processed together.
 SCORES_ONLY = (
@@ -78,7 +80,7 @@ def needs_all_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaLi
     if batch_size == 1:
         return None
     for each in (*processors, *criteria):
-        if type(each).__name__ in BY_ROW or not is_stock(each):
+        if type(each).__name__ in BY_ROW or not (is_stock(each) or isinstance(each, ConstraintProcessor)):
             return f"{type(each).__name__} may depend on the batch"
     stops = any(isinstance(criterion, stopping_criteria.StopStringCriteria) for criterion in criteria)
     if stops and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
@@ -95,6 +97,8 @@ def is_users(processor: object) -> bool:
     """Return whether this processor runs code of the user: its own, or a function that was given to one of
     transformers'.
     """
+    if isinstance(processor, ConstraintProcessor):
+        return False
     return not is_stock(processor) or isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor)
 
 
@@ -192,6 +196,8 @@ def _frozen(value: Any) -> Hashable:
 def _fast_form(processor: Any) -> Processor | None:
     """Return our form of a transformers processor with the settings of generate(); None for any other processor."""
     kind, settings = type(processor), vars(processor)
+    if kind is ConstraintProcessor:
+        return Constrained()
     if settings.get("filter_value", -math.inf) != -math.inf or settings.get("min_tokens_to_keep", 1) != 1:
         return None
     if kind is logits_process.TemperatureLogitsWarper:

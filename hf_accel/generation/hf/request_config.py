@@ -157,7 +157,12 @@ NEW_TOKENS = 20  # the default of transformers
 
 def stop_token_ids(model: Any) -> tuple[int, ...]:
     """The end-of-sequence token ids of the model."""
-    ends = model.generation_config.eos_token_id
+    return end_ids(model.generation_config)
+
+
+def end_ids(config: Any) -> tuple[int, ...]:
+    """The end-of-sequence token ids of a GenerationConfig."""
+    ends = config.eos_token_id
     if ends is None:
         return ()
     return tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)

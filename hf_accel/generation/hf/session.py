@@ -16,6 +16,7 @@ from ...cache.kinds.once import require_room
 from ...cache.pages import Pages
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
+from ...models import vocabulary_size
 from ...tensors import model_device
 from ...undo.state import BACKEND_ATTRIBUTE, state_of
 from .. import graphs
@@ -23,7 +24,10 @@ from ..batcher import Batcher, Progress
 from ..prompt_inputs import RequestInputs
 from ..sequence import Sequence
 from ..speculation.controller import Controller
+from ..speculation.drafters.forced import ForcedDrafter
 from ..speculation.drafters.model import ModelDrafter
+from ..speculation.speculation import Speculation
+from ..speculation.verifiers import verifier
 from .drafting import keep_controller, make_speculation, refuse_drafts, remake_drafts
 from .encoder_decoder_runner import EncoderDecoderRunner
 from .graphed_runner import GraphedRunner, make_runner
@@ -34,6 +38,7 @@ from .prompts import read_inputs
 # 4 ms, 6 ms with INT4 weights; a pass may begin just before a look is due, and prefixes must not be old for a second.
 LOOK_SECONDS = 0.75
 A_PASS = "it computed a pass of the model"  # for the error if a process that shares the model does not answer
+MOST_FORCED = 16  # tokens of a draft, where nothing else is drafted
 DEFAULT_ROWS = 2048  # of the largest pass, where there is no token budget
 
 
@@ -109,6 +114,8 @@ class Session(Batcher):
             self._look()
         if self.agreement.size > 1:
             self._agree_on(sequence)
+        if sequence.constraint is not None:
+            self._draft_forced()
         if sequence.inputs is None and state_of(self.model).generation.form.reads_texts:
             given = RequestInputs({})
             for each in (sequence, *sequence.followers):
@@ -118,6 +125,17 @@ class Session(Batcher):
         if sequence.source is not None:
             require_room(self.pages.groups, sequence.source)
         super().add(sequence, cached)
+
+    def _draft_forced(self) -> None:
+        """Draft what constraints force before all else, from the first sequence on that has one."""
+        if self.speculation is None:
+            state = state_of(self.model).generation
+            self.speculation = Speculation(
+                verifier("token"), [], Controller(MOST_FORCED), invariant_rows=state.invariant_rows,
+                agreement=state.agreement, num_tokens=vocabulary_size(self.model),
+            )  # fmt: skip
+        if not any(isinstance(drafter, ForcedDrafter) for drafter in self.speculation.drafters):
+            self.speculation.drafters.insert(0, ForcedDrafter())
 
     def _fit_windows(self) -> None:
         """Begin again, with other pages, if the sliding windows in the model's config were changed."""

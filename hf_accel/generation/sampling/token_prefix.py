@@ -19,6 +19,7 @@ class Tokens(Protocol):
     padding: list[int]
     index: int
     notes: dict[str, Any]
+    constraint: Any
 
     @property
     def num_hidden(self) -> int: ...

@@ -149,7 +149,9 @@ class Speculation:
                 break
             drafted = sum(map(len, self._drafts.values()))
             left = None if room is None else room - drafted
-            self._propose_from(drafter, waiting, rows - len(waiting) + drafted, left, pages=pages)
+            asked = [sequence for sequence in waiting if drafter.drafts_for(sequence)]
+            if asked:
+                self._propose_from(drafter, asked, rows - len(asked) + drafted, left, pages=pages)
             waiting = [sequence for sequence in waiting if sequence not in self._drafts]
         seconds = time.perf_counter() - begun
         self.controller.observe_asking([], seconds - self._seconds)
@@ -198,6 +200,7 @@ class Speculation:
         """Give the draft of a sequence its slots, or what there are slots for. Those of its first branch are there."""
         assert sequence.cached is not None
         draft = draft if self.num_tokens is None else draft.below(self.num_tokens)
+        draft = _allowed(sequence, draft)
         sequence.cached.truncate(sequence.num_computed + 1 + len(branches(draft)[0]))
         if not len(draft):
             return
@@ -281,6 +284,18 @@ class Speculation:
             except Exception as error:
                 words = f"the drafter {drafter.name!r} raised {error!r} in forget(); it may hold memory for good"
                 warnings.warn(words, HfAccelWarning, stacklevel=2)
+
+
+def _allowed(sequence: Sequence, draft: Draft) -> Draft:
+    """Return the draft up to its first token that the sequence's constraint does not allow.
+
+    One whose tokens were drawn is left as it is: they were drawn among those that are allowed. So is a tree.
+    """
+    if sequence.constraint is None or draft.probabilities is not None or draft.parents is not None:
+        return draft
+    new = sequence.tokens[sequence.num_prompt :]
+    count = sequence.constraint.follow([*new, *draft.tokens]) - len(new)
+    return draft if count == len(draft) else Draft(draft.tokens[: max(0, count)], source=draft.source)
 
 
 def reserve(

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from starlette.responses import JSONResponse, Response
 
-from ..bodies import AdapterBody, AdapterName, read_body
+from ..bodies import read_body
+from ..formats import AdapterBody, AdapterName
 from ..service import Service
 
 

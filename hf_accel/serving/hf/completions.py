@@ -6,7 +6,7 @@ A message has thoughts and calls of tools as well as text.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -15,9 +15,11 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser, response_events_to_chunks
 from transformers.utils import logging
 
+from ...keywords import known_keywords
 from ..api_errors import ApiError
-from ..bodies import ChatBody, Choices, CompletionBody
-from ..service import Event, Job, Prompt, Service, known_keywords
+from ..bodies import ChatBody, Choices, CompletionBody, ResponseBody
+from ..called_tools import read_calls
+from ..service import Event, Job, Prompt, Service
 from ..token_text import ScoredToken
 from .handlers import OfEngine, event_stream
 
@@ -97,7 +99,7 @@ class Chat(OfEngine, ChatCompletionHandler):
 
     async def _answer(self, asked: ChatBody, body: dict[str, Any], prompts: list[Prompt], request_id: str) -> Response:
         parsers = [
-            MessageParser.of(self.service, prompts[0].ids, _tools(asked, body), request_id=request_id, index=index)
+            parser_for(self.service, asked, prompts[0].ids, _tools(asked, body), request_id=request_id, index=index)
             for index in range(asked.num_choices)
         ]
         job = self.service.submit(asked, prompts)
@@ -221,8 +223,12 @@ class MessageParser:
         return before + self._deltas(events)
 
     def _deltas(self, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self._joined(response_events_to_chunks(list(events)))
+
+    def _joined(self, items: Iterable[Any]) -> list[dict[str, Any]]:
+        """Return the deltas of texts, thoughts and calls."""
         found: list[dict[str, Any]] = []
-        for item in response_events_to_chunks(list(events)):
+        for item in items:
             if isinstance(item, ToolCall):
                 call = {"name": item.name, "arguments": item.arguments}
                 number = {"index": self.num_calls, "id": f"call_{self._name}_{self.num_calls}", "type": "function"}
@@ -231,6 +237,43 @@ class MessageParser:
             else:
                 found.append({"reasoning_content" if isinstance(item, ReasoningText) else "content": str(item)})
         return found
+
+
+class CalledParser(MessageParser):
+    """Reads the calls of an answer that consists of them; they come at its end."""
+
+    def __init__(self, request_id: str, index: int) -> None:
+        super().__init__(None, request_id, index)
+        self._text = ""
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        self._text += text
+        return []
+
+    def end(self) -> list[dict[str, Any]]:
+        try:
+            calls = read_calls(self._text)
+        except ValueError:  # it was cut off
+            self.is_broken = True
+            return []
+        return self._joined([ToolCall(name=name, arguments=arguments) for name, arguments in calls])
+
+
+def parser_for(
+    service: Service,
+    asked: ChatBody | ResponseBody,
+    prompt: list[int],
+    tools: list[dict[str, Any]] | None,
+    *,
+    request_id: str,
+    index: int = 0,
+) -> MessageParser:
+    """Return the parser of a choice. An answer that must match something has no thoughts and no calls of its own."""
+    if asked.must_call:
+        return CalledParser(request_id, index)
+    if asked.constraint():
+        return MessageParser(None, request_id, index)
+    return MessageParser.of(service, prompt, tools, request_id=request_id, index=index)
 
 
 # -- texts and chats ---------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.utils import logging
 
 from ..api_errors import ApiError
-from ..bodies import ChatBody, Named, ResponseBody, read_body
+from ..bodies import ChatBody, ResponseBody, read_body
+from ..formats import Named
 from ..images import read_images
 from ..service import Prompt, Service
 from ..text_bodies import TokenizeBody
@@ -45,6 +46,7 @@ class OfEngine(BaseHandler):
         """Answer a request with a Response. Raises ApiError for what is not served."""
         asked = self._checked(body)
         self.service.require_ready(asked.num_choices)
+        await self.service.compiling.compile(self.service.engine, asked)
         prompts = await self._prompts(asked, body)
         return await self._answer(asked, body, prompts, request_id)
 

@@ -12,7 +12,7 @@ from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBu
 from ..api_errors import ApiError
 from ..bodies import ResponseBody, check_messages
 from ..service import Job, Prompt
-from .completions import MessageParser, deltas_of
+from .completions import MessageParser, deltas_of, parser_for
 from .handlers import OfEngine, event_stream
 
 
@@ -40,7 +40,8 @@ class Responses(OfEngine, ResponseHandler):
     async def _answer(
         self, asked: ResponseBody, body: dict[str, Any], prompts: list[Prompt], request_id: str
     ) -> Response:
-        parser = MessageParser.of(self.service, prompts[0].ids, self._tools(asked, body), request_id=request_id)
+        tools = self._tools(asked, body)
+        parser = parser_for(self.service, asked, prompts[0].ids, tools, request_id=request_id)
         job = self.service.submit(asked, prompts)
         head = {
             "id": f"resp_{request_id}", "created_at": time.time(), "object": "response",

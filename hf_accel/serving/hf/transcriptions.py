@@ -19,7 +19,8 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGU
 from ...checkpoints.load import load
 from ...estimate.shapes import class_of, read_config
 from ..api_errors import ApiError
-from ..bodies import Named, read_body
+from ..bodies import read_body
+from ..formats import Named
 from ..limits import Limits
 from ..rows import RowService
 from ..sounds import form_of, samples_of, text_of

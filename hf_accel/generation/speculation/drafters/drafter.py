@@ -27,6 +27,10 @@ class Drafter(ABC):
     layers: tuple[int, ...] = ()
     trees: bool = False
 
+    def drafts_for(self, sequence: Sequence) -> bool:
+        """Return whether this sequence may get a draft; it is not asked for one, and learns nothing, where not."""
+        return True
+
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
         """Return a Draft for each sequence, of at most lengths[i] tokens. It may be shorter or empty.
