@@ -25,6 +25,7 @@ LEFT_OUT = {  # fields without an option, and why
     "weights.eight_bits": "--fit and --average-bits choose them",
     "speculative.drafter": "--speculative",
     "speculative.max_draft": "for programs",
+    "speculative.max_nodes": "for programs",
     "speculative.verify": "for programs",
     "speculative.ngram": "for programs",
     "context_parallel": "for programs: it is a process group",
