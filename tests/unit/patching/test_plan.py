@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PerceiverConfig, P
 import hf_accel
 from hf_accel.attention import AttentionBackend, AttentionSpec, choose_backend
 from hf_accel.attention.hf import forward
+from hf_accel.fused.projections import native_rows
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.patching.planning import OWN_FORWARD
@@ -118,6 +119,7 @@ def test_every_choice_has_a_reason() -> None:
                 "cache",
                 "generate",
                 "passes",
+                "training",
                 "undo",
                 "exactness",
                 "bytes",
@@ -234,7 +236,7 @@ def test_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("llama", {}, None),
         ("llama", {"weights": None, "deterministic": True}, None),
-        ("llama", {"weights": None}, "float linears of more than 128 rows go to torch"),
+        ("llama", {"weights": None}, f"float linears of more than {native_rows(torch.float32)} rows go to torch"),
         ("llama", {"weights": None, "fuse": False}, "torch's float linear"),
         ("llama", {"attention": "sdpa"}, "sdpa's attention"),
         ("llama", {"weights": {"activations": None}}, "linear rounds by batch size"),
