@@ -26,7 +26,7 @@ from .formats import (
     StreamOptions,
     StructuredOutputs,
     Tool,
-    asked_for,
+    match_keywords,
 )
 from .messages import MESSAGES, Message
 
@@ -86,7 +86,7 @@ class Common(Named):
 
     def constraint(self) -> dict[str, Any]:
         """Return the keywords for Engine.submit that say what the text must match; empty for any text."""
-        return asked_for(self.structured_outputs, self.format)
+        return match_keywords(self.structured_outputs, self.format)
 
     @property
     def num_choices(self) -> int:

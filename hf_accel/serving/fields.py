@@ -15,8 +15,8 @@ REFUSED = frozenset({
     "context_management", "continue_final_message", "conversation", "documents", "echo", "function_call", "functions",
     "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "include_stop_str_in_output",
     "length_penalty", "logprob_token_ids", "media_io_kwargs", "mm_processor_kwargs", "previous_response_id", "prompt",
-    "prompt_embeds", "prompt_logprobs", "repetition_detection", "response_format", "return_prompt_text",
-    "return_token_ids", "return_tokens_as_token_ids", "stop", "structured_outputs", "thinking_token_budget",
+    "prompt_embeds", "prompt_logprobs", "repetition_detection", "return_prompt_text",
+    "return_token_ids", "return_tokens_as_token_ids", "stop", "thinking_token_budget",
     "truncate_prompt_tokens", "truncation_side", "use_beam_search", "web_search_options",
 })  # fmt: skip
 HINTS = ("reasoning", "stream_options", "text")  # fields whose own unknown fields may be ignored too

@@ -157,7 +157,7 @@ class AdapterBody(AdapterName):
     lora_path: Annotated[str, Field(min_length=1)]
 
 
-def asked_for(outputs: StructuredOutputs | None, form: Closed | None) -> dict[str, Any]:
+def match_keywords(outputs: StructuredOutputs | None, form: Closed | None) -> dict[str, Any]:
     """Return the keywords for Engine.submit of the one that is sent. Raises ApiError (400) for both."""
     given = {} if outputs is None else outputs.keywords()
     if form is not None and not isinstance(form, PlainText):

@@ -53,9 +53,9 @@ OF_VLLM = {
 }  # fmt: skip
 SOME_VALUES: dict[str, Any] = {  # field -> a value of theirs that is refused
     "background": True, "best_of": 3, "echo": True, "modalities": ["audio"], "parallel_tool_calls": False,
-    "include_reasoning": False, "response_format": {"type": "json_object"}, "skip_special_tokens": False,
-    "spaces_between_special_tokens": False, "suffix": "end", "text": {"format": {"type": "json_object"}},
-    "tool_choice": "required", "tools": [{"type": "web_search"}], "top_logprobs": 5, "truncation": "auto",
+    "include_reasoning": False, "skip_special_tokens": False, "structured_outputs": {"regex": "a", "whitespace_pattern": " "},
+    "spaces_between_special_tokens": False, "suffix": "end", "text": {"format": {"type": "grammar"}},
+    "tool_choice": {"type": "custom", "custom": {"name": "f"}}, "tools": [{"type": "web_search"}], "top_logprobs": 5, "truncation": "auto",
 }  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def refused(kind: type[Common], given: dict[str, Any], *, ignore_unknown: bool) 
     try:
         asked = read_body(kind, {**BODIES[kind], **given}, ignore_unknown=ignore_unknown)
         assert asked.num_logprobs is None or kind is ChatBody  # it checks best_of
+        asked.constraint()
     except ApiError as error:
         assert error.status == 400
         return True
