@@ -53,9 +53,10 @@ OF_VLLM = {
 }  # fmt: skip
 SOME_VALUES: dict[str, Any] = {  # field -> a value of theirs that is refused
     "background": True, "best_of": 3, "echo": True, "modalities": ["audio"], "parallel_tool_calls": False,
-    "include_reasoning": False, "skip_special_tokens": False, "structured_outputs": {"regex": "a", "whitespace_pattern": " "},
-    "spaces_between_special_tokens": False, "suffix": "end", "text": {"format": {"type": "grammar"}},
-    "tool_choice": {"type": "custom", "custom": {"name": "f"}}, "tools": [{"type": "web_search"}], "top_logprobs": 5, "truncation": "auto",
+    "include_reasoning": False, "skip_special_tokens": False, "spaces_between_special_tokens": False, "suffix": "end",
+    "structured_outputs": {"regex": "a", "whitespace_pattern": " "}, "text": {"format": {"type": "grammar"}},
+    "tool_choice": {"type": "custom", "custom": {"name": "f"}}, "tools": [{"type": "web_search"}],
+    "top_logprobs": 5, "truncation": "auto",
 }  # fmt: skip
 
 
