@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..cache.prefixes import content_number
 from ..errors import UnsupportedError
@@ -116,7 +117,7 @@ class PassAdapters:
     @staticmethod
     def running() -> PassAdapters | None:
         """Return the adapters of the pass that this thread runs; None if no row has one."""
-        return _running.get()
+        return None if is_compiling() else _running.get()  # a compiler could not follow; the end of a pass counts
 
     def __enter__(self) -> Self:
         self._outer = _running.set(self)
@@ -151,13 +152,13 @@ class PassAdapters:
     @staticmethod
     def added_within(layer: nn.Module) -> AbstractContextManager[None]:
         """Return a block within which what adapters add to the linear layers in a decoder layer is added by hooks."""
-        running = _running.get()
+        running = PassAdapters.running()
         return nullcontext() if running is None else running.hooked(layer.modules())
 
     @staticmethod
     def added_outside() -> AbstractContextManager[None]:
         """Return the same for the linear layers that are in no decoder layer with a native call."""
-        running = _running.get()
+        running = PassAdapters.running()
         return nullcontext() if running is None else running.hooked(running.outside)
 
     @property

@@ -43,6 +43,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 GENERATES_NOT = "does not generate text; hf-accel plan, bench, verify and quantize take it"
 TWO_CLASSES = "chooses among 2 classes; a score needs a head of one"
+NO_EXTRACTOR = "Can't load feature extractor"  # which the folder lacks; the tests of the server serve one that has it
 FROM_SOUND = "starts from input_features and not from a text"
 COMMANDS: dict[str, list[object]] = {
     "plan": [],
@@ -64,7 +65,7 @@ SAID: dict[str, dict[str, str]] = {
     },
     "sound to text": {
         "plan": "decode", "estimate": "decode", "bench": FROM_SOUND, "generate": FROM_SOUND,
-        "verify": FROM_SOUND, "serve": FROM_SOUND,
+        "verify": FROM_SOUND, "serve": NO_EXTRACTOR,
     },
 }  # fmt: skip
 
@@ -82,9 +83,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(("name", "command"), [(name, command) for name, said in SAID.items() for command in said])
 def test_each_command(run: Run, folders: dict[str, Path], name: str, command: str) -> None:
     result, said = run(command, folders[name], *COMMANDS[command]), SAID[name][command]
-    if said in (GENERATES_NOT, FROM_SOUND, TWO_CLASSES):
+    if said in (TWO_CLASSES, NO_EXTRACTOR):
+        assert said in one_line(result)
+    elif said in (GENERATES_NOT, FROM_SOUND):
         line = one_line(result)
-        assert said in line and (said == TWO_CLASSES or type(MODELS[name]()).__name__ in line)
+        assert said in line and type(MODELS[name]()).__name__ in line
     else:
         assert (result.exit_code, result.stderr) == (0, ""), result.output
         assert said in result.stdout and ("decode" in result.stdout) == (said == "decode")
