@@ -129,6 +129,7 @@ TABLES = {  # topic -> rows of each of its tables
     "patch": [3],
     "patch_memory": [15],
     "ladder": [7, 4],
+    "structured": [1, 1, 3],
     "waste": [3],
     "isa": [5],
     "tiles": [4] * 8,

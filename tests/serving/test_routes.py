@@ -101,7 +101,8 @@ def test_the_description_needs_no_key_and_names_every_route(page: httpx.Client, 
 BY_THE_SERVER = {
     "model": 2, "temperature": 1, "repetition_penalty": 1, "n": 1, "max_tokens": 2, "presence_penalty": 1,
     "logit_bias": 4, "messages": 4, "max_completion_tokens": 1, "top_logprobs": 1, "reasoning_effort": 1,
-    "chat_template_kwargs": 3, "prompt": 7, "best_of": 1, "input": 5, "max_output_tokens": 1, "reasoning": 1,
+    "tool_choice": 2, "parallel_tool_calls": 1, "chat_template_kwargs": 3, "prompt": 7, "best_of": 1, "input": 5,
+    "max_output_tokens": 1, "reasoning": 1,
 }  # fmt: skip
 
 
