@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-NEEDS = {"a GPU", "several processes", "a server", "a download"}  # what a test does not have
+NEEDS = {"a GPU", "several processes", "a server", "a download", "an adapter"}  # what a test does not have
 BLOCK = re.compile(
     r"^(?:<!-- needs: (?P<needs>[^>]+) -->\n)?```(?P<language>python|sh)\n(?P<code>.*?)^```$"
     r"(?:\n\n```text\n(?P<shown>.*?)^```$)?",

@@ -159,7 +159,7 @@ class DraftProgramme:
         known = self.parts.known
         run_draft(
             *_fields(self._fuse, 0, dtype, using),
-            *self.layer.fields(0, 0, layer, pages.pages),
+            *self.layer.fields((0, 0), layer, pages.pages),
             *_fields(self._words, out.data_ptr(), dtype, using),
             self.parts.embeddings.data_ptr(), cos, sin, rows.positions.data_ptr(), rows.ids.data_ptr(),
             states.data_ptr(), rows.ends.data_ptr(), going.data_ptr(), singles.data_ptr(),

@@ -212,19 +212,22 @@ class LayerProgramme(NativeOperations, TracedLayer):
         """
         out = torch.empty_like(x)
         added = None if adapters is None else self._added(adapters)
-        run_layer(*self.fields(x.data_ptr(), out.data_ptr(), fields, pages, source=source, bias=bias, added=added))
+        run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, source=source, bias=bias, added=added))
         return out
 
     def fields(
-        self, x: int, out: int, fields: CallFields, pages: KV,
+        self, states: tuple[int, int], fields: CallFields, pages: KV,
         *, source: tuple[KV, SourceFields] | None = None, bias: tuple[int, int, int, int] = NO_BIAS,
         added: Adapters | None = None,
     ) -> tuple[int, ...]:  # fmt: skip
-        """Return the fields of the struct of a call, see `__call__`. x, out: addresses. added: what adapters add."""
+        """Return the fields of the struct of a call, see `__call__`.
+
+        states: the addresses of x and out. added: what adapters add.
+        """
         dtype = DTYPES[self.dtype]
         read = NO_SOURCE if source is None else (*_addresses(source[0]), *source[1].step)
         return (
-            *self._fixed, x, out, *fields.tables,
+            *self._fixed, *states, *fields.tables,
             *_addresses(pages), *fields.step, *bias, 0, 0, 0, *read,
             0 if added is None else ctypes.addressof(added),
             dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], DTYPES[pages.k.dtype],

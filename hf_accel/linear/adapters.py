@@ -21,24 +21,24 @@ from ..cache.prefixes import content_number
 from ..errors import UnsupportedError
 from ..hardware.large_pages import in_large_pages
 from ..kernels.cpu.library import FLOATS, refusal
-from ..kernels.cpu.low_rank import PartTable, RowGroups, adapt, packed, part_fields, unpacked
+from ..kernels.cpu.low_rank import PartTable, RowGroups, adapt, packed_matrix, part_fields, unpacked
 
 LINE = 64  # bytes of a cache line
 
 
-def aligned(size: int) -> int:
+def whole_lines(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
 class LowRankPart:
-    """What an adapter adds to what one linear layer returns: scale * b (a x).
+    """The product that an adapter adds to what one linear layer returns: scale * b (a x).
 
     a: [rank, in]. b: [out, rank], of one dtype.
     """
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
         self.sizes, self.scale = (a.shape[1], len(b)), scale
-        self._hold(packed(a.T), packed(b))
+        self._hold(packed_matrix(a.T), packed_matrix(b))
 
     def _hold(self, a: Tensor, b: Tensor) -> None:
         self._packed, self.fields = (a, b), part_fields(a, b, self.scale)
@@ -47,12 +47,12 @@ class LowRankPart:
     def put_together(parts: Iterable[LowRankPart]) -> None:
         """Move the matrices of parts to one memory, which is read faster."""
         parts = list(parts)
-        memory, start = in_large_pages(sum(aligned(each.nbytes) for part in parts for each in part._packed)), 0
+        memory, start = in_large_pages(sum(whole_lines(each.nbytes) for part in parts for each in part._packed)), 0
         for part in parts:
             moved = []
             for each in part._packed:
                 moved.append(memory[start : start + each.nbytes].view(each.dtype).view(each.shape).copy_(each))
-                start += aligned(each.nbytes)
+                start += whole_lines(each.nbytes)
             part._hold(*moved)
 
     @property

@@ -87,7 +87,7 @@ TOKENS: Any = Count()
 ALL_TOKENS: Any = Count()  # of all rows of a pass
 SOURCE: Any = Count()  # of the output of an encoder
 SOURCE_WIDTH: Any = Count()  # of the numbers of each of its rows
-COUNTS = (BATCH, TOKENS, ALL_TOKENS, SOURCE)
+ROW_COUNTS = (BATCH, TOKENS, ALL_TOKENS, SOURCE)
 
 
 class Opaque:
@@ -131,7 +131,7 @@ class ZerosOfTokens(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sizes = args[0] if function is torch.zeros and args else ()
-        if isinstance(sizes, (tuple, list)) and any(each is count for each in sizes for count in COUNTS):
+        if isinstance(sizes, (tuple, list)) and any(each is count for each in sizes for count in ROW_COUNTS):
             return Zeros("zeros")
         return function(*args, **(kwargs or {}))
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig
 
 from hf_accel import CacheConfig, Draft, Drafter, SpeculativeConfig
-from hf_accel.generation.hf.batch import SequenceFactory, complete_config
+from hf_accel.generation.hf.batch import BatchPrompt, SequenceFactory, complete_config
 from hf_accel.generation.hf.session import Session
 from hf_accel.generation.sequence import Sequence, StopRules
 from hf_accel.generation.speculation.drafters.drafter import copy_from
@@ -144,7 +144,9 @@ class Programme:
         limit = draw.randint(1, len(self.asked.greedy(number)))
         settings = {"do_sample": False} | samples | {"max_new_tokens": limit}
         config = complete_config(self.asked.model, None, "a programme", settings)
-        replies = self.factory.make("", self.asked.prompts[number], config, timestamps=False, what="a prompt")
+        replies = self.factory.make(
+            "", BatchPrompt(self.asked.prompts[number], config), timestamps=False, what="a prompt"
+        )
         priority = draw.choice([0, 0, 1])
         self.session.add(self.leader([reply.sequence for reply in replies], priority))
         drafts = self.session.speculation is not None

@@ -23,7 +23,7 @@ GIVEN = {"device": torch.device("cpu"), "past_seen_tokens": TOKENS_BEFORE}
 OWN_BIAS = "compute_bias", (TOKENS, TOKENS), GIVEN
 
 
-def operators_of(module: nn.Module) -> OperatorAttention | None:
+def operators_within(module: nn.Module) -> OperatorAttention | None:
     """Return what is known of a module that attends by operators; None for any other."""
     known = vars(module).get(FUSED)
     return known if isinstance(known, OperatorAttention) else None
@@ -31,7 +31,7 @@ def operators_of(module: nn.Module) -> OperatorAttention | None:
 
 def planned_attention(module: nn.Module) -> PlannedAttention | None:
     """Return what was planned for an attention module; None if nothing was."""
-    known = operators_of(module)
+    known = operators_within(module)
     if known is not None:
         return None if known.backend is None or known.spec is None else PlannedAttention(known.backend, known.spec)
     planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)

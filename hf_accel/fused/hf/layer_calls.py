@@ -42,7 +42,7 @@ from .layer_attention import (
     attend_of,
     attention_of,
     note_plan,
-    operators_of,
+    operators_within,
     planned_attention,
     planned_source,
     source_attention,
@@ -296,7 +296,7 @@ class LayerCalls(ABC, Generic[Layer]):
         trace = Trace(x.dtype, table_size=table_size, device=x.device)
         if isinstance(_cache_of(kwargs), RaggedEncoderDecoderCache):
             trace.cache_class = RaggedEncoderDecoderCache
-        by_operators = [known for module in layer.modules() if (known := operators_of(module)) is not None]
+        by_operators = [known for module in layer.modules() if (known := operators_within(module)) is not None]
         trace.tried = bool(by_operators)
         trace.equals |= {known.implementation: ATTENTION_NAME for known in by_operators if known.implementation}
         try:

@@ -1,4 +1,4 @@
-"""What adapters add to the product of a linear layer: scale * b (a x), of low rank, in the rows that ask for it."""
+"""Products of low rank that adapters add to a linear layer: scale * b (a x), in the rows that ask for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .library import DTYPES, Linear, Matrix, fields, kernel, shared_struct, threads
 
 BLOCK = 64  # inputs that stand together in a, and outputs in b
-MOST_ROWS = 16  # of a group: a thread computes one
+GROUP_ROWS = 16  # of a group: a thread computes one
 
 
 @shared_struct
@@ -40,7 +40,7 @@ _adapt = kernel("adapt", AdaptCall)
 NO_PART = bytes(ctypes.sizeof(LowRank))  # of a layer that an adapter leaves as it is
 
 
-def packed(matrix: Tensor) -> Tensor:
+def packed_matrix(matrix: Tensor) -> Tensor:
     """Return a matrix [n, rank], which is b or the transposed a, as the kernel reads it: [blocks, rank, 64]."""
     length, rank = matrix.shape
     blocks = -(-length // BLOCK)
@@ -50,12 +50,12 @@ def packed(matrix: Tensor) -> Tensor:
 
 
 def unpacked(matrix: Tensor, length: int) -> Tensor:
-    """Return the matrix [length, rank] of which `packed` made this one."""
+    """Return the matrix [length, rank] of which `packed_matrix` made this one."""
     return matrix.transpose(1, 2).reshape(-1, matrix.shape[1])[:length]
 
 
 def part_fields(a: Tensor, b: Tensor, scale: float) -> bytes:
-    """Return the struct of one part. a, b: of `packed`, of one dtype."""
+    """Return the struct of one part. a, b: of `packed_matrix`, of one dtype."""
     return bytes(LowRank(a.data_ptr(), b.data_ptr(), a.shape[1], scale, DTYPES[a.dtype]))
 
 
@@ -70,8 +70,8 @@ class RowGroups(NamedTuple):
         """rows_of_adapters: for each adapter the numbers of its rows."""
         groups, start = [], 0
         for adapter, rows in enumerate(rows_of_adapters):
-            for first in range(0, len(rows), MOST_ROWS):
-                groups.append((adapter, start + first, min(MOST_ROWS, len(rows) - first)))
+            for first in range(0, len(rows), GROUP_ROWS):
+                groups.append((adapter, start + first, min(GROUP_ROWS, len(rows) - first)))
             start += len(rows)
         every = [row for rows in rows_of_adapters for row in rows]
         return RowGroups(torch.tensor(groups, dtype=torch.int64).view(-1, 3), torch.tensor(every, dtype=torch.int32))

@@ -23,7 +23,7 @@ from ..openapi import document
 from ..page import FILES, page_routes
 from ..rows import Embeddings, Rerank, RowHandler, RowService, Score
 from ..service import ModelService, Service
-from .adapters import LoadAdapter, UnloadAdapter
+from .adapter_routes import LoadAdapter, UnloadAdapter
 from .completions import Chat, Completions
 from .handlers import OfEngine
 from .responses import Responses

@@ -26,7 +26,7 @@ from ..rows import RowService
 from ..sounds import form_of, samples_of, text_of
 
 PART_SECONDS = 30  # of sound that the encoder reads at a time
-MOST_ROWS = 8  # sounds of a pass
+MOST_SOUNDS = 8  # sounds of a pass
 MOST_SOUND_BYTES = 25 * 2**20  # of a body, as in OpenAI's API, unless a limit was given
 NUMBERS = {"temperature": float}
 
@@ -228,4 +228,4 @@ def sound_service(path: str, name: str, limits: Limits, **keywords: Any) -> RowS
     """Load the service of a checkpoint of Whisper. Its bodies may have 25 MiB unless a limit was given."""
     if limits.max_body_bytes == Limits.max_body_bytes:
         limits = Limits(**{**vars(limits), "max_body_bytes": MOST_SOUND_BYTES})
-    return RowService(load_transcriber(path, **keywords), name, limits, most_rows=MOST_ROWS)
+    return RowService(load_transcriber(path, **keywords), name, limits, most_rows=MOST_SOUNDS)
