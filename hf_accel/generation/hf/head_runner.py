@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...cache.group import PageGroup
-from ...cache.step import PassInputs
+from ...cache.step import PassInputs, Step
 from ...cache.storage import KVStorage
 from ...config import WeightConfig
 from ...fused.draft_programme import DraftProgramme, DraftRows, HeadParts
@@ -94,8 +94,8 @@ class HeadRunner(ModelRunner):
 
     def _tokens_at(self, positions: Tensor, embeddings: Tensor) -> dict[str, Tensor]:
         self._embeddings = embeddings
-        ids = torch.zeros_like(positions)
-        return self._tokens(PassInputs(ids, positions, ids, self.cache.step), ())
+        ids, step = torch.zeros_like(positions), cast(Step, None)  # no pass may have run yet, and none is looked at
+        return self._tokens(PassInputs(ids, positions, ids, step), ())
 
     def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         given = super()._tokens(inputs, rows)
