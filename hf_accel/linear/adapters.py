@@ -20,8 +20,9 @@ from torch.compiler import is_compiling
 from ..cache.prefixes import content_number
 from ..errors import UnsupportedError
 from ..hardware.large_pages import in_large_pages
+from ..kernels.cpu.integer_linear import by_block, by_output
 from ..kernels.cpu.library import FLOATS, refusal
-from ..kernels.cpu.low_rank import PartTable, RowGroups, adapt, packed_matrix, part_fields, unpacked
+from ..kernels.cpu.low_rank import PartTable, RowGroups, adapt, part_fields
 
 LINE = 64  # bytes of a cache line
 
@@ -38,7 +39,7 @@ class LowRankPart:
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
         self.sizes, self.scale = (a.shape[1], len(b)), scale
-        self._hold(packed_matrix(a.T), packed_matrix(b))
+        self._hold(by_block(a.T), by_block(b))
 
     def _hold(self, a: Tensor, b: Tensor) -> None:
         self._packed, self.fields = (a, b), part_fields(a, b, self.scale)
@@ -61,7 +62,7 @@ class LowRankPart:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [n, in] -> [n, out] float32. This is the reference of the kernel."""
-        a, b = (unpacked(each, size).float() for each, size in zip(self._packed, self.sizes, strict=True))
+        a, b = (by_output(each, size).float() for each, size in zip(self._packed, self.sizes, strict=True))
         return (x.float() @ a @ b.T) * self.scale
 
 

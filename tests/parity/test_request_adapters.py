@@ -18,6 +18,7 @@ from hf_accel import UnsupportedError
 
 from .families import build, prompts
 from .snapshot import snapshot
+from .speculating import OracleTree
 
 peft = pytest.importorskip("peft")
 
@@ -79,7 +80,7 @@ def served(
         for name in KINDS:
             engine.load_adapter(name, folder / name)
         rows = [
-            engine.submit(row, max_new_tokens=new, temperature=0, adapter=NAMES[number % len(NAMES)])
+            engine.submit(row, max_new_tokens=new, temperature=0, seed=0, adapter=NAMES[number % len(NAMES)])
             for number, row in enumerate(ids)
         ]
         return [row.result().tokens for row in rows], engine.stats
@@ -93,6 +94,16 @@ def test_tokens_are_those_of_peft(folder: Path, weights: Any) -> None:
     assert len({tuple(row) for row in wanted}) == len(IDS)
     got, stats = served(folder, model, IDS)
     assert got == wanted and stats["passes"] < len(IDS) * NEW  # several in a pass
+
+
+def test_branches_of_drafts_have_the_adapter_of_their_request(folder: Path) -> None:
+    model, new = build("llama"), 24
+    wanted = expected(folder, None, IDS, new)
+    hf_accel.patch(model, weights=None)
+    known = {(tuple(row), 0): tokens for row, tokens in zip(IDS, wanted, strict=True)}
+    config = hf_accel.SpeculativeConfig(drafter=OracleTree(known), num_draft=4, max_nodes=12)
+    got, stats = served(folder, model, IDS, new, speculative=config)
+    assert got == wanted and stats["speculation"]["branched"]
 
 
 def test_passes_of_many_tokens(folder: Path) -> None:

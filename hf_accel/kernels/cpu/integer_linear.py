@@ -142,15 +142,15 @@ def _weight(
     bits: int, packed: Tensor, scales: Tensor, *, zeros: Tensor | None, minima: Tensor | None = None, in_features: int
 ) -> PackedWeight:
     out_features, groups = scales.shape
-    scales = _by_block(scales)
+    scales = by_block(scales)
     return PackedWeight(
         bits, out_features, in_features, in_features // groups, packed,
         scales.float().flatten() if bits == 8 and groups == 1 and minima is None else scales,
-        None if zeros is None else _by_block(zeros), None if minima is None else _by_block(minima),
+        None if zeros is None else by_block(zeros), None if minima is None else by_block(minima),
     )  # fmt: skip
 
 
-def _by_block(values: Tensor) -> Tensor:
+def by_block(values: Tensor) -> Tensor:
     """Convert [out, groups] to [blocks, groups, 64]. The last block is padded with zeros."""
     out_features, groups = values.shape
     blocks = -(-out_features // BLOCK)
@@ -159,7 +159,7 @@ def _by_block(values: Tensor) -> Tensor:
     return padded.view(blocks, BLOCK, groups).transpose(1, 2).contiguous()
 
 
-def _by_output(values: Tensor, out_features: int) -> Tensor:
+def by_output(values: Tensor, out_features: int) -> Tensor:
     """Convert [blocks, groups, 64] to [out, groups]."""
     return values.transpose(1, 2).reshape(-1, values.shape[1])[:out_features].contiguous()
 
@@ -168,13 +168,13 @@ def stored_scales(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return the scales [out, groups] that `pack` was given. dtype: the dtype that they had."""
     if weight.scales.ndim == 1:
         return weight.scales[: weight.out_features].to(dtype).unsqueeze(1)
-    return _by_output(weight.scales, weight.out_features)
+    return by_output(weight.scales, weight.out_features)
 
 
 def stored_by_group(weight: PackedWeight, name: Literal["zeros", "minima"]) -> Tensor | None:
     """Return the zero points or the minima [out, groups] that `pack` was given, or None."""
     values: Tensor | None = getattr(weight, name)
-    return None if values is None else _by_output(values, weight.out_features)
+    return None if values is None else by_output(values, weight.out_features)
 
 
 class IntegerLinear:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .library import DTYPES, Linear, Matrix, fields, kernel, shared_struct, threads
 
-BLOCK = 64  # inputs that stand together in a, and outputs in b
 GROUP_ROWS = 16  # of a group: a thread computes one
 
 
@@ -40,22 +39,8 @@ _adapt = kernel("adapt", AdaptCall)
 NO_PART = bytes(ctypes.sizeof(LowRank))  # of a layer that an adapter leaves as it is
 
 
-def packed_matrix(matrix: Tensor) -> Tensor:
-    """Return a matrix [n, rank], which is b or the transposed a, as the kernel reads it: [blocks, rank, 64]."""
-    length, rank = matrix.shape
-    blocks = -(-length // BLOCK)
-    padded = matrix.new_zeros(blocks * BLOCK, rank)
-    padded[:length] = matrix
-    return padded.view(blocks, BLOCK, rank).transpose(1, 2).contiguous()
-
-
-def unpacked(matrix: Tensor, length: int) -> Tensor:
-    """Return the matrix [length, rank] of which `packed_matrix` made this one."""
-    return matrix.transpose(1, 2).reshape(-1, matrix.shape[1])[:length]
-
-
 def part_fields(a: Tensor, b: Tensor, scale: float) -> bytes:
-    """Return the struct of one part. a, b: of `packed_matrix`, of one dtype."""
+    """Return the struct of one part. a, b: the transposed matrix a, and b, of one dtype, both `by_block`."""
     return bytes(LowRank(a.data_ptr(), b.data_ptr(), a.shape[1], scale, DTYPES[a.dtype]))
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_accel.kernels.cpu.low_rank import GROUP_ROWS, RowGroups, packed_matrix, unpacked
+from hf_accel.kernels.cpu.integer_linear import by_block, by_output
+from hf_accel.kernels.cpu.low_rank import GROUP_ROWS, RowGroups
 from hf_accel.linear.adapters import Adapter, LowRankPart, PassAdapters
 
 SIZES = [(1, 1, 1), (7, 65, 3), (64, 64, 8), (131, 200, 16), (300, 67, 33), (96, 129, 64)]
@@ -52,7 +53,7 @@ def test_against_torch(size: tuple[int, int, int], dtype: torch.dtype) -> None:
 def test_packing() -> None:
     for size in ((1, 1), (63, 2), (64, 5), (130, 7)):
         matrix = torch.randn(size)
-        assert torch.equal(unpacked(packed_matrix(matrix), size[0]), matrix)
+        assert torch.equal(by_output(by_block(matrix), size[0]), matrix)
     groups = RowGroups.of([[3, 4], list(range(10, 30)), [0]])
     assert groups.groups.tolist() == [[0, 0, 2], [1, 2, 16], [1, 18, 4], [2, 22, 1]]
     assert groups.rows.tolist() == [3, 4, *range(10, 30), 0]
