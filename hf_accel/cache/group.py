@@ -217,8 +217,9 @@ class PageGroup:
         held: list[int] = []
         attending: list[list[int]] = []
         counts: list[int] = []
-        size, device = self.pool.block_size, cu_q.device
+        size, device, is_copied = self.pool.block_size, cu_q.device, False
         for each, table, queries in zip(ranges, tables, runs, strict=True):
+            is_copied = is_copied or bool(each.copied)
             slots += table.slots(each.first_written, each.start + each.count)
             dropped = table.num_dropped_blocks * size
             for count, first, stop in self.attended(each, dropped, queries):
@@ -226,7 +227,7 @@ class PageGroup:
                 held.append(stop - first)
                 attending.append(table.blocks[(first - dropped) // size :])
         written = None
-        if len(slots) < sum(each.count for each in ranges) or any(each.copied for each in ranges):
+        if len(slots) < sum(each.count for each in ranges) or is_copied:
             written = integers(written_places(ranges)).to(device)
         ragged = Ragged(
             cu_q if self.chunk is None else offsets(counts, device),

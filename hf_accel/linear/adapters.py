@@ -196,10 +196,12 @@ class PassAdapters:
 
 def pass_adapters(adapters: Sequence[Adapter | None], counts: Sequence[int]) -> AbstractContextManager[object]:
     """Return the block within which a pass runs. adapters: those of its sequences. counts: how many rows each has."""
+    if not any(adapters):
+        return nullcontext()
     ends = list(itertools.accumulate(counts))
     given = [
         (adapter, range(end - count, end))
         for adapter, count, end in zip(adapters, counts, ends, strict=True)
         if adapter is not None
     ]
-    return PassAdapters(given, ends[-1]) if given else nullcontext()
+    return PassAdapters(given, ends[-1])

@@ -8,14 +8,14 @@ branch is accepted, the sequence goes on with its blocks, and nothing moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
 from dataclasses import dataclass
 
 from ...cache.cached_sequence import CachedSequence
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...errors import HfAccelError
-from ..sequence import Chunk, Draft, Shape
+from ..sequence import Chunk, Draft, Sequence, Shape
 
 
 @dataclass
@@ -98,21 +98,26 @@ def _forked(cached: CachedSequence, start: int, count: int, pages: Pages) -> Cac
     return None
 
 
-def pass_ranges(chunk: Chunk, draft: Draft, forks: Sequence[Fork], first: int) -> Iterator[TokenRange]:
-    """Yield the tokens that a pass computes of a sequence: the chunk with the first branch of its draft, and then each
-    fork. first: the index of the chunk's first token in the pass.
+def pass_ranges(chunk: Chunk, draft: Draft, forks: abc.Sequence[Fork], first: int) -> list[TokenRange]:
+    """Return the tokens that a pass computes of a sequence: its chunk with the first branch of its draft, and then
+    each fork. first: the index of the chunk's first token in the pass.
     """
-    sequence, start, last = chunk.sequence, chunk.sequence.num_computed, chunk.count - 1  # row 0 is the last token
-    count = chunk.count + len(draft) - sum(len(fork.rows) for fork in forks)
-    parts = [(sequence.cached, start, count, list[int]())]
+    sequence, start = chunk.sequence, chunk.sequence.num_computed
+    count = chunk.count + len(draft.tokens) - sum(len(fork.rows) for fork in forks)
+    ranges = [_range(sequence, sequence.cached, start, count)]
+    last = chunk.count - 1  # row 0 is the last token of the chunk
     for fork in forks:
         copied = [first + last + row for row in fork.copied]
-        parts.append((fork.cached, start + last + len(copied), len(fork.rows), copied))
-    given = sequence.prompt_inputs
-    for cached, begin, count, copied in parts:
-        assert cached is not None
-        seen, in_windows = (None, False) if given is None else (given.seen_by(begin, count), given.seen_in_windows)
-        yield TokenRange(
-            cached, begin, count, num_prompt=sequence.num_prefilled, seen=seen, seen_in_windows=in_windows,
-            copied=copied,
-        )  # fmt: skip
+        ranges.append(_range(sequence, fork.cached, start + last + len(copied), len(fork.rows), copied=copied))
+    return ranges
+
+
+def _range(
+    sequence: Sequence, cached: CachedSequence | None, start: int, count: int, *, copied: abc.Sequence[int] = ()
+) -> TokenRange:
+    assert cached is not None
+    given, prompt = sequence.prompt_inputs, sequence.num_prefilled
+    if given is None:
+        return TokenRange(cached, start, count, num_prompt=prompt, copied=copied)
+    seen, in_windows = given.seen_by(start, count), given.seen_in_windows
+    return TokenRange(cached, start, count, num_prompt=prompt, seen=seen, seen_in_windows=in_windows, copied=copied)
