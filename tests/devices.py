@@ -13,6 +13,9 @@ from hf_accel.linear import layer, nf4
 from hf_accel.linear.backends.registry import choose
 from hf_accel.patching import weight_sites
 
+# Of results, relative to their size: Hopper's tensor cores add up products of FP8 with about 13 bits.
+FP8_ON_A_GPU = 2.0**-10
+
 
 def triton_device() -> str:
     """Where Triton kernels are tried: on the CPU in Triton's interpreter, and where there is no GPU, that refuses."""

@@ -23,7 +23,7 @@ def quantize_rows(x: Tensor, rounded_to: EightBits = "int8") -> tuple[Tensor, Te
     not a number after the matmul without touching the other rows.
     """
     x = x.float()
-    scale = x.abs().amax(dim=-1, keepdim=True).div_(LARGEST_NUMBER[rounded_to])
+    scale = _parts(x.abs().amax(dim=-1, keepdim=True), LARGEST_NUMBER[rounded_to])
     scale.nan_to_num_(nan=math.nan, posinf=math.nan).clamp_(min=SMALLEST)
     return _nearest(x / scale, rounded_to), scale
 
@@ -38,8 +38,13 @@ def round_groups(x: Tensor, group: int, rounded_to: EightBits = "int8") -> Tenso
     absmax = groups.abs().amax(dim=-1, keepdim=True)
     largest = LARGEST_NUMBER[rounded_to]
     inverse = torch.where(absmax >= 1e-35, torch.full_like(absmax, largest).div_(absmax), 0)
-    rounded = _nearest(groups * inverse, rounded_to).mul_(absmax / largest)
+    rounded = _nearest(groups * inverse, rounded_to).mul_(_parts(absmax, largest))
     return rounded.where(absmax.isfinite(), torch.nan).flatten(1)[:, :inputs]
+
+
+def _parts(x: Tensor, number: float) -> Tensor:
+    """Return x / number, rounded once: on a GPU torch multiplies by the inverse of a number that is no tensor."""
+    return x / x.new_tensor(number)
 
 
 def _nearest(levels: Tensor, rounded_to: EightBits) -> Tensor:

@@ -319,10 +319,11 @@ def _plan_fused(
         reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
     if reason is not None:
         return FusedPlan(reason=reason)
-    float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype)
+    native = has_library(device_type)  # a machine with a GPU may have no library
+    float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype) if native else 0
     candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
     split = split_of(model)
-    if not has_library(device_type):
+    if not native:
         specs = {} if split is not None else {p.site.module: p.site.spec for p in attention}
         layers, by_module = layer_sites(model, model.dtype, attention=specs, linears=None, device_type=device_type)
         return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))

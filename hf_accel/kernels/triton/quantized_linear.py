@@ -21,11 +21,12 @@ from torch import Tensor
 from ...config import Layout
 from .. import ACTIVATION_GROUP
 from .launch import Launch
-from .programs.multiply import add_splits, multiply
+from .programs.multiply import add_splits, multiply, multiply_row, numbers
 from .programs.multiply_integers import multiply_integers, round_rows
 
 REDUCED = 1024  # numbers that one program adds up over the splits
 ROUNDED = 1024  # numbers that one program rounds
+WRITTEN = 32  # outputs of which one program writes a block
 TENSORS = ("integers", "scale", "zero_point", "minimum", "divisor")  # of a BlockedWeight
 
 
@@ -34,7 +35,7 @@ class LinearTile:
     """The work of one program: outputs x rows, over one of `splits` parts of the inputs.
 
     The partial sums of several splits are written in float32 and added up in order. rounded: the format that rows are
-    rounded to and multiplied in, without splits.
+    rounded to and multiplied in, without splits. inputs: for a tile of one row, the inputs that are read at a time.
     """
 
     outputs: int
@@ -43,12 +44,13 @@ class LinearTile:
     num_warps: int = 4
     num_stages: int = 4
     rounded: Literal["int8", "fp8"] | None = None
+    inputs: int | None = None
 
     def __str__(self) -> str:
         """Return a name that no other tile has."""
         kind, parts = (
             (f"{self.rounded} " if self.rounded else ""),
-            (f" in {self.splits} parts" if self.splits > 1 else ""),
+            (f" in {self.splits} parts" if self.splits > 1 else f" of {self.inputs}" if self.inputs else ""),
         )
         return f"{kind}{self.outputs}x{self.rows}{parts}, {self.num_warps} warps, {self.num_stages} stages"
 
@@ -118,6 +120,23 @@ class BlockedWeight:
         """The number of blocks in which a row's numbers share a scale when they are rounded."""
         return self.blocks_per_group or ACTIVATION_GROUP // self.block
 
+    @property
+    def operands(self) -> dict[str, Any]:
+        """The arguments by which a program reads the weight."""
+        return {
+            "integers": self.readable, "scale": self.scale, "zero_point": self.zero_point, "minimum": self.minimum,
+            "divisor": self.divisor, "outputs": self.out_features, "inputs": self.in_features,
+            "blocks": self.num_blocks,
+        }  # fmt: skip
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants by which a program reads the weight."""
+        return {
+            "BITS": self.bits, "NUMBERS": "fp4" if self.layout.is_float4 else self.layout.format,
+            "BLOCK": self.block, "PER_GROUP": self.blocks_per_group, "IS_HALVED": self.is_halved,
+        }  # fmt: skip
+
 
 def launches(
     x: Tensor,
@@ -134,6 +153,8 @@ def launches(
     """
     if tile.rounded:
         return _rounded_launches(x, weight, bias, out, tile=tile, starts=starts)
+    if tile.inputs is not None:
+        return [_row_launch(x, weight, bias, out, tile=tile)]
     rows, outputs = out.shape
     share = -(-weight.num_blocks // tile.splits)
     splits = -(-weight.num_blocks // share)
@@ -142,15 +163,11 @@ def launches(
         kernel=multiply,
         grid=(*_programs(out, tile, starts), splits),
         arguments={
-            "x": x, "integers": weight.readable, "scale": weight.scale, "zero_point": weight.zero_point,
-            "minimum": weight.minimum, "divisor": weight.divisor, "bias": bias if splits == 1 else None,
-            "out": partial, "starts": starts, "rows": rows, "outputs": outputs, "inputs": weight.in_features,
-            "blocks": weight.num_blocks, "groups": weight.scale.shape[-2], "share": share,
+            **weight.operands, "x": x, "bias": bias if splits == 1 else None, "out": partial, "starts": starts,
+            "rows": rows, "groups": weight.scale.shape[-2], "share": share,
         },
         constants={
-            "BITS": weight.bits, "NUMBERS": "fp4" if weight.layout.is_float4 else weight.layout.format,
-            "BLOCK": weight.block, "PER_GROUP": weight.blocks_per_group, "IS_HALVED": weight.is_halved,
-            "IS_CUT": bool(weight.in_features % weight.block), **_constants(tile, starts),
+            **weight.constants, "IS_CUT": bool(weight.in_features % weight.block), **_constants(tile, starts),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -164,6 +181,31 @@ def launches(
         constants={"SPLITS": splits, "BLOCK": REDUCED},
     )
     return [product, added]
+
+
+def _row_launch(x: Tensor, weight: BlockedWeight, bias: Tensor | None, out: Tensor, *, tile: LinearTile) -> Launch:
+    assert tile.inputs is not None
+    return Launch(
+        kernel=multiply_row,
+        grid=(len(x), -(-weight.out_features // tile.outputs)),
+        arguments={**weight.operands, "x": x, "bias": bias, "out": out},
+        constants={
+            **weight.constants, "IS_CUT": bool(weight.in_features % weight.block), "OUTPUTS": tile.outputs,
+            "BLOCKS": max(1, tile.inputs // weight.block),
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def numbers_launch(weight: BlockedWeight, out: Tensor) -> Launch:
+    """Return the launch that writes the weight [out, in] to `out`, contiguous, rounded to its dtype."""
+    return Launch(
+        kernel=numbers,
+        grid=(weight.num_blocks, -(-weight.out_features // WRITTEN)),
+        arguments={**weight.operands, "out": out},
+        constants={**weight.constants, "OUTPUTS": WRITTEN},
+    )
 
 
 def rounding(x: Tensor, weight: BlockedWeight, *, room: int) -> tuple[Launch, Tensor, Tensor]:

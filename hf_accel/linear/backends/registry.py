@@ -24,7 +24,7 @@ from .triton import Triton
 BACKENDS: tuple[Backend, ...] = (
     Cpu(), OneDNN(), TorchInt8(), TorchInt4(), Triton(row_invariant=False, rounding="many rows"),
     Triton(row_invariant=False, rounding="many rows", rounded_to="fp8"),
-    Triton(row_invariant=False), Triton(row_invariant=True), Triton(row_invariant=True, rounding="always"),
+    Triton(row_invariant=False), Triton(row_invariant=True, rounding="always"), Triton(row_invariant=True),
     Triton(row_invariant=False, rounding="always", rounded_to="fp8"),
     Triton(row_invariant=True, rounding="always", rounded_to="fp8"),
     TorchIntMM(), TorchScaledMM(), *REFERENCES.values(), ReferenceByRow("int8"), ReferenceByRow("fp8"),

@@ -17,34 +17,59 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import Layout
 from ...kernels import ACTIVATION_GROUP
 from ...kernels import triton as kernels
-from ...kernels.triton.quantized_linear import BlockedWeight, LinearTile, quantized_linear, rounding
+from ...kernels.triton.quantized_linear import BlockedWeight, LinearTile, numbers_launch, quantized_linear, rounding
 from ..formats import FLOAT8
 from .backend import FEW_ROWS, Rounding
 
-PROGRAMS = 256  # that keep a large GPU busy: two for each of its multiprocessors
-INPUTS = 1024  # of a split at least: partial sums of smaller ones are more than 1.5 % of the bytes of one row
-INPUTS_PER_ROW = 128  # of a split at least: partial sums stay in the cache, but they take time as well
+PROGRAMS = 512  # that keep a large GPU busy: four for each of its multiprocessors
+INPUTS = 512  # of a split at least: partial sums of smaller ones are more than 3 % of the bytes of one row
+INPUTS_PER_ROW = 64  # of a split at least: partial sums stay in the cache, but they take time as well
 
+ROW = LinearTile(outputs=4, rows=1, inputs=2048, num_warps=2, num_stages=1)  # of one row, without products of tiles
+ROW_NUMBERS = 2**24  # of a weight up to which ROW is faster on an H200 than FEW, where nothing was measured
 ONE_TILE = LinearTile(outputs=64, rows=32, num_stages=3)  # for any number of rows
-FEW = LinearTile(outputs=128, rows=16, num_warps=8)
+FEW = LinearTile(outputs=32, rows=16, num_warps=2)
 MANY = {bits: LinearTile(outputs=128, rows=64, num_warps=8, num_stages=stages) for bits, stages in ((4, 4), (8, 3))}
 MANY_WITHOUT_GROUPS = LinearTile(outputs=128, rows=128, num_warps=8, num_stages=3)
 FLOAT32 = LinearTile(outputs=32, rows=16)  # its products take the ordinary cores, and more registers
 INTEGERS = [
-    LinearTile(outputs=64, rows=16, num_stages=3, rounded="int8"),
+    LinearTile(outputs=32, rows=16, num_warps=2, rounded="int8"),
     LinearTile(outputs=128, rows=64, num_warps=8, num_stages=3, rounded="int8"),
-    LinearTile(outputs=64, rows=128, num_warps=8, num_stages=3, rounded="int8"),
+    LinearTile(outputs=64, rows=128, num_warps=4, num_stages=3, rounded="int8"),
 ]
 FLOATS8 = [replace(tile, rounded="fp8") for tile in INTEGERS]
+
+MOST_NUMBERS = 2**28  # of a weight that is held as numbers while a call lasts: half a gigabyte
+NUMBERS_ROWS = 768  # from which that is faster on an H200, where nothing was measured
 
 MAJOR = 9  # compute capability 9.0; torch refuses these scales before and after
 MULTIPLE = 16  # rows and outputs that cuBLAS takes
 WORD = torch.int64  # what bytes are moved as: one by one they take longer
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """Stands where a LinearTile may stand, for many rows: the weight as numbers, for as long as a call lasts, times the
+    rows by torch, whose product of 16 bits is nearer to the hardware's limit than any of ours. Rows are not rounded;
+    the weight is, to 16 bits.
+    """
+
+    rounded = None
+
+    def __str__(self) -> str:
+        return "torch's product of the weight's numbers"
+
+    def run(self, x: Tensor, weight: BlockedWeight, bias: Tensor | None) -> Tensor:
+        """x [rows, in], contiguous, of 16 bits -> [rows, out]: x @ W^T + bias."""
+        dense = x.new_empty(weight.out_features, weight.in_features)
+        numbers_launch(weight, dense).run()
+        return F.linear(x, dense, None if bias is None else bias.to(x.dtype))
 
 
 @dataclass(frozen=True)
@@ -82,17 +107,26 @@ def serves(weight: BlockedWeight, dtype: torch.dtype) -> bool:
     return grouped and whole and not weight.is_stacked and dtype is torch.bfloat16 and kernels.capability()[0] == MAJOR
 
 
-def multiply(x: Tensor, weight: BlockedWeight, bias: Tensor | None, tile: LinearTile | TorchBlocks) -> Tensor:
+def takes_numbers(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> bool:
+    """Return whether so many rows may be multiplied by the weight's numbers, rounded to `dtype`."""
+    fits = not weight.is_stacked and weight.out_features * weight.in_features <= MOST_NUMBERS
+    return fits and rounding == "many rows" and rows > FEW_ROWS and dtype is not torch.float32
+
+
+def multiply(x: Tensor, weight: BlockedWeight, bias: Tensor | None, tile: Tile) -> Tensor:
     """x [rows, in], contiguous -> [rows, out] in x's dtype: x @ W^T + bias."""
-    if isinstance(tile, TorchBlocks):
+    if not isinstance(tile, LinearTile):
         return tile.run(x, weight, bias)
     return quantized_linear(x, weight, bias, tile=tile)
+
+
+Tile = LinearTile | TorchBlocks | Dequantized
 
 
 class TileKey(NamedTuple):
     """The key of a choice of tiles, besides the GPU and the rows.
 
-    block: see BlockedWeight. is_stacked: for FP8 weights, of which torch's product takes one at a time.
+    block: see BlockedWeight. is_stacked: torch's products take one weight at a time.
     """
 
     out_features: int
@@ -105,19 +139,18 @@ class TileKey(NamedTuple):
 
 
 # By key, the tile for up to so many rows, and for any more the last one; None: by the rule.
-MEASURED: dict[TileKey, tuple[tuple[int, LinearTile | TorchBlocks | None], ...]] = {}
+MEASURED: dict[TileKey, tuple[tuple[int, Tile | None], ...]] = {}
 
 
 def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> TileKey:
     return TileKey(
-        weight.out_features, weight.in_features, weight.layout, weight.block, dtype, rounding,
-        weight.is_fp8 and weight.is_stacked,
+        weight.out_features, weight.in_features, weight.layout, weight.block, dtype, rounding, weight.is_stacked,
     )  # fmt: skip
 
 
 def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> list[LinearTile]:
     """Return all tiles for a weight and rows of `dtype`, from that for the fewest rows to that for any number."""
-    floats = [FLOAT32] if dtype is torch.float32 else [FEW, ONE_TILE]
+    floats = [ROW, FLOAT32] if dtype is torch.float32 else [ROW, FEW, ONE_TILE]
     if dtype is not torch.float32:
         floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
     # Over blocks of 32 bytes the compiler of Triton 3.6 gives the widest one a few registers too few.
@@ -134,13 +167,13 @@ def one_tile(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "ne
 
 
 def for_experts(tile: LinearTile) -> LinearTile:
-    """The tile for a launch over all experts, which needs more registers for each stage."""
+    """The tile for a launch over all experts, which needs more registers for each stage; from one of several rows."""
     return replace(tile, splits=1, num_stages=2)
 
 
 def tile_for(
     rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never"
-) -> LinearTile | TorchBlocks:
+) -> Tile:
     """dtype: of the rows."""
     measured = MEASURED.get(key_of(weight, dtype, rounding))
     if measured is not None:
@@ -150,11 +183,15 @@ def tile_for(
     return by_rule(rows, weight, dtype, rounding)
 
 
-def by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> LinearTile:
+def by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> Tile:
     """Choose a tile by rule: if programs are few, several share the inputs, so that all multiprocessors read."""
+    if rows >= NUMBERS_ROWS and takes_numbers(rows, weight, dtype, rounding):
+        return Dequantized()
     tiles = allowed(rows, tiles_of(weight, dtype, rounding), rounding)
+    if tiles[0].inputs and weight.out_features * weight.in_features > ROW_NUMBERS:
+        tiles = tiles[1:]
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
-    if tile.rounded:
+    if tile.rounded or tile.inputs:
         return tile
     return replace(tile, splits=min(most_splits(rows, weight), _wanted_splits(rows, weight, tile)))
 
@@ -168,23 +205,26 @@ def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[Line
 
 def candidates(
     rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding
-) -> list[LinearTile | TorchBlocks]:
+) -> list[Tile]:
     """Return the tiles that are worth measuring for so many rows, that of the rule first.
 
     Left out are tiles of which most would be empty, and those of few rows, which would read the weight many times.
     """
-    found: list[LinearTile | TorchBlocks] = [by_rule(rows, weight, dtype, rounding)]
+    found: list[Tile] = [by_rule(rows, weight, dtype, rounding)]
     for tile in tiles_of(weight, dtype, rounding):
         is_allowed = not tile.rounded or rows > FEW_ROWS or rounding != "many rows"
         if not is_allowed or tile.rows > max(32, 4 * rows) or 8 * tile.rows < min(rows, 512):
             continue
-        wanted = 1 if tile.rounded else _wanted_splits(rows, weight, tile)
-        most = 1 if tile.rounded else most_splits(rows, weight)
+        is_whole = bool(tile.rounded or tile.inputs)
+        wanted = 1 if is_whole else _wanted_splits(rows, weight, tile)
+        most = 1 if is_whole else most_splits(rows, weight)
         for splits in sorted({1, wanted // 2, wanted, wanted * 2}):
             if 1 <= splits <= most:
                 found.append(replace(tile, splits=splits))
     if rounding != "never" and rows > FEW_ROWS and serves(weight, dtype):
         found.append(TorchBlocks())
+    if takes_numbers(rows, weight, dtype, rounding):
+        found.append(Dequantized())
     return list(dict.fromkeys(found))
 
 

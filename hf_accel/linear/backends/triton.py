@@ -46,7 +46,7 @@ class TritonExperts(GroupedExperts):
         from ...kernels.triton.quantized_linear import quantized_linear
         from .tiles import for_experts
 
-        rows_of_one = -(-len(x) // len(self.parts))
+        rows_of_one = max(2, -(-len(x) // len(self.parts)))  # one row has tiles of its own, for one weight
         tile = for_experts(_tile(rows_of_one, self.weight, x.dtype, self.backend))
         biases = None if biases is None else biases.contiguous()
         return quantized_linear(x.contiguous(), self.weight, biases, tile=tile, starts=starts)

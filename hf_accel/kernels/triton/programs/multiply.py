@@ -164,3 +164,134 @@ def add_splits(partial, bias, out, numbers, outputs, SPLITS: tl.constexpr, BLOCK
     if bias is not None:
         total += tl.load(bias + number % outputs, mask=is_there, other=0).to(tl.float32)
     tl.store(out + number, total.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def multiply_row(
+    x, integers, scale, zero_point, minimum, divisor, bias, out, outputs, inputs, blocks,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
+    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Compute OUTPUTS outputs of one row, without a product of tiles; the program is (row, output tile).
+
+    Memory is the limit: what counts is how much is asked of it at once. BLOCKS blocks of inputs are read at a time, 16
+    bytes by each thread, in programs of one warp, whose threads never wait for each other.
+    """
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    PARTS: tl.constexpr = BYTES // 16
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCKS * OUTPUTS * PARTS)  # block, output, part: neighbours read neighbours
+    part = lane % PARTS
+    output = tl.program_id(1) * OUTPUTS + lane // PARTS % OUTPUTS
+    step = lane // (PARTS * OUTPUTS)
+    byte = part[:, None] * 16 + tl.arange(0, 16)[None, :]
+    wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
+    here = (step * wide + output)[:, None] * BYTES + byte
+    there = step[:, None] * BLOCK + byte
+    x += row * inputs
+    total = tl.zeros((BLOCKS * OUTPUTS * PARTS,), tl.float32)
+    for first in range(0, blocks, BLOCKS):
+        block = first + step
+        is_lane = (block < blocks) & (output < outputs)
+        stored = tl.load(integers + first * BYTES * wide + here, mask=is_lane[:, None], other=0)
+        is_there = is_lane[:, None]
+        if IS_CUT:
+            is_there = is_there & (first * BLOCK + there < inputs)
+        values = tl.load(x + first * BLOCK + there, mask=is_there, other=0).to(tl.float32)
+        factor = scale
+        zero = None
+        least = None
+        if PER_GROUP:
+            group = (block * 2 if IS_HALVED else block // PER_GROUP) * wide + output
+            factor = tl.load(scale + group, mask=is_lane, other=0).to(tl.float32)
+            if BITS == 4 and NUMBERS == "int" and zero_point is None:
+                factor *= 0.0625
+            if NUMBERS == "fp8":
+                factor *= 256.0
+            if zero_point is not None:
+                zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_lane)
+            if minimum is not None:
+                least = tl.load(minimum + group, mask=is_lane, other=0).to(tl.float32)
+        if BITS == 4:
+            low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, tl.float32)
+            added = tl.sum(low * values, 1)
+            if IS_HALVED:
+                total += added * factor
+                factor = tl.load(scale + group + wide, mask=is_lane, other=0).to(tl.float32)
+                added = tl.zeros_like(total)
+            if IS_CUT:
+                is_there = is_lane[:, None] & (first * BLOCK + BYTES + there < inputs)
+            values = tl.load(x + first * BLOCK + BYTES + there, mask=is_there, other=0).to(tl.float32)
+            high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, tl.float32)
+            added += tl.sum(high * values, 1)
+        else:
+            added = tl.sum(_weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32) * values, 1)
+        if PER_GROUP == 0 or minimum is not None:
+            total += added
+        else:
+            total += added * factor
+    sums = tl.sum(tl.sum(tl.reshape(total, (BLOCKS, OUTPUTS, PARTS)), 2), 0)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = output < outputs
+    if PER_GROUP == 0:
+        factor = tl.load(scale + output, mask=is_output, other=0).to(tl.float32)
+        sums = sums * (factor * 256.0 if NUMBERS == "fp8" else factor)
+    if divisor is not None:
+        sums = sums / tl.load(divisor)
+    if bias is not None:
+        sums = sums + tl.load(bias + output, mask=is_output, other=0).to(tl.float32)
+    tl.store(out + row * wide + output, sums.to(out.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def numbers(
+    integers, scale, zero_point, minimum, divisor, out, outputs, inputs, blocks,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """Write the weight itself, [outputs, inputs], rounded to out's dtype; the program is (block, output tile)."""
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    block = tl.program_id(0)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    byte = tl.arange(0, BYTES)
+    is_output = output < outputs
+    wide = tl.zeros((), tl.int64) + outputs
+    here = (block * wide + output)[:, None] * BYTES + byte[None, :]
+    stored = tl.load(integers + here, mask=is_output[:, None], other=0)
+    group = output.to(tl.int64)
+    zero = None
+    least = None
+    if PER_GROUP:
+        group += (block * 2 if IS_HALVED else block // PER_GROUP) * wide
+    factor = tl.load(scale + group, mask=is_output, other=0).to(tl.float32)
+    if BITS == 4 and NUMBERS == "int" and zero_point is None:
+        factor *= 0.0625
+    if NUMBERS == "fp8":
+        factor *= 256.0
+    if zero_point is not None:
+        zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_output)
+    if minimum is not None:
+        least = tl.load(minimum + group, mask=is_output, other=0).to(tl.float32)
+    others = factor
+    if IS_HALVED:
+        others = tl.load(scale + group + wide, mask=is_output, other=0).to(tl.float32)
+    if divisor is not None:
+        by = tl.load(divisor)
+        factor = factor / by
+        others = others / by
+    column = block * BLOCK + byte
+    to = out + output[:, None].to(tl.int64) * inputs + column[None, :]
+    if BITS == 4:
+        low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, tl.float32)
+        high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, tl.float32)
+        if minimum is None:
+            low *= factor[:, None]
+            high *= others[:, None]
+        tl.store(to, low.to(out.dtype.element_ty), mask=is_output[:, None] & (column < inputs)[None, :])
+        is_there = is_output[:, None] & (column + BYTES < inputs)[None, :]
+        tl.store(to + BYTES, high.to(out.dtype.element_ty), mask=is_there)
+    else:
+        whole = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32)
+        if minimum is None:
+            whole *= factor[:, None]
+        tl.store(to, whole.to(out.dtype.element_ty), mask=is_output[:, None] & (column < inputs)[None, :])

@@ -20,7 +20,7 @@ from tests.devices import triton_device
 from .processes import compiled, interpreted
 
 pytest.importorskip("triton")
-from hf_accel.kernels.triton.quantized_linear import launches, quantized_linear, stacked
+from hf_accel.kernels.triton.quantized_linear import launches, numbers_launch, quantized_linear, stacked
 from hf_accel.linear.backends import tiles as tiles_module
 from hf_accel.linear.backends.tiles import for_experts, one_tile, tile_for, tiles_of
 from tests.unit.linear.specs import linear_spec
@@ -98,12 +98,15 @@ def test_every_tile_fits_every_gpu(kind, group, dtype, capability, rounding):
     only = one_tile(weight, dtype, rounding)
     assert only in tiles or (only is None and rounding == "always")
     experts, starts = stacked([weight, weight]), torch.zeros(3, dtype=torch.int64)
+    if rounding == "never":
+        compile_for(numbers_launch(weight, torch.empty(shape, dtype=dtype)), capability).assert_fits(capability)
     for tile in tiles:
         x, out = (torch.empty(tile.rows, 4096, dtype=dtype) for _ in range(2))
         bias = torch.empty(4096, dtype=dtype)
-        splits = 4 if tile is tiles[0] and not tile.rounded else 1
+        splits = 4 if tile is tiles[1] and not tile.rounded else 1
         found = launches(x, weight, bias, out, tile=replace(tile, splits=splits))
-        found += launches(x, experts, bias.expand(2, 4096), out, tile=for_experts(tile), starts=starts)
+        if tile.inputs is None:
+            found += launches(x, experts, bias.expand(2, 4096), out, tile=for_experts(tile), starts=starts)
         for launch in found:
             compile_for(launch, capability).assert_fits(capability)
 
@@ -128,6 +131,23 @@ def test_every_tile_and_split_agrees_with_the_reference(kind, outputs, inputs, d
             got = quantized_linear(x, packed, bias, tile=replace(tile, splits=splits))
             assert got.dtype is dtype
             assert ((got.double() - expected).abs() <= TOLERANCE[dtype] * size).all(), (tile, splits)
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=LONG)], ids=str)
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_the_numbers_of_a_weight(kind, dtype):
+    """What many rows are multiplied by; in the product, too."""
+    weight = weight_of(kind, (70, 192), dtype=FP16)
+    packed = Triton(row_invariant=False).pack(weight)
+    dense = torch.empty(70, 192, dtype=dtype, device=triton_device())
+    numbers_launch(packed, dense).run()
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(dense.double(), weight.dequantize(torch.float64), rtol=rounding, atol=1e-9)
+    x, bias = torch.randn(5, 192, device=dense.device).to(dtype), torch.randn(70, device=dense.device)
+    got = tiles_module.multiply(x, packed, bias, tiles_module.Dequantized())
+    torch.testing.assert_close(got, torch.nn.functional.linear(x, dense, bias.to(dtype)), rtol=0, atol=0)
 
 
 @runs
@@ -222,7 +242,10 @@ def test_what_is_multiplied_in_8_bits(kind, group, reason, monkeypatch):
     choose.cache_clear()
     for row_invariant in (False, True):
         chosen = choose(spec, row_invariant=row_invariant)
-        rounding = "never" if row_invariant or reason else "many rows"
+        if row_invariant:  # integers have the same bits in every tile, and floats in one tile alone
+            rounding = "never" if reason or rounded_to == "fp8" else "always"
+        else:
+            rounding = "never" if reason else "many rows"
         assert (chosen.backend.name, chosen.backend.rounding, chosen.refusals) == ("triton", rounding, ())
     if reason is None:
         chosen = choose(replace(spec, activations=rounded_to))
@@ -284,7 +307,8 @@ def test_a_row_does_not_depend_on_the_others(kind, dtype):
 
 @interpreted
 @pytest.mark.parametrize("kind", ["int4", "int4 zero points", "int8", "fp8"])
-def test_one_row_moves_little_more_than_the_weight(kind):
+def test_one_row_moves_the_weight_once(kind):
+    """And the row once for each tile of outputs, which the cache serves."""
     from tests.unit.kernels.triton.bytes_moved import counted
 
     shape = (2048, 2048)
@@ -292,10 +316,12 @@ def test_one_row_moves_little_more_than_the_weight(kind):
     weight = zeros(spec.layout, shape, dtype=BF16, device="cpu")
     backend, x = Triton(row_invariant=False), torch.randn(1, 2048).to(BF16)
     packed = backend.pack(weight)
-    assert tile_for(1, packed, BF16).splits == 2
+    tile = tile_for(1, packed, BF16)
+    assert tile.inputs
     with counted() as moved:
         out = backend.run(x, packed, None)
-    assert moved.total <= 1.05 * (spec.weight_bytes + x.nbytes + out.nbytes)
+    assert moved.loaded == spec.weight_bytes + -(-shape[0] // tile.outputs) * x.nbytes
+    assert moved.stored == out.nbytes
 
 
 @interpreted
@@ -321,10 +347,10 @@ def test_splits_keep_a_gpu_busy_and_cost_little():
     def splits(rows: int, shape: tuple[int, int]) -> int:
         return tile_for(rows, weight_of_zeros("int4", shape, dtype=BF16, device="meta"), BF16).splits
 
-    assert [splits(1, shape) for shape in ((1024, 4096), (4096, 4096), (16384, 4096), (65536, 4096), (4096, 512))] == [
-        4, 4, 2, 1, 1,
-    ]  # fmt: skip
-    assert [splits(rows, (1024, 4096)) for rows in (0, 1, 8, 16, 32, 64, 4096)] == [4, 4, 4, 2, 1, 1, 1]
+    shapes = (1024, 4096), (4096, 4096), (16384, 4096), (65536, 4096), (4096, 512)
+    assert [splits(2, shape) for shape in shapes] == [8, 4, 1, 1, 1]
+    assert [splits(rows, (1024, 4096)) for rows in (2, 8, 16, 32, 64, 4096)] == [8, 8, 4, 2, 1, 1]
+    assert splits(1, (1024, 4096)) == splits(1, (65536, 4096)) == 1
 
 
 @interpreted
