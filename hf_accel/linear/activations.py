@@ -44,7 +44,7 @@ def round_groups(x: Tensor, group: int, rounded_to: EightBits = "int8") -> Tenso
 
 def _parts(x: Tensor, number: float) -> Tensor:
     """Return x / number, rounded once: on a GPU torch multiplies by the inverse of a number that is no tensor."""
-    return x / x.new_tensor(number)
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def _nearest(levels: Tensor, rounded_to: EightBits) -> Tensor:
