@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
@@ -319,11 +318,11 @@ def _plan_fused(
         reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
     if reason is not None:
         return FusedPlan(reason=reason)
-    native = has_library(device_type)  # a machine with a GPU may have no library
-    float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype) if native else 0
+    has_kernels = has_library(device_type)  # beside a GPU they need not have been built
+    float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype) if has_kernels else 0
     candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
     split = split_of(model)
-    if not native:
+    if not has_kernels:
         specs = {} if split is not None else {p.site.module: p.site.spec for p in attention}
         layers, by_module = layer_sites(model, model.dtype, attention=specs, linears=None, device_type=device_type)
         return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
@@ -339,9 +338,9 @@ def _plan_fused(
     by_operators = operator_sites(model, operators if model.config.is_encoder_decoder else None, config)
     tried = {site.module: site.state.spec for site in by_operators if isinstance(site.state.backend, CpuBackend)}
     layers, by_module = layer_sites(model, model.dtype, linears=kernels, attention=specs | tried, tried=tried)
-    ours: list[nn.Module] | None = [] if model_attention_refusal(model) else attention_modules(model)
-    if config.attention not in ("auto", CpuBackend.name) or split is not None:
-        ours = None
+    ours = None
+    if config.attention in ("auto", CpuBackend.name) and split is None:
+        ours = [] if model_attention_refusal(model) else attention_modules(model)
     if not attends_in_decoder_alone(model, [p.site for p in attention]):
         encoders, stock_encoders = encoder_sites(model, model.dtype, ours=ours, linears=kernels)
         layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]

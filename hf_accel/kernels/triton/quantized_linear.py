@@ -26,6 +26,7 @@ from .programs.multiply_integers import multiply_integers, round_rows
 
 REDUCED = 1024  # numbers that one program adds up over the splits
 ROUNDED = 1024  # numbers that one program rounds
+MOST_BLOCKS = 64  # that a program of one row reads at a time; more would need more registers
 WRITTEN = 32  # outputs of which one program writes a block
 TENSORS = ("integers", "scale", "zero_point", "minimum", "divisor")  # of a BlockedWeight
 
@@ -191,7 +192,7 @@ def _row_launch(x: Tensor, weight: BlockedWeight, bias: Tensor | None, out: Tens
         arguments={**weight.operands, "x": x, "bias": bias, "out": out},
         constants={
             **weight.constants, "IS_CUT": bool(weight.in_features % weight.block), "OUTPUTS": tile.outputs,
-            "BLOCKS": max(1, tile.inputs // weight.block),
+            "BLOCKS": max(1, min(MOST_BLOCKS, tile.inputs // weight.block)),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -31,18 +31,24 @@ PROGRAMS = 512  # that keep a large GPU busy: four for each of its multiprocesso
 INPUTS = 512  # of a split at least: partial sums of smaller ones are more than 3 % of the bytes of one row
 INPUTS_PER_ROW = 64  # of a split at least: partial sums stay in the cache, but they take time as well
 
-ROW = LinearTile(outputs=4, rows=1, inputs=2048, num_warps=2, num_stages=1)  # of one row, without products of tiles
+ROW = {  # of one row, without products of tiles
+    bits: LinearTile(outputs=4, rows=1, inputs=256 * bits, num_warps=2, num_stages=1) for bits in (4, 8)
+}
 ROW_NUMBERS = 2**24  # of a weight up to which ROW is faster on an H200 than FEW, where nothing was measured
 ONE_TILE = LinearTile(outputs=64, rows=32, num_stages=3)  # for any number of rows
 FEW = LinearTile(outputs=32, rows=16, num_warps=2)
 MANY = {bits: LinearTile(outputs=128, rows=64, num_warps=8, num_stages=stages) for bits, stages in ((4, 4), (8, 3))}
 MANY_WITHOUT_GROUPS = LinearTile(outputs=128, rows=128, num_warps=8, num_stages=3)
 FLOAT32 = LinearTile(outputs=32, rows=16)  # its products take the ordinary cores, and more registers
+_ROUNDED = LinearTile(outputs=128, rows=64, num_warps=8, num_stages=3, rounded="int8")
 INTEGERS = [
-    LinearTile(outputs=32, rows=16, num_warps=2, rounded="int8"),
-    LinearTile(outputs=128, rows=64, num_warps=8, num_stages=3, rounded="int8"),
+    LinearTile(outputs=32, rows=16, num_warps=2, rounded="int8"), _ROUNDED,
     LinearTile(outputs=64, rows=128, num_warps=4, num_stages=3, rounded="int8"),
-]
+]  # fmt: skip
+INTEGERS4 = [
+    LinearTile(outputs=64, rows=16, num_stages=3, rounded="int8"),
+    _ROUNDED,
+]  # of 4 bits, which take registers
 FLOATS8 = [replace(tile, rounded="fp8") for tile in INTEGERS]
 
 MOST_NUMBERS = 2**28  # of a weight that is held as numbers while a call lasts: half a gigabyte
@@ -55,9 +61,10 @@ WORD = torch.int64  # what bytes are moved as: one by one they take longer
 
 @dataclass(frozen=True)
 class Dequantized:
-    """Stands where a LinearTile may stand, for many rows: the weight as numbers, for as long as a call lasts, times the
-    rows by torch, whose product of 16 bits is nearer to the hardware's limit than any of ours. Rows are not rounded;
-    the weight is, to 16 bits.
+    """Stands where a LinearTile may stand, for many rows: torch multiplies by the weight as numbers of 16 bits, which
+    it has for as long as a call lasts.
+
+    torch's product is nearer to the hardware's limit than any of ours. The weight is rounded, and rows are not.
     """
 
     rounded = None
@@ -150,12 +157,13 @@ def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> Til
 
 def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> list[LinearTile]:
     """Return all tiles for a weight and rows of `dtype`, from that for the fewest rows to that for any number."""
-    floats = [ROW, FLOAT32] if dtype is torch.float32 else [ROW, FEW, ONE_TILE]
+    row = ROW[weight.bits]
+    floats = [row, FLOAT32] if dtype is torch.float32 else [row, FEW, ONE_TILE]
     if dtype is not torch.float32:
         floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
     # Over blocks of 32 bytes the compiler of Triton 3.6 gives the widest one a few registers too few.
-    rounded = FLOATS8 if weight.is_fp8 else INTEGERS
-    rounded = rounded[:-1] if weight.integers.shape[-1] < 64 else rounded
+    rounded = FLOATS8 if weight.is_fp8 else INTEGERS if weight.bits == 8 else INTEGERS4
+    rounded = rounded[:2] if weight.integers.shape[-1] < 64 else rounded
     return {"never": floats, "many rows": floats + rounded[1:], "always": rounded}[rounding]
 
 
@@ -171,9 +179,7 @@ def for_experts(tile: LinearTile) -> LinearTile:
     return replace(tile, splits=1, num_stages=2)
 
 
-def tile_for(
-    rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never"
-) -> Tile:
+def tile_for(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> Tile:
     """dtype: of the rows."""
     measured = MEASURED.get(key_of(weight, dtype, rounding))
     if measured is not None:
@@ -203,9 +209,7 @@ def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[Line
     return [tile for tile in tiles if bool(tile.rounded) == (rows > FEW_ROWS)]
 
 
-def candidates(
-    rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding
-) -> list[Tile]:
+def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> list[Tile]:
     """Return the tiles that are worth measuring for so many rows, that of the rule first.
 
     Left out are tiles of which most would be empty, and those of few rows, which would read the weight many times.
