@@ -40,6 +40,9 @@ WRITERS = {
     "generation.hf.request_config": {"config", "setattr"},
     "generation.sampling.purity": {"dict"},  # of a processor
     "recognition.position_attention": {"dict"},
+    "recognition.distance_attention": {"dict"},
+    "recognition.gated_bias": {"dict"},
+    "recognition.row_convolution": {"dict"},
     "recognition.trial": {"dict"},
     "recognition.small_model": {"class", "dict"},
     "patching.calibration": {"hook", "submodule"},

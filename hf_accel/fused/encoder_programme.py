@@ -12,6 +12,7 @@ from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
 from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
 from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.call_form import BIAS
+from ..recognition.distance_attention import DistanceAttention
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
 from ..recognition.position_attention import BOTH, rows_of_positions
 from ..recognition.stand_ins import Computed
@@ -23,6 +24,7 @@ from .encoder_rows import (
     RowLayout,
     WrittenRows,
     layout_of,
+    layout_of_columns,
     layout_of_pairs,
     packed_layout,
     windowed_layout,
@@ -54,7 +56,7 @@ class EncoderProgramme(NativeOperations):
     only those up to its own. tables: the size of the cos and sin of a token, None if the layer reads none.
     returns_weights: whether its code returns those of its attention, which are not computed here.
     biased_heads: the heads of the bias that is added to scores, 0 if there is none. own_bias: computes it, None if the
-    layer is given one.
+    layer is given one. merges_bias: whether the bias of a call is [B * heads, T, T].
     """
 
     over_rows = True
@@ -77,7 +79,14 @@ class EncoderProgramme(NativeOperations):
         self.biased_heads: int = attends["heads"] if attends["biased"] else 0
         self.own_bias: Computed | None = attends["own_bias"]
         self.positions = next((each for each in trace.operations if each.kind == "position_scores"), None)
+        self.distances: DistanceAttention | None = (
+            None if self.positions is None else self.positions.values.get("distances")
+        )
+        self._sees_pairs = self.positions is not None and (self.distances is None or self.distances.pairs)
+        self.masks_rows = any(each.values["masked"] for each in trace.operations if each.kind == "row_conv")
         self._adds_mask: bool = attends["adds_mask"]
+        self._masks_tokens: bool = attends.get("masks_tokens", False)
+        self.merges_bias: bool = attends.get("merges_bias", False)
         self.returns_weights = WEIGHTS in (self.others or ())
         if BIAS in (self.others or ()) and not attends["biased"]:
             raise UntraceableError("it returns a bias that it does not add")
@@ -93,7 +102,10 @@ class EncoderProgramme(NativeOperations):
             return None  # true is 1 where it is added
         if self.causal and mask is not None:
             return None
-        if self.positions is not None:
+        if self._masks_tokens and mask is not None:  # 1 at each token
+            plain = type(mask) is Tensor and mask.is_cpu and mask.shape == (batch, tokens)
+            return layout_of_columns(mask == 1) if plain else None
+        if self._sees_pairs and (mask is not None or self.distances is None):
             return layout_of_pairs(mask, batch, tokens)
         if self.causal or self.window is None:
             return layout_of(mask, batch, tokens)
@@ -107,7 +119,7 @@ class EncoderProgramme(NativeOperations):
 
     def with_padding(self, layout: RowLayout) -> RowLayout | None:
         """Return the layout in which padding is computed too; None if stock computes something else there."""
-        if self.causal or self.write is not None or self.window is not None or self.positions is not None:
+        if self.causal or self.write is not None or self.window is not None or self._sees_pairs:
             return None
         return layout.with_padding()
 
@@ -121,6 +133,8 @@ class EncoderProgramme(NativeOperations):
     def positions_of(self, layout: RowLayout, given: Any, embeddings: Any) -> PositionRows | None:
         """Return the keys and queries of positions, by what a layer is given; None for another form of that."""
         assert self.positions is not None
+        if self.distances is not None:
+            return self._keys_of_distances(layout, given)
         distances, span = layout.distances(given), self.positions.values["span"]
         if {*self.positions.values["kinds"]} != BOTH:  # the module's own list, which may change
             return None
@@ -134,6 +148,30 @@ class EncoderProgramme(NativeOperations):
             return None
         keys, queries = (module(table).contiguous() for module in self.positions.modules)
         return PositionRows(keys, queries, (rows - first).int())
+
+    def _keys_of_distances(self, layout: RowLayout, embeddings: Any) -> PositionRows | None:
+        """Return the keys of distances, by a layer's embeddings or its table; None for embeddings of another form.
+
+        Embeddings stand in the order from the largest distance to the smallest.
+        """
+        assert self.positions is not None
+        (module,), values, tokens, most = self.positions.modules, self.positions.values, *sizes_of(layout)
+        distances, heads = torch.arange(1 - most, most, device="cpu"), values["heads"]
+        if isinstance(module, nn.Embedding):
+            left, right = values["limits"]
+            table = module.weight
+            if table.dtype is not self.dtype or not table.is_cpu or table.shape != (left + right + 1, values["dim"]):
+                return None
+            keys, rows = table.repeat(1, heads), left - distances.clamp(-right, left)
+        else:
+            keys, rows = embeddings, tokens - 1 - distances
+            plain = type(keys) is Tensor and keys.is_cpu and keys.dtype is self.dtype and keys.ndim == 3
+            if not plain or len(keys) not in (1, layout.shape[0]) or keys.shape[1] != 2 * tokens - 1:
+                return None
+            if len(keys) > 1 and keys.stride(0) and not bool((keys == keys[:1]).all()):
+                return None
+            keys = module(keys[0])
+        return PositionRows(keys.contiguous(), None, rows.int())
 
     def __call__(
         self, x: Tensor, layout: RowLayout, tensors: CallTensors = NOTHING, *, out: Tensor | None = None
@@ -151,7 +189,8 @@ class EncoderProgramme(NativeOperations):
             assert self.positions is not None
             most, size = max(len(call.starts) for call in layout.calls) - 1, layout.ragged.max_q
             table = torch.empty(most, self.positions.values["heads"], size, size, dtype=torch.float32, device="cpu")
-            places = positions.keys.data_ptr(), positions.queries.data_ptr(), middle(positions.rows)
+            queries = 0 if positions.queries is None else positions.queries.data_ptr()
+            places = positions.keys.data_ptr(), queries, middle(positions.rows)
         biases = bias_fields(table)
         k, v, block = (0, 0, 0) if written is None else (*map(Tensor.data_ptr, written[:2]), layout.shape[1])
         dtype, count = DTYPES[self.dtype], threads()
@@ -180,6 +219,11 @@ class EncoderProgramme(NativeOperations):
             for buffer in unread:  # the next result gets its memory, which the caches still hold
                 del rows.buffers[buffer]
         return rows.buffers[OUTPUT]
+
+
+def sizes_of(layout: RowLayout) -> tuple[int, int]:
+    """Return the tokens of a row of a batch, and those of its longest sequence."""
+    return layout.shape[1], layout.ragged.max_q
 
 
 def attended_window(operations: Iterable[Operation]) -> int | None:

@@ -47,10 +47,13 @@ class WrittenRows(NamedTuple):
 
 
 class PositionRows(NamedTuple):
-    """Keys and queries of positions, [R, width], and the row of each distance of two tokens, int32 [2 M - 1]."""
+    """Keys and queries of positions, [R, width], and the row of each distance of two tokens, int32 [2 M - 1].
+
+    queries: None where keys alone have positions.
+    """
 
     keys: Tensor
-    queries: Tensor
+    queries: Tensor | None
     rows: Tensor
 
 
@@ -101,6 +104,16 @@ class RowLayout:
     def keys_of(self, rows: Tensor) -> Tensor:
         """[N, ...] -> [M, ...]: the rows that are keys."""
         return rows if self.keys is None else rows.index_select(0, self.keys)
+
+    def shows(self, mask: Any) -> bool:
+        """Return whether a mask [B, T] is true at the tokens of the layout, and nowhere else."""
+        if type(mask) not in PLAIN or not mask.is_cpu or mask.shape != self.shape:
+            return False
+        found = mask.bool().flatten()
+        index = self.index if self.keys is None else self.keys
+        if index is None:
+            return bool(found.all())
+        return torch.equal(found.nonzero().squeeze(1), index)
 
     def ends_with_padding(self) -> bool:
         """Return whether all padding is on the right of its row, so that a token has its place among the tokens."""

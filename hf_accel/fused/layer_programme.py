@@ -109,7 +109,7 @@ class NativeOperations(NativeParts):
 
     def compile(self, widths: Sequence[int]) -> None:
         """Make the structs. widths: of the buffers."""
-        self.calls, self.tensors = [], []
+        self.calls, self.norms, self.tensors = [], [], []
         self._widths, self._moved = list(widths), dict[int, Span]()
         joined = list(self._joined(self.operations))
         compiled = [self._compile(operation) for operation in joined]
@@ -165,7 +165,9 @@ class NativeOperations(NativeParts):
 
     def _compile(self, operation: Operation) -> LayerOp:
         fields: dict[str, Any] = {"kind": KINDS.get(operation.kind)}
-        fields |= {name: self._place(span) for name, span in zip(("x", "y", "z"), operation.inputs, strict=False)}
+        fields |= {
+            name: self._place(span) for name, span in zip(("x", "y", "z", "out2"), operation.inputs, strict=False)
+        }
         fields |= {name: self._place(span) for name, span in zip(("out", "out2"), operation.outputs, strict=False)}
         return LayerOp(**fields | NATIVE[operation.kind].fields(operation, self))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.cpu.row_conv import RowNorm
 from ..recognition.operation import INPUT, Operation, Span, UntraceableError
 from .encoder_rows import CallTensors, RowLayout
 from .projections import NativeCall
@@ -18,7 +19,8 @@ from .traced_layer import Attention, Traced
 class NativeParts(Traced):
     """A traced layer whose operations are native calls.
 
-    calls, tensors: hold the memory that the structs of the operations point to. max_tokens: the most tokens of a call.
+    calls, norms, tensors: hold the memory that the structs of the operations point to. max_tokens: the most tokens of
+    a call.
     over_rows: whether its attention reads the keys of the call's own rows, and not those of pages. source_attention:
     its attention to an encoder's output, None without.
     """
@@ -27,6 +29,7 @@ class NativeParts(Traced):
     source_attention: Attention | None = None
     max_tokens: int
     calls: list[NativeCall]
+    norms: list[RowNorm]
     tensors: list[Tensor]
 
     def address(self, tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.cpu.attention import EVERY_KEY, attend, position_scores, write_pages
+from ..kernels.cpu.attention import EVERY_KEY, GatedBias, attend, write_pages
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer_call import KINDS, NOWHERE
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS
@@ -22,6 +22,7 @@ from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm,
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import QuantLinear
 from ..recognition.operation import Kind, Operation, UntraceableError
+from ..recognition.row_convolution import sizes_of_linear
 from ..recognition.stand_ins import Vector
 from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
@@ -30,7 +31,8 @@ from .modules import RotaryForm, form_of_rotation
 from .native_operation import HeldRows, NativeOperation, NativeParts, Planned
 from .norms import NormForm, norm_form
 from .partial_rotation import leaves_rest
-from .projections import UNLIMITED, NativeLinear, make_call
+from .projections import UNLIMITED, NativeLinear, make_call, matrix
+from .row_operations import ROW_OPERATIONS
 from .state_operations import STATE_OPERATIONS
 
 
@@ -55,7 +57,7 @@ class ProductOperation(NativeOperation):
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         linears: Any = operation.modules
-        x = rows.columns(operation.inputs[0], linears[0].in_features)
+        x = rows.columns(operation.inputs[0], sizes_of_linear(linears[0])[0])
         first, *others = (_product(linear, x) for linear in linears)
         function = operation.values.get("epilogue", operation.values.get("activation"))
         return [first if function is None else activate(first, function, y=others[0] if others else None)]
@@ -68,7 +70,7 @@ def _product(layer: Any, x: Tensor) -> Tensor:
         return result
     # Small products, as MobileBERT's, take about as long as the code of the module around them.
     parameters: dict[str, Any] = vars(layer)["_parameters"]
-    return F.linear(x, parameters["weight"], parameters["bias"])
+    return F.linear(x, matrix(parameters["weight"]), parameters["bias"])
 
 
 def _most_rows(layer: nn.Module, parts: NativeParts) -> int:
@@ -201,11 +203,13 @@ class AttendOperation(NativeOperation):
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         values, (scale, softcap, window, ahead), layout = operation.values, rows.parts.attention, rows.layout
         heads = (values["heads"], values["kv_heads"], values["kv_heads"])
-        q, k, v = (rows.heads(span, n, values["dim"]) for span, n in zip(operation.inputs, heads, strict=True))
+        spans, gates = operation.inputs[:3], operation.inputs[3:]
+        q, k, v = (rows.heads(span, n, values["dim"]) for span, n in zip(spans, heads, strict=True))
         options = AttentionOptions(scale, causal=not ahead, window=window, softcap=softcap)
         seen = None if ahead in (0, EVERY_KEY) else ahead
         kv = KV(layout.keys_of(k), layout.keys_of(v))
-        return [attend(q, kv, options, layout.ragged, ahead=seen, bias=rows.bias).flatten(1)]
+        bias = GatedBias(rows.bias, rows.buffers[gates[0].buffer]) if gates else rows.bias
+        return [attend(q, kv, options, layout.ragged, ahead=seen, bias=bias).flatten(1)]
 
 
 class AttendSourceOperation(NativeOperation):
@@ -254,12 +258,12 @@ class AffineOperation(NativeOperation):
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         values, x = operation.values, rows.columns(operation.inputs[0], operation.values["dim"])
-        vector, bias = values["vector"], values["bias"].parameter
+        vector, bias = values["vector"], values["bias"].parameter.flatten()
         return [x + bias if vector is None else add(bias, x, vector.parameter)]
 
 
 class GateOperation(NativeOperation):
-    """act(x) * y."""
+    """act(x) * y, or act(x) where there is no y."""
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         values = operation.values
@@ -267,28 +271,9 @@ class GateOperation(NativeOperation):
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         width = operation.values["heads"] * operation.values["dim"]
-        x, y = (rows.columns(span, width) for span in operation.inputs)
+        x, y = [*(rows.columns(span, width) for span in operation.inputs), None][:2]
+        assert x is not None
         return [activate(x, operation.values["activation"], y=y)]
-
-
-class PositionScoresOperation(NativeOperation):
-    """The scores of positions, which attention adds to its own."""
-
-    def refusal(self, operation: Operation, planned: Planned) -> str | None:
-        return None if planned.linears is not None else "its positions have no native call"
-
-    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        if not parts.over_rows:
-            raise UntraceableError("its positions have no native call over pages")
-        return {name: operation.values[name] for name in ("heads", "dim", "scale")}
-
-    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
-        assert rows.positions is not None
-        heads, dim = operation.values["heads"], operation.values["dim"]
-        q, k = (rows.heads(span, heads, dim) for span in operation.inputs)
-        starts, scale = rows.layout.ragged.cu_q, operation.values["scale"]
-        rows.bias = position_scores(q, k, rows.positions, starts, scale=scale)
-        return []
 
 
 class JoinOperation(NativeOperation):
@@ -326,8 +311,8 @@ NATIVE: dict[Kind, NativeOperation] = {
     "gate": GateOperation(),
     "join": JoinOperation(),
     "take_heads": TakeHeadsOperation(),
-    "position_scores": PositionScoresOperation(),
     "attend_source": AttendSourceOperation(),
+    **ROW_OPERATIONS,
     **STATE_OPERATIONS,
 }
 

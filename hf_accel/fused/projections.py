@@ -117,7 +117,8 @@ def make_call(
         return _make_integer(quantized, epilogue, activation)
     if quantized or not all(is_readable(layer) for layer in layers):
         return None
-    weights, biases = zip(*(_tensors(layer) for layer in layers), strict=True)
+    held, biases = zip(*(_tensors(layer) for layer in layers), strict=True)
+    weights = [matrix(weight) for weight in held]
     shapes = {tuple(weight.shape) for weight in weights}
     if len({weight.dtype for weight in weights}) > 1 or len({columns for _, columns in shapes}) > 1:
         return None
@@ -142,6 +143,11 @@ def _make_integer(layers: list[QuantLinear], epilogue: str | None, activation: s
     return IntegerLinear([w.weight for w in weights], biases, epilogue=epilogue, activation=activation)
 
 
+def matrix(weight: Tensor) -> Tensor:
+    """Return a weight as [out, in]; that of a convolution over single rows is [out, in, 1]."""
+    return weight.squeeze(2) if weight.ndim == 3 and weight.shape[2] == 1 else weight
+
+
 def is_readable(layer: nn.Module) -> bool:
     """Return whether the kernels can read the layer's weight and bias where they are, and torch would multiply by
     them.
@@ -149,7 +155,7 @@ def is_readable(layer: nn.Module) -> bool:
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if "bias" not in layer._parameters:  # prune and parametrize take away what they compute
         return False
-    if weight is None or weight.ndim != 2 or weight.dtype not in FLOATS:
+    if weight is None or matrix(weight).ndim != 2 or weight.dtype not in FLOATS:
         return False
     if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[:1]):
         return False
@@ -173,6 +179,16 @@ class NativeLinear(Mixin):
 
 
 # -- products in float32 -------------------------------------------------------------------------------
+
+
+class NativePointwise(NativeLinear):
+    """A mixin for a convolution over single rows, which the call of a layer multiplies by; alone it is torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, in, T] -> [B, out, T]."""
+        result: Tensor = super(NativeLinear, self).forward(x)  # type: ignore[misc]
+        return result
+
 
 HALVES = (torch.bfloat16, torch.float16)
 WIDENED = 2**22  # the most weights that are held in float32 at once

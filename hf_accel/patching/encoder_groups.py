@@ -30,7 +30,7 @@ def with_finer_groups(model: PreTrainedModel, sites: list[LinearSite]) -> list[L
 
 
 def _finer(site: LinearSite) -> LinearSite:
-    if site.is_head or site.skip is not None or site.weight.shape[1] % GROUP:
+    if site.is_head or site.skip is not None or site.group_size is not None or site.weight.shape[1] % GROUP:
         return site
     remark = f"groups of {GROUP}, since the rounding of more than {LAYERS} layers that end in a norm adds up"
     return replace(site, group_size=GROUP, remark=remark)

@@ -41,4 +41,6 @@ def servers_of(
             return Server.KERNELS if module in floats else Server.TORCH
         return Server.KERNELS if isinstance(choice.backend, Cpu) else Server.BACKEND
 
-    return {m: server(n, m) for n, m in model.named_modules() if m in planned or isinstance(m, nn.Linear)}
+    return {
+        m: server(n, m) for n, m in model.named_modules() if m in planned or m in floats or isinstance(m, nn.Linear)
+    }

@@ -17,15 +17,18 @@ from ..keywords import named
 from ..linear.embedding import TABLE
 from ..linear.experts import WEIGHT_MODULES
 from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
+from ..linear.quant_pointwise import LINEAR
 from ..models import spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.generation_code import reads_weight_of
+from ..recognition.row_convolution import is_pointwise, pointwise_convolutions, sizes_of_linear
 from ..recognition.source import source_of
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded, model_device
 from ..undo.journal import original_class
-from .check import check_linear_names, hook_refusal, is_offloaded
+from .check import MOVED, check_linear_names, hook_refusal, is_offloaded
 from .encoder_groups import with_finer_groups
+from .pointwise_site import PointwiseSite
 from .weight_sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
 
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
@@ -50,14 +53,17 @@ def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Exper
 
 
 def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[LinearSite]:
-    """Find every Linear (and GPT-2's Conv1D) with a weight of its own, each with the reason to leave it alone, if any.
+    """Find every Linear (and GPT-2's Conv1D, and convolutions over single rows of known modules) with a weight of its
+    own, each with the reason to leave it alone, if any.
 
     Pruning and weight normalization compute the weight again in each pass, so that there is none to replace.
     """
     head, owners = model.get_output_embeddings(), weight_owners(model)
     other, is_lost, split = other_quantizer(model), lost_on_saving(model), split_of(model)
+    convolutions = pointwise_convolutions(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and isinstance(module._parameters.get("weight"), nn.Parameter):
+        is_linear = isinstance(module, nn.Linear | Conv1D) or module in convolutions
+        if is_linear and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
             reason = f"the model is quantized by {other}" if other is not None else None
             reason = reason or _reason_to_skip(model, name, owners, skip)
@@ -65,6 +71,9 @@ def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Linear
                 reason = "is renamed or joined with others when it is saved, so that it would not be found again"
             if reason is None and split is not None and is_sharded(module.weight):
                 reason = split.refusal(name, module)
+            if module in convolutions:
+                yield PointwiseSite.of(name, module, MOVED if reason is None and is_offloaded(module) else reason)
+                continue
             kind = OffloadedSite if is_offloaded(module) else LinearSite
             yield kind(name, module, is_head=module is head, is_tied=tied, skip=reason)
 
@@ -169,7 +178,7 @@ def _reason_to_skip(
     module, head = model.get_submodule(name), model.get_output_embeddings()
     if any(named(name, wanted) for wanted in skip):
         return "named in skip="
-    if type(module) not in (nn.Linear, Conv1D):
+    if type(module) not in (nn.Linear, Conv1D, nn.Conv1d):
         return f"is a {type(module).__name__}, not a plain Linear"
     shared = [m for m in owners[id(module.weight)] if m is not module and not isinstance(m, nn.Embedding)]
     if shared or (module is not head and len(owners[id(module.weight)]) > 1):
@@ -190,7 +199,7 @@ def weight_is_read(model: PreTrainedModel, name: str) -> bool:
 
 
 def _reason_by_role(config: Any, module: nn.Module, head: nn.Module | None) -> str | None:
-    out_features = module.nf if isinstance(module, Conv1D) else module.out_features
+    out_features = sizes_of_linear(module)[1]
     experts = ("num_local_experts", "num_experts", "n_routed_experts")
     if any(getattr(config, key, None) == out_features for key in experts):
         return "routes tokens to experts"
@@ -219,6 +228,8 @@ def _site_named(model: PreTrainedModel, name: str) -> LinearSite | None:
     module, parent = _submodule(model, name), _submodule(model, around)
     if module is not None and type(module) in (nn.Linear, Conv1D):
         return LinearSite(name, module)
+    if last == LINEAR and is_pointwise(parent):
+        return PointwiseSite(name, parent)  # type: ignore[arg-type]
     if last == TABLE and isinstance(parent, nn.Embedding) and parent is input_embedding(model):
         return EmbeddingSite(name, parent)
     return None

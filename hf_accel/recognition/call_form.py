@@ -23,7 +23,10 @@ OF_SOURCE = (SOURCE_STATES, SOURCE_MASK, BIAS, SOURCE_BIAS)  # a decoder layer t
 TENSORS = (MASK, "position_ids", TABLES, *CACHES, *OF_SOURCE)  # a decoder layer may be given these
 STARTS = "cu_seqlens"  # where the sequences begin that are packed into one row, and the end of the last
 POSITIONS, EMBEDDINGS = "relative_pos", "rel_embeddings"  # of attention whose scores depend on positions
-PASSED_ON = (*TENSORS, POSITIONS, EMBEDDINGS, STARTS)  # tensors, and a cache, that a layer may only pass on
+DISTANCES = "relative_position_embeddings"  # of attention with keys of distances
+ROW_MASK = "conv_attention_mask"  # which rows hold tokens, for a convolution over rows
+# Tensors, and a cache, that a layer may only pass on.
+PASSED_ON = (*TENSORS, POSITIONS, EMBEDDINGS, STARTS, DISTANCES, ROW_MASK)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class CallForm:
 
     states: the name of the hidden states. tensors: those of PASSED_ON that are tensors. plain: the name, type and
     value of each other argument; True is not 1. table_dtype: of cos and sin, if they are given. in_rows: whether the
-    states are [B, T, width]; else they are packed sequences, [T, width].
+    states are [B, T, width]; else they are packed sequences, [T, width]. one_table: whether what has the name of cos
+    and sin is one tensor.
     """
 
     states: str
@@ -40,13 +44,15 @@ class CallForm:
     plain: tuple[tuple[str, type, Any], ...] = ()
     table_dtype: torch.dtype | None = None
     in_rows: bool = True
+    one_table: bool = False
 
 
 def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> CallForm:
     """Return the form of a call with hidden states, and with a mask, positions, and cos and sin of `dtype`, if the
     code takes them.
     """
-    usual, given = {MASK, TABLES, BIAS, POSITIONS, EMBEDDINGS}, inspect.signature(kind.forward).parameters
+    usual = {MASK, TABLES, BIAS, POSITIONS, EMBEDDINGS, DISTANCES, ROW_MASK}
+    given = inspect.signature(kind.forward).parameters
     if STARTS in given and given[STARTS].default is inspect.Parameter.empty:
         usual.add(STARTS)
     tensors = frozenset(usual.intersection(parameter_names(kind.forward)))
@@ -93,14 +99,17 @@ def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any])
     plain = tuple((name, type(value), value) for name, value in named.items() if name not in tensors)
     if not all(issubclass(kind, PLAIN_TYPES) or _is_size(value) for _, kind, value in plain):
         return None
-    table_dtype = None
+    table_dtype, one_table = None, False
     if TABLES in tensors:
         tables = named[TABLES]
-        if type(tables) is not tuple or list(map(type, tables)) != [torch.Tensor] * 2:
+        if type(tables) is tuple and list(map(type, tables)) == [torch.Tensor] * 2:
+            table_dtype = tables[0].dtype
+        elif type(tables) is torch.Tensor:
+            one_table = True
+        else:
             return None
-        table_dtype = tables[0].dtype
     in_rows = STARTS not in tensors or getattr(x, "ndim", 3) == 3
-    return x, mask, CallForm(names[0], tensors, plain, table_dtype, in_rows)
+    return x, mask, CallForm(names[0], tensors, plain, table_dtype, in_rows, one_table)
 
 
 def _is_size(value: object) -> bool:

@@ -18,6 +18,7 @@ from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_BIAS, SOURCE_MA
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
 from .packed import Starts, as_row, attended_again, is_packed, is_second, joined, rotated_row
 from .position_attention import ABSENT_PARTS, READ_SETTINGS, PositionAttention
+from .row_convolution import sizes_of_linear
 from .scores import PRODUCTS, Scores, drops
 from .source_stand_ins import FIRST_OF_SOURCE, KEYS, VALUES, SourceKeys, as_source
 from .stand_ins import BATCH, SOURCE, TOKENS, Computed, ModuleStandIn, Opaque, StandIn, Vector, Zeros, require
@@ -95,8 +96,7 @@ class Record:
 
     def linear(self, module: nn.Module, x: Any) -> StandIn:
         require(x, heads=False)
-        names = ("in_features", "out_features") if isinstance(module, nn.Linear) else ("nx", "nf")
-        inputs, outputs = (vars(module)[name] for name in names)
+        inputs, outputs = sizes_of_linear(module)
         if x.span.buffer != FIRST_OF_SOURCE and x.width != inputs:
             raise WidthError("a linear layer takes another number of inputs")
         self.visit(module)

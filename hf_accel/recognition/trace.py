@@ -23,7 +23,9 @@ from .call_form import (
     BIAS,
     CACHE,
     CACHES,
+    DISTANCES,
     MASK,
+    ROW_MASK,
     SOURCE_BIAS,
     SOURCE_MASK,
     SOURCE_STATES,
@@ -32,11 +34,14 @@ from .call_form import (
     CallForm,
 )
 from .code import ROTATIONS, with_functions
+from .distance_attention import distance_attention, recorded_distances
 from .folding import folded
+from .gated_bias import attends_with_gates, recorded_gates
 from .model_stand_ins import CacheStandIn, ConfigStandIn
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .position_attention import POSITION_ATTENTION, position_attention
 from .record import Record
+from .row_convolution import recorded_convolution, row_convolution
 from .scores import Scores
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import (
@@ -89,6 +94,8 @@ class Trace(Record):
         self.equals: dict[str, str] = {}
         self.others: tuple[str | None, ...] | None = None
         self.cache: PairStandIn | None = None
+        self.distances = {name: Opaque(name) for name in (DISTANCES, TABLES)}
+        self.row_mask = Opaque(ROW_MASK)
         self._ran = False  # whether the layer's own code has begun
 
     def layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
@@ -144,7 +151,9 @@ class Trace(Record):
         tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias} | self.positions
         tensors |= dict.fromkeys(CACHES, cache)
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
-        tensors[SOURCE_BIAS] = self.source_bias
+        tensors |= {SOURCE_BIAS: self.source_bias, ROW_MASK: self.row_mask, DISTANCES: self.distances[DISTANCES]}
+        if form.one_table:
+            tensors[TABLES] = self.distances[TABLES]
         if SOURCE_STATES in form.tensors and self.cache_class is None:
             raise UntraceableError("it attends to an encoder's output without a cache")
         kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
@@ -220,6 +229,13 @@ class Trace(Record):
                 self.note(parts["_modules"], name, parts["_modules"][name])
                 self.child(parts["_modules"][name])
             return partial(self.attend_positions, (module, positions))
+        if attends_with_gates(module):
+            return partial(recorded_gates, self, module)
+        distances, convolution = distance_attention(module), row_convolution(module)
+        if distances is not None:
+            return partial(recorded_distances, self, (module, distances))
+        if convolution is not None:
+            return partial(recorded_convolution, self, (module, convolution))
         held = parts.get(FUSED)  # the parts that it had when it was given a native forward
         names = held if isinstance(held, GatedNames) else gated_names(module)
         if names is not None:

@@ -29,6 +29,7 @@ from ...recognition.call_form import (
     EMBEDDINGS,
     MASK,
     POSITIONS,
+    ROW_MASK,
     STARTS,
     TABLES,
     CallForm,
@@ -151,6 +152,8 @@ class EncoderCalls(ABC):
             layout = first.with_padding(layout)
             if layout is None:
                 return None
+        if first.masks_rows and ROW_MASK in form.tensors and not layout.shows(argument(own, ROW_MASK, args, kwargs)):
+            return None
         tables = bias = None
         if first.tables is not None:
             tables = layout.tables(argument(own, TABLES, args, kwargs))
@@ -162,7 +165,8 @@ class EncoderCalls(ABC):
                 return None
         written, positions = first.to_write(layout), None
         if first.positions is not None:
-            said, embeddings = (argument(own, name, args, kwargs) for name in (POSITIONS, EMBEDDINGS))
+            names = (POSITIONS, EMBEDDINGS) if first.distances is None else (first.distances.argument, "")
+            said, embeddings = (argument(own, name, args, kwargs) for name in names)
             positions = first.positions_of(layout, said, embeddings)
             if positions is None:
                 return None
@@ -322,9 +326,17 @@ class KnownStack(Known):
 
 def _bias(programme: EncoderProgramme, layout: RowLayout, given: Any) -> Bias | None:
     """Return the bias of a layer, which is given one or computes it; None for one of another form."""
+    (batch, tokens), heads = layout.shape, programme.biased_heads
     if programme.own_bias is not None:  # in the layout of the kernel, for the layers behind that share it
-        given = programme.own_bias(layout.shape[1]).contiguous()
-    return layout.bias(given, programme.biased_heads)
+        given = programme.own_bias(tokens).contiguous()
+        if programme.merges_bias:
+            given = given.expand(batch, *given.shape).flatten(0, 1)
+    if not programme.merges_bias:
+        return layout.bias(given, heads)
+    if type(given) is not Tensor or given.shape != (batch * heads, tokens, tokens):
+        return None
+    bias = layout.bias(given.unflatten(0, (batch, heads)), heads)
+    return None if bias is None else bias._replace(given=given)
 
 
 def _only_collects(hook: Any) -> bool:

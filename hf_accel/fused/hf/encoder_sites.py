@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import SDPA, stock_implementation
 from ...models import is_within
-from ...recognition.call_form import MASK, STARTS, CallForm, usual_form
+from ...recognition.call_form import MASK, STARTS, TABLES, CallForm, usual_form
 from ...recognition.code import code_of
+from ...recognition.gated_bias import attends_with_gates
 from ...recognition.mask_code import adds_to_masks
 from ...recognition.operation import UntraceableError, WidthError
 from ...recognition.source import source_of
@@ -103,7 +104,7 @@ def attending_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Modu
 def _attends(module: nn.Module) -> bool:
     """Return whether a module's code attends, by a function of transformers' interface or by itself."""
     code = code_of(module)
-    return code.attends or code.refusal is not None
+    return code.attends or code.refusal is not None or attends_with_gates(module)
 
 
 def _has_layers(layer: nn.Module) -> bool:
@@ -205,6 +206,8 @@ def _trace(layer: nn.Module, attention: nn.Module, form: CallForm, dtype: torch.
     """
     inputs = {module.in_features: None for module in layer.modules() if isinstance(module, nn.Linear)}
     forms = [replace(form, in_rows=False), form] if STARTS in form.tensors else [form]
+    if TABLES in form.tensors:  # what has the name of cos and sin may be one tensor
+        forms += [replace(each, table_dtype=None, one_table=True) for each in forms]
     failed = UntraceableError("a linear layer takes another number of inputs")
     for width, each in product({width_of(attention): None} | inputs, forms):
         trace = Trace(dtype, attention=ATTENTION_NAME)

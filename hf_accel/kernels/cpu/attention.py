@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class AttentionCall(Structure):
     _fields_ = [
         ("q", Rows), ("k", Rows), ("v", Rows),
         *fields(
-            pointers="k_scales v_scales out lse sinks block_table cu_q cu_k kv_len",
+            pointers="k_scales v_scales out lse sinks gates block_table cu_q cu_k kv_len",
             sizes="sequences heads kv_heads head_dim value_dim num_queries num_keys",
             sizes_="table_stride block_size window ahead",
         ),
@@ -35,6 +36,13 @@ class AttentionCall(Structure):
             ints="q_dtype k_dtype v_dtype scale_dtype sink_dtype threads",
         ),
     ]  # fmt: skip
+
+
+class GatedBias(NamedTuple):
+    """A bias of `attend`, and gates float32 [N, Hq], contiguous, by which that of each query is multiplied."""
+
+    table: Tensor | None
+    gates: Tensor
 
 
 class PageWrite(Structure):
@@ -55,14 +63,21 @@ class PositionScoresCall(Structure):
     )  # fmt: skip
 
 
+class BiasGatesCall(Structure):
+    _fields_ = fields(
+        pointers="x weight bias factors out", sizes="x_stride rows heads dim terms", ints="dtype weight_dtype threads"
+    )
+
+
 _attention = kernel("attention", AttentionCall)
+_bias_gates = kernel("bias_gates", BiasGatesCall)
 _position_scores = kernel("position_scores", PositionScoresCall)
 _write_pages = kernel("write_pages", WriteCall)
 
 
 def attend(
     q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None = None, *, ahead: int | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | GatedBias | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over dense or packed K and V, see layouts.KV; the result is that of attention/contract.py.
 
@@ -78,6 +93,7 @@ def attend(
     more queries than keys, as where padding is computed too, it is its first queries that have the positions of the
     keys. Raises UnsupportedError if it is not as large as the longest sequence.
     """
+    bias, gates = bias if isinstance(bias, GatedBias) else (bias, None)
     if options.causal and ahead is not None:
         raise UnsupportedError(f"attention: causal, and {ahead=} keys after a query's own; give one of them")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, kv.k, kv.v))
@@ -104,7 +120,8 @@ def attend(
     _attention(
         q.data_ptr(), q_batch, q_head, q_token, k.data_ptr(), k_batch, k_head, k_token,
         v.data_ptr(), v_batch, v_head, v_token, 0, 0, out.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
-        0, 0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0,
+        0 if gates is None else gates.data_ptr(), 0,
+        0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0,
         sequences, num_heads, k.shape[1], dim, v.shape[-1], num_queries, num_keys, 0, 0,
         options.window or 0, sees_ahead, *bias_fields(bias), options.scale, options.softcap or 0.0,
         DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0, 0 if sinks is None else DTYPES[sinks.dtype], threads(),
@@ -152,19 +169,37 @@ def bias_fields(bias: Tensor | None) -> tuple[int, int, int, int]:
 
 
 def position_scores(
-    q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor, Tensor], starts: Tensor, *, scale: float
+    q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor | None, Tensor], starts: Tensor, *, scale: float
 ) -> Tensor:
     """Compute scale * (q_i . keys[r] + k_j . queries[r]) for tokens i and j of each sequence, a bias for `attend`.
 
     q, k: [N, H, D], sequences end to end, each head behind the one before. positions: keys and queries, [R, H * D] of
-    their dtype, and r of each distance i - j, int32 [2 M - 1]; M is the length of the longest sequence. starts: int32
-    [B + 1]. Returns [B, H, M, M] float32, where only entries within sequences mean something.
+    their dtype, and r of each distance i - j, int32 [2 M - 1]; M is the length of the longest sequence. Without
+    queries there is no second product. starts: int32 [B + 1]. Returns [B, H, M, M] float32, where only entries within
+    sequences mean something.
     """
     (keys, queries, rows), (_, heads, dim), size = positions, q.shape, (len(positions[2]) + 1) // 2
     out = torch.empty(len(starts) - 1, heads, size, size, dtype=torch.float32, device="cpu")
     _position_scores(
-        q.data_ptr(), k.data_ptr(), keys.data_ptr(), queries.data_ptr(), middle(rows), starts.data_ptr(),
+        q.data_ptr(), k.data_ptr(), keys.data_ptr(), 0 if queries is None else queries.data_ptr(), middle(rows),
+        starts.data_ptr(),
         out.data_ptr(), q.stride(0), k.stride(0), len(out), heads, dim, size, scale, DTYPES[q.dtype], threads(),
+    )  # fmt: skip
+    return out
+
+
+def bias_gates(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Tensor) -> Tensor:
+    """Compute a * (b * factors - 1) + 2 of each row and head: the gates of a GatedBias. a and b are the sigmoids of
+    the sums of the first and of the second half of what a linear layer makes of a head.
+
+    x: [N, H * D]. weight: [2 * terms, D], bias: [2 * terms] or None, factors: [H], of one dtype, contiguous. Each
+    dtype is one of FLOATS. Returns [N, H] float32.
+    """
+    heads, (count, dim) = factors.numel(), weight.shape
+    out = torch.empty(len(x), heads, dtype=torch.float32, device="cpu")
+    _bias_gates(
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), factors.data_ptr(), out.data_ptr(),
+        x.stride(0), len(x), heads, dim, count // 2, DTYPES[x.dtype], DTYPES[weight.dtype], threads(),
     )  # fmt: skip
     return out
 
@@ -196,7 +231,7 @@ def attend_pages(
         v_pages.data_ptr(), v_block, v_head, v_token,
         0 if k_scales is None else k_scales.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),
         out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
-        block_table.data_ptr(), ragged.cu_q.data_ptr(), 0, ragged.kv_len.data_ptr(),
+        0, block_table.data_ptr(), ragged.cu_q.data_ptr(), 0, ragged.kv_len.data_ptr(),
         len(ragged.kv_len), num_heads, kv_heads, dim, value_dim, 0, 0, block_table.stride(0), block_size,
         options.window or 0, 0 if options.causal else EVERY_KEY,
         *position_bias_fields(options.bias, num_heads, ragged.max_kv),

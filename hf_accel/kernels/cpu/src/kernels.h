@@ -31,6 +31,8 @@
   KERNEL(topk, LogitsCall)                \
   KERNEL(attention, AttentionCall)        \
   KERNEL(position_scores, PositionScoresCall) \
+  KERNEL(bias_gates, BiasGatesCall) \
+  KERNEL(row_conv, RowConvCall) \
   KERNEL(write_pages, WriteCall)          \
   KERNEL(delta_rule, DeltaCall)           \
   KERNEL(short_conv, ConvCall)            \
@@ -284,7 +286,7 @@ struct ScoreBias {
 
 constexpr int64_t EVERY_KEY = -1;
 
-// out[n, h] = softmax(softcap(scale * q k^T) + bias) v over the keys that query n sees; see
+// out[n, h] = softmax(softcap(scale * q k^T) + gate * bias) v over the keys that query n sees; see
 // hf_accel/attention/contract.py. The position of query i of Q is that of key T - Q + i of T.
 struct AttentionCall {
   Rows q, k, v;
@@ -293,6 +295,7 @@ struct AttentionCall {
   void* out;                   // [N, heads, value_dim], contiguous, of q_dtype
   float* lse;                  // [N, heads] or null
   const void* sinks;           // [heads] of sink_dtype or null
+  const float* gates;          // [N, heads]: what the bias of a query is multiplied by; null for 1
   const int32_t* block_table;  // [sequences, table_stride], or null if keys are not in pages
   const int32_t* cu_q;         // [sequences + 1], or null if every sequence has num_queries queries
   const int32_t* cu_k;         // [sequences + 1] if the keys of sequences stand end to end, or null
@@ -307,17 +310,55 @@ struct AttentionCall {
 };
 
 // out[b, h, i, j] = scale * (q_i . keys[r] + k_j . queries[r]) for the tokens i and j of sequence b, where r = rows[i - j];
-// see recognition/position_attention.py. Other entries of `out` are left as they are.
+// see recognition/position_attention.py. Without `queries` there is no second product. Other entries of `out` are left
+// as they are.
 struct PositionScoresCall {
   const void* q;        // [tokens, heads, dim] of dtype; q_token, k_token: the strides between tokens
   const void* k;
   const void* keys;     // [positions, heads, dim] of dtype, contiguous
-  const void* queries;  // likewise
+  const void* queries;  // likewise, or null
   const int32_t* rows;  // the entry of distance 0
   const int32_t* starts;  // [sequences + 1]
   float* out;             // [sequences, heads, size, size]
   int64_t q_token, k_token, sequences, heads, dim, size;
   float scale;
+  int32_t dtype, threads;
+};
+
+// out[n, h] = a * (b * factors[h] - 1) + 2, where a and b are the sigmoids of two sums of the numbers that a linear layer
+// with weight [2 * terms, dim] and a bias makes of head h of row n (Chi et al. 2022, "XLM-E", arXiv 2106.16138; Chen et al.
+// 2022, "WavLM", arXiv 2110.13900).
+struct BiasGatesCall {
+  const void* x;        // [rows, heads, dim] of dtype
+  const void* weight;   // these three of weight_dtype, contiguous
+  const void* bias;     // or null
+  const void* factors;  // [heads]
+  float* out;           // [rows, heads], contiguous
+  int64_t x_stride, rows, heads, dim, terms;
+  int32_t dtype, weight_dtype, threads;
+};
+
+// A convolution of each channel over the rows of each sequence, then a BatchNorm and an activation if there are any. Rows
+// next to those of a sequence count as zeros.
+struct RowNorm {
+  const void* mean;  // [channels] each, of the dtype of the call
+  const void* variance;
+  const void* weight;
+  const void* bias;
+  float eps;
+};
+
+struct RowConvCall {
+  const void* x;           // [rows, channels] of dtype
+  const void* weight;      // [channels, length] of dtype, contiguous
+  const void* bias;        // [channels] of dtype, contiguous; null for none
+  const RowNorm* norm;     // or null
+  void* out;               // [rows, channels] of dtype
+  const int32_t* starts;   // [sequences + 1]
+  const int32_t* lengths;  // [sequences]: the rows behind these count as zeros too, though they have results; null for all
+  int64_t x_stride, out_stride, sequences, channels, length;
+  int64_t before;      // how many of the inputs of a row come before it
+  int32_t activation;  // an Activation, or -1 for none
   int32_t dtype, threads;
 };
 

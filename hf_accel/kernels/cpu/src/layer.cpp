@@ -11,19 +11,20 @@ struct Columns {
   int64_t buffer, offset, stride, head;
 };
 
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM };
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM, BIAS_GATES, ROW_CONV };
 
 struct LayerOp {
   int32_t kind;
   int32_t weight_dtype;     // NORM, LAYER_NORM
   // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
-  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z; POSITION_SCORES: Q and K; JOIN: the parts of each head;
+  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z, and the
+  // gates of a bias in out2 if it has such; GATE: y may be missing; POSITION_SCORES: Q and K; JOIN: the parts of each head;
   // DELTA_RULE: the results of the convolution, a and b; STATE_SCAN: those and dt; GATED_NORM: x and the gate; else x alone.
-  // What SHORT_CONV, DELTA_RULE and STATE_SCAN give is float32: a buffer of so many bytes.
+  // What SHORT_CONV, DELTA_RULE, STATE_SCAN and BIAS_GATES give is float32: a buffer of so many bytes.
   Columns x, y, out, out2, z;
   const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null
-  const void* bias;         // LAYER_NORM, SHORT_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
-  const void* skip;         // STATE_SCAN
+  const void* bias;         // LAYER_NORM, SHORT_CONV, BIAS_GATES, ROW_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
+  const void* skip;         // STATE_SCAN; BIAS_GATES: the factors of heads; ROW_CONV: its RowNorm, or null
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
   int64_t window, ahead;  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal
@@ -35,7 +36,7 @@ struct LayerOp {
   int32_t bias_dtype;               // LAYER_NORM, DELTA_RULE, STATE_SCAN
   int32_t skip_dtype;               // STATE_SCAN
   int32_t gate_first;               // GATED_NORM
-  int32_t activation;               // GATE: out = act(x) * y
+  int32_t activation;               // GATE: out = act(x) * y; ROW_CONV: or -1
 };
 
 const int64_t LAYER_OP_SIZE = sizeof(LayerOp);
@@ -189,6 +190,7 @@ struct Layer {
     rows.cu_k = call.kv_len ? nullptr : call.cu_q;
     rows.kv_len = call.kv_len;
     rows.bias = call.score_bias;
+    if (op.out2.stride) rows.gates = floats(op.out2);
     rows.k_dtype = rows.v_dtype = call.dtype;
     rows.sequences = call.sequences;
     rows.table_stride = call.table_stride;
@@ -233,7 +235,8 @@ struct Layer {
   void gate(const LayerOp& op) const {
     const int64_t heads = op.heads ? op.heads : 1;  // of what does not stand end to end
     for (int64_t h = 0; h < heads; ++h)
-      kernels.activate({at(op.x) + h * head_stride(op.x, op.dim) * size, at(op.y) + h * head_stride(op.y, op.dim) * size,
+      kernels.activate({at(op.x) + h * head_stride(op.x, op.dim) * size,
+                        op.y.stride ? at(op.y) + h * head_stride(op.y, op.dim) * size : nullptr,
                         at(op.out) + h * op.dim * size, op.x.stride, op.y.stride, op.out.stride, call.tokens, op.dim,
                         op.activation, call.dtype, call.dtype, call.threads});
   }
@@ -305,6 +308,18 @@ struct Layer {
                              op.heads, op.dim, call.score_bias.query, op.scale, call.dtype, call.threads});
   }
 
+  void bias_gates(const LayerOp& op) const {
+    kernels.bias_gates({at(op.x), op.weight, op.bias, op.skip, floats(op.out), op.x.stride, call.tokens, op.heads, op.dim,
+                        op.value_dim, call.dtype, op.weight_dtype, call.threads});
+  }
+
+  // `ahead` is the rows before a row that count; `window` says whether rows behind the keys of a sequence are zeros.
+  void row_conv(const LayerOp& op) const {
+    kernels.row_conv({at(op.x), op.weight, op.bias, static_cast<const RowNorm*>(op.skip), at(op.out), call.cu_q,
+                      op.window ? call.kv_len : nullptr, op.x.stride, op.out.stride, call.sequences, op.dim, op.value_dim,
+                      op.ahead, op.activation, call.dtype, call.threads});
+  }
+
   void run(const LayerOp& op) const {
     switch (op.kind) {
       case INTEGER_LINEAR:
@@ -323,6 +338,8 @@ struct Layer {
       case DELTA_RULE: return delta_rule(op);
       case STATE_SCAN: return state_scan(op);
       case GATED_NORM: return gated_norm(op);
+      case BIAS_GATES: return bias_gates(op);
+      case ROW_CONV: return row_conv(op);
       default: return add(op);
     }
   }

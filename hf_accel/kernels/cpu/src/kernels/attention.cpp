@@ -99,6 +99,12 @@ struct Attention {
     return c.bias.data + t.b * c.bias.sequence + head * c.bias.head + (before + t.first + r / group) * c.bias.query + start;
   }
 
+  // Returns what the bias of row r of the tile is multiplied by.
+  float gate_of(const Tile& t, int64_t r) const {
+    if (!c.gates) return 1.0f;
+    return c.gates[(first_query(t.b) + t.first + r / group) * c.heads + t.head * group + r % group];
+  }
+
   // Computes the partial results of `count` rows of the tile over one split, in `parts` and `sums` [GROUP, padded].
   // Returns false if they see none of its keys. Sets visible [GROUP], the keys that each row sees, as indices in the
   // split.
@@ -119,8 +125,8 @@ struct Attention {
       const Range all = {from * LANES, to * LANES};
       const Range mine = visible[r].empty() ? Range{all.first, all.first} : visible[r];
       float* const row = scores + r * SCORE_STRIDE;
-      parts[r] = c.bias.data ? to_weights<W, true>(c, rows, mine, all, bias_of(t, r0 + r, start), row)
-                             : to_weights<W, false>(c, rows, mine, all, nullptr, row);
+      parts[r] = c.bias.data ? to_weights<W, true>(c, rows, mine, all, bias_of(t, r0 + r, start), gate_of(t, r0 + r), row)
+                             : to_weights<W, false>(c, rows, mine, all, nullptr, 1.0f, row);
     }
     product<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES, any.first / W::STEP, ceil_div(any.last, W::STEP),
                padded / LANES, sums, padded);

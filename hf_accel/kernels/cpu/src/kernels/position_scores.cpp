@@ -10,7 +10,8 @@ namespace {
 constexpr int VECTORS = 4;  // of tokens that are computed together
 
 // One head of a sequence. Numbers of its tokens stand transposed in `queries` and `keys` [dim, stride].
-template <class T>
+// BOTH: whether positions have queries too.
+template <class T, bool BOTH>
 struct Head {
   const PositionScoresCall& c;
   int64_t sequence, head;
@@ -35,7 +36,7 @@ struct Head {
   // Computes the pairs of query i and key i - distance for COUNT vectors of queries.
   template <int COUNT>
   void pairs(const float* queries, const float* keys, int64_t distance, int64_t i, int64_t count) const {
-    const T *a = position(c.keys, distance), *b = position(c.queries, distance);
+    const T *a = position(c.keys, distance), *b = BOTH ? position(c.queries, distance) : a;
     F sums[COUNT];
     unrolled<COUNT>([&](auto v) { sums[v] = zero(); });
     for (int64_t n = 0; n < c.dim; ++n) {
@@ -43,7 +44,7 @@ struct Head {
       const float *q = queries + n * stride() + i, *k = keys + n * stride() + i - distance;
       unrolled<COUNT>([&](auto v) {
         sums[v] = fmadd(load(q + v * LANES), x, sums[v]);
-        sums[v] = fmadd(load(k + v * LANES), y, sums[v]);
+        if constexpr (BOTH) sums[v] = fmadd(load(k + v * LANES), y, sums[v]);
       });
     }
     alignas(64) float scores[COUNT * LANES];
@@ -64,7 +65,7 @@ struct Head {
     struct Queries; struct Keys;
     const size_t bytes = static_cast<size_t>(c.dim * stride()) * sizeof(float);
     const float* const queries = transposed(c.q, c.q_token, static_cast<float*>(scratch<Queries>(bytes)));
-    const float* const keys = transposed(c.k, c.k_token, static_cast<float*>(scratch<Keys>(bytes)));
+    const float* const keys = BOTH ? transposed(c.k, c.k_token, static_cast<float*>(scratch<Keys>(bytes))) : queries;
     for (int64_t distance = 1 - tokens(); distance < tokens(); ++distance) diagonal(queries, keys, distance);
   }
 };
@@ -74,7 +75,10 @@ struct Head {
 void HFA_NAMESPACE::position_scores(const PositionScoresCall& call) {
   for_dtype(call.dtype, [&](auto* null) {
     parallel_for(call.sequences * call.heads, call.threads, [&](int64_t task) {
-      Head<std::remove_pointer_t<decltype(null)>>{call, task / call.heads, task % call.heads}.run();
+      using T = std::remove_pointer_t<decltype(null)>;
+      const int64_t sequence = task / call.heads, head = task % call.heads;
+      if (call.queries) Head<T, true>{call, sequence, head}.run();
+      else Head<T, false>{call, sequence, head}.run();
     });
   });
 }

@@ -31,11 +31,11 @@ inline F load_lanes(const float* p, int64_t first, int64_t last) {
 }
 
 // Converts the scores of a row to weights in place. `seen`: the keys that the row sees, as indices in the split. Other
-// weights of `group` become 0; it begins and ends at a multiple of LANES. bias: what is added to the scores, if there
-// is one; attention without it is compiled without it.
+// weights of `group` become 0; it begins and ends at a multiple of LANES. bias: what is added to the scores, times `gate`,
+// if there is one; attention without it is compiled without it.
 template <class W, bool HAS_BIAS>
 inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range seen, Range group,
-                          [[maybe_unused]] const float* bias, float* scores) {
+                          [[maybe_unused]] const float* bias, [[maybe_unused]] float gate, float* scores) {
   Partial part;
   auto* const weights = reinterpret_cast<typename W::Number*>(scores);
   const int64_t begin = seen.first / LANES * LANES;
@@ -47,7 +47,10 @@ inline Partial to_weights(const AttentionCall& c, const KeyRows& rows, Range see
     x = mul(x, scale);
     if (c.softcap != 0.0f) x = mul(tanh(mul(x, inverse_cap)), cap);
     const bool partly = j < seen.first || j + LANES > seen.last;
-    if constexpr (HAS_BIAS) x = add(x, partly ? load_lanes(bias + j, seen.first - j, seen.last - j) : load(bias + j));
+    if constexpr (HAS_BIAS) {  // a gate of 1 changes no bit
+      const F added = partly ? load_lanes(bias + j, seen.first - j, seen.last - j) : load(bias + j);
+      x = fmadd(added, set1(gate), x);
+    }
     if (partly) x = keep_lanes(x, set1(-FLT_MAX), seen.first - j, seen.last - j);
     store(scores + j, x);
     largest = max(x, largest);
