@@ -21,9 +21,12 @@ from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.trace import Trace, is_conv1d
 from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
-from ...undo.journal import mixed_class
+from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
+from ...linear.gates import tried_gate
+from ...linear.hf import experts_refusal, holds_experts
 from ..composed_activation import NativeActivation, composed_activation
+from ..float_experts import ExpertsState, NativeExperts
 from ..joined_layer import joins, refuse_others
 from ..modules import (
     FusedGate,
@@ -37,6 +40,7 @@ from ..native_operation import Planned
 from ..norms import NativeNorm, NormForms, norm_form
 from ..operations import refuse_without_kernel
 from ..projections import (
+    UNLIMITED,
     NativeLinear,
     PatchProduct,
     ProjectionCall,
@@ -45,6 +49,7 @@ from ..projections import (
     is_slow_in_torch,
     takes_patches,
 )
+from ..routers import NativeRouter, RouterState, multiplies_by_its_weight, seems_router
 from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
@@ -58,6 +63,12 @@ GATE = SiteKind("gate", "gated MLPs", "activation and product in one call")
 ACTIVATION = SiteKind("activation", "activations", "one native call", computes_all=True)
 LINEAR = SiteKind("linear")
 PATCHES = SiteKind("patches", "patch embeddings", "one product", "each is given patches as large as its kernel")
+EXPERTS = SiteKind("experts", "float experts", "one native call", multiplies=True)
+FEW_EXPERTS = replace(EXPERTS, varies="many rows of float experts go to torch, which rounds otherwise")
+ROUTER = SiteKind(
+    "router", "routers", "one native product", "their code multiplies by a weight of their own", multiplies=True
+)
+FEW_ROUTER = replace(ROUTER, varies="many rows of routers go to torch, which rounds otherwise")
 CONV1D = SiteKind("conv1d", "float Conv1Ds", "torch, in float32")
 DIFFERS = "the native call differs from the module's own result on random input"
 
@@ -113,6 +124,11 @@ def _checked(
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
     if site.kind == NORM and norm_form(module) is None:
         return Dropped(name, site.kind, DIFFERS)
+    if isinstance(site.state, ExpertsState):
+        reason = experts_refusal(module)
+        if reason is None and tried_gate(module, original_class(module)) is None:
+            reason = "what they do between their weights is not known"
+        return site if reason is None else Dropped(name, site.kind, reason)
     if site.kind == CONV1D:
         if type(module) not in checked:
             checked[type(module)] = _multiplies_equally(module, dtype)
@@ -132,6 +148,13 @@ def _candidate(
         return FusedSite(name, module, PATCHES, PatchProduct, None)
     if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
         return FusedSite(name, module, CONV1D, WidenedConv1D, None)
+    if device_type == "cpu" and has_library(device_type) and holds_experts(module):
+        kind = EXPERTS if float_rows == UNLIMITED else FEW_EXPERTS
+        return FusedSite(name, module, kind, NativeExperts, ExpertsState(float_rows))
+    if device_type == "cpu" and has_library(device_type) and seems_router(module):
+        kind = ROUTER if float_rows == UNLIMITED else FEW_ROUTER
+        known = multiplies_by_its_weight(module)
+        return FusedSite(name, module, kind, NativeRouter, RouterState(float_rows)) if known else None
     form = composed_activation(module, dtype) if has_library(device_type) else None
     if form is not None:
         return FusedSite(name, module, ACTIVATION, NativeActivation, form)
