@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recognition.operation import INPUT, Operation, Span, UntraceableError
-from .encoder_rows import CallTensors, RowLayout
+from .encoder_rows import NOTHING, CallTensors, RowLayout
 from .projections import NativeCall
 from .traced_layer import Attention, Traced
 
@@ -49,11 +49,20 @@ class Planned(NamedTuple):
 class HeldRows:
     """The tensors of a call over rows whose operations are called one by one, [N, width] by buffer."""
 
-    def __init__(self, parts: NativeParts, x: Tensor, layout: RowLayout, tensors: CallTensors) -> None:
-        self.parts, self.layout = parts, layout
+    def __init__(
+        self, parts: NativeParts, x: Tensor, layout: RowLayout | None = None, tensors: CallTensors = NOTHING
+    ) -> None:
+        self.parts = parts
+        self._layout = layout
         self.tables, bias, self.written, self.positions = tensors
         self.bias = None if bias is None else bias.table
         self.buffers = {INPUT: x}
+
+    @property
+    def layout(self) -> RowLayout:
+        """The places of the rows, where operations look at them."""
+        assert self._layout is not None
+        return self._layout
 
     def columns(self, span: Span, width: int) -> Tensor:
         """Return columns of a buffer, [N, width]."""

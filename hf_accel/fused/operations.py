@@ -313,6 +313,15 @@ class TakeHeadsOperation(NativeOperation):
         return [heads.narrow(2, span.offset, dim).flatten(1)]
 
 
+class ModuleOperation(NativeOperation):
+    """The call of a module, between native calls."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        raise UntraceableError("it calls a module within a native call")
+
+
 NATIVE: dict[Kind, NativeOperation] = {
     "linear": ProductOperation(),
     "gated": ProductOperation(),
@@ -328,6 +337,7 @@ NATIVE: dict[Kind, NativeOperation] = {
     "take_heads": TakeHeadsOperation(),
     "position_scores": PositionScoresOperation(),
     "attend_source": AttendSourceOperation(),
+    "module": ModuleOperation(),
     **STATE_OPERATIONS,
 }
 

@@ -150,6 +150,12 @@ class ExpertWeights(QuantModule):
         return f"experts={self.experts}, {shape}, {self.layout}, backend={backend}"
 
 
+def holds_experts(module: nn.Module) -> bool:
+    """Return whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
+    weights = [module._parameters.get(name) for name in WEIGHT_MODULES]
+    return module._parameters.get("down_proj") is not None and all(w is None or w.dim() == 3 for w in weights)
+
+
 class QuantExperts(Replacement, nn.Module):
     """Stands for fused experts of transformers: the same settings, activation and biases, with quantized weights.
 
@@ -271,3 +277,8 @@ def parts_of(weight: QuantizedWeight, count: int) -> list[QuantizedWeight]:
     """Split a weight [count * out, in] into `count` weights [out, in]."""
     size = weight.shape[0] // count
     return [weight.part(slice(i * size, (i + 1) * size)) for i in range(count)]
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Return whether fused experts are among the parts of a module, so that what it does depends on its input alone."""
+    return any(isinstance(part, QuantExperts) or holds_experts(part) for part in module.children())

@@ -38,7 +38,8 @@ from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .embedding import QuantEmbedding
-from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
+from .experts import WEIGHT_MODULES, grouped, one_by_one
+from .gates import activated
 from .formats import KINDS
 from .formats.blocks import VERSION, VERSION_SETTING, Blocks
 from .layer import QuantModule
@@ -257,12 +258,6 @@ def _joins_experts(converter: WeightConverter) -> bool:
 # -- experts -------------------------------------------------------------------------------------------
 
 EXPERTS_FORWARDS = (None, "eager", "batched_mm", "grouped_mm")
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
-    weights = [module._parameters.get(name) for name in WEIGHT_MODULES]
-    return module._parameters.get("down_proj") is not None and all(w is None or w.dim() == 3 for w in weights)
 
 
 def with_outputs_first(experts: nn.Module, weight: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from .call_form import (
     TABLES,
     CallForm,
 )
-from .code import ROTATIONS, with_functions
+from .code import ROTATIONS, results_of, with_functions
 from .folding import folded
 from .model_stand_ins import CacheStandIn, ConfigStandIn
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
@@ -74,11 +74,13 @@ class Trace(Record):
     attention functions that compute what another does. others: what the code returns in a tuple with its result, each
     None, BIAS, SOURCE_BIAS, CACHE or WEIGHTS; None if it returns a tensor alone. may_return_weights: whether it may
     return those of its attention, which whoever computes the layer must be sure that nobody reads. cache_class: the
-    class of a cache which keeps keys of an encoder's output too; None if the code is given none.
+    class of a cache which keeps keys of an encoder's output too; None if the code is given none. is_called: whether a
+    module is called in each pass, with tensors, and not looked into.
     """
 
     may_return_weights = False
     cache_class: type | None = None
+    is_called: Callable[[nn.Module], bool] = staticmethod(lambda module: False)
 
     def __init__(
         self, dtype: torch.dtype, attention: str | None = None, *, table_size: int | None = None,
@@ -120,7 +122,7 @@ class Trace(Record):
             return
         later = Trace(self.dtype, self.attention, table_size=self.table_size, device=self.device)
         later.cache_class, later.source, later.knows_source = self.cache_class, self.source, True
-        later.tried, later.equals = self.tried, self.equals
+        later.tried, later.equals, later.is_called = self.tried, self.equals, self.is_called
         later.layer(layer, width, form)
         if later.operations != self.operations or later.source_operations or later.others != self.others:
             raise UntraceableError("it computes something else where the cache has keys of an encoder's output")
@@ -220,6 +222,8 @@ class Trace(Record):
                 self.note(parts["_modules"], name, parts["_modules"][name])
                 self.child(parts["_modules"][name])
             return partial(self.attend_positions, (module, positions))
+        if self.is_called(module):
+            return partial(self.call_module, module, results_of(original_class(module).forward))
         held = parts.get(FUSED)  # the parts that it had when it was given a native forward
         names = held if isinstance(held, GatedNames) else gated_names(module)
         if names is not None:

@@ -28,8 +28,9 @@ from ...cache.hf.ragged import SourceLayer
 from ...cache.step import GroupStep, Step
 from ...kernels.cpu.attention import NO_BIAS, position_bias_fields
 from ...kernels.cpu.library import native
-from ...kernels.layouts import PositionBias
+from ...kernels.layouts import KV, PositionBias
 from ...linear.adapters import PassAdapters
+from ...linear.experts import is_mixture
 from ...recognition.call_form import BIAS, CACHES, SOURCE_BIAS, SOURCE_STATES, TENSORS, bound, parameter_names
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
@@ -147,6 +148,8 @@ class PassWatch:
         # A trace has read all modules inside its layer, and notices their changes.
         traced = zip(layers, self._programmes, strict=True)
         inside = {child for layer, programme in traced if programme is not None for child in [*layer.modules()][1:]}
+        for programme in self._programmes:
+            inside -= {child for called in getattr(programme, "called", ()) for child in called.modules()}
         self._around = Surroundings([m for m in model.modules() if m not in inside], own_hook)
 
     def __reduce__(self) -> Any:
@@ -298,6 +301,7 @@ class LayerCalls(ABC, Generic[Layer]):
             trace.cache_class = RaggedEncoderDecoderCache
         by_operators = [known for module in layer.modules() if (known := operators_within(module)) is not None]
         trace.tried = bool(by_operators)
+        trace.is_called = is_mixture
         trace.equals |= {known.implementation: ATTENTION_NAME for known in by_operators if known.implementation}
         try:
             given = bound(original_class(layer), (x,), kwargs)
@@ -352,8 +356,11 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             if known is None:
                 return None
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
+        adapters = PassAdapters.running()
+        if programme.tail is not None:
+            return None if adapters is not None else _with_tail(programme, x, place, storage.pages, bias=bias)
         if place.whole is None:
-            return programme(x, place.fields, storage.pages, bias=bias, adapters=PassAdapters.running())
+            return programme(x, place.fields, storage.pages, bias=bias, adapters=adapters)
         if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
             return None
         source = _source_layer(programme, place)
@@ -364,6 +371,21 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             step = place.step.groups[source.group_index]
             place.source_fields = SourceFields.of(step, held.block_size)
         return programme(x, place.fields, storage.pages, (held.pages, place.source_fields), bias=bias)
+
+
+def _with_tail(
+    programme: LayerProgramme, x: Tensor, place: LayerPlace, pages: KV, *, bias: tuple[int, int, int, int]
+) -> Tensor | None:
+    """Return the result of a layer that calls a module; None if the module does not return what the trace expects. Then
+    the layer's own code writes the same K and V again.
+    """
+    assert place.fields is not None
+    if place.whole is not None:
+        return None
+    try:
+        return programme(x, place.fields, pages, bias=bias)
+    except UntraceableError:
+        return None
 
 
 def _position_bias(programme: LayerProgramme, cache: CacheOverPages, place: LayerPlace) -> PositionBias | None:

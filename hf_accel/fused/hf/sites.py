@@ -23,11 +23,13 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm
 from ...recognition.unchanged import has_own_forward
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
+from ...linear.experts import holds_experts, is_mixture
 from ...linear.gates import tried_gate
-from ...linear.hf import experts_refusal, holds_experts
+from ...linear.hf import experts_refusal
 from ..composed_activation import NativeActivation, composed_activation
 from ..float_experts import ExpertsState, NativeExperts
 from ..joined_layer import joins, refuse_others
+from ..layer_tail import split
 from ..modules import (
     FusedGate,
     GatedCall,
@@ -261,11 +263,14 @@ def layer_sites(
             trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
             trace.tried = inner[0] in tried
+            if linears is not None:
+                trace.is_called = is_mixture
             trace.decoder_layer(module, _width(module), usual_pass(type(module), has_encoder=has_encoder))
             attention_of(trace, _spec_of(trace, attention))
             source_attention(trace, attention.get)
             if linears is None:
                 refuse_others(trace.operations)
+            split(trace.operations, trace.widths)
             refuse_without_kernel(trace.operations, Planned(dtype, linears, device_type))
             joined = joins(trace.operations) if linears is None else None
             if joined is not None and not joined:
