@@ -189,14 +189,26 @@ class WriteOperation(NativeOperation):
         return []
 
 
+def sinks_of(operation: Operation) -> Vector | None:
+    """Return the sinks that attention to a layer's own pages is given; None if it is given none."""
+    options = operation.values.get("options", {}) if operation.kind == "attend" else {}
+    sinks = options.get("s_aux", options.get("sinks"))
+    return sinks if isinstance(sinks, Vector) and sinks.parameter.dtype in FLOATS else None
+
+
 class AttendOperation(NativeOperation):
     """Attention, to the keys of pages or to those of the call's own rows."""
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         fields = {name: operation.values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
         fields |= {name: value or 0 for name, value in parts.attention._asdict().items()}
+        if parts.over_rows:
+            return fields | {"kind": KINDS["attend_rows"]}
+        sinks = sinks_of(operation)
+        if sinks is not None:
+            fields |= {"weight": _address(sinks, parts), "weight_dtype": DTYPES[sinks.parameter.dtype]}
         # Keys and values in pages have no place in the memory of the call.
-        return fields | ({"kind": KINDS["attend_rows"]} if parts.over_rows else {"y": NOWHERE, "z": NOWHERE})
+        return fields | {"y": NOWHERE, "z": NOWHERE}
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         values, (scale, softcap, window, ahead), layout = operation.values, rows.parts.attention, rows.layout
@@ -356,5 +368,7 @@ def refuse_over_rows(operations: Iterable[Operation]) -> None:
         dim = operation.values.get("dim")
         if not NATIVE[operation.kind].over_rows or operation.values.get("value_dim", dim) != dim:
             raise UntraceableError(f"{operation.kind} has no native call over rows")
+        if sinks_of(operation) is not None:
+            raise UntraceableError("attention with sinks has no native call over rows")
         if operation.kind != "take_heads" and any(span.head for span in operation.inputs):
             raise UntraceableError("it takes parts of heads")

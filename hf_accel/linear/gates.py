@@ -16,6 +16,7 @@ from ..recognition.unchanged import PLAIN_TYPES, Read, Reads, is_unobserved
 
 INNER = 24  # numbers of an expert in a trial
 IMPLEMENTATION = "_experts_implementation_internal"  # what transformers sets to let experts run by other code
+EXPERTS_FORWARDS = (None, "eager", "batched_mm", "grouped_mm")  # those that compute the same
 
 
 class KnownGate:
@@ -34,7 +35,7 @@ class KnownGate:
         if self._reads is None or not self._reads.hold():
             self._parts = list(module._modules.values())  # type: ignore[arg-type]
             self._reads = Reads(_reads(module))
-            self._gate = None if refusal() is not None else tried_gate(module, kind)
+            self._gate = tried_gate(module, kind) if _is_known(module) and refusal() is None else None
         return self._gate if all(map(is_unobserved, self._parts)) else None
 
     def __reduce__(self) -> Any:
@@ -67,6 +68,12 @@ def tried_gate(module: nn.Module, kind: type[nn.Module]) -> Gate | None:
         if same:
             return gate
     return None
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Return whether the module's experts are computed by code of transformers that computes what `mixture` does."""
+    config = vars(module).get("config")
+    return config is None or vars(config).get(IMPLEMENTATION) in EXPERTS_FORWARDS
 
 
 def _candidates(module: nn.Module) -> Iterator[Gate]:

@@ -39,7 +39,7 @@ from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .embedding import QuantEmbedding
 from .experts import WEIGHT_MODULES, grouped, one_by_one
-from .gates import activated
+from .gates import EXPERTS_FORWARDS, activated
 from .formats import KINDS
 from .formats.blocks import VERSION, VERSION_SETTING, Blocks
 from .layer import QuantModule
@@ -256,9 +256,6 @@ def _joins_experts(converter: WeightConverter) -> bool:
 
 
 # -- experts -------------------------------------------------------------------------------------------
-
-EXPERTS_FORWARDS = (None, "eager", "batched_mm", "grouped_mm")
-
 
 def with_outputs_first(experts: nn.Module, weight: Tensor) -> Tensor:
     """Return a weight of experts, or another tensor of its shape, as [experts, out, in]."""

@@ -223,6 +223,7 @@ def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
 # -- whole decoder layers: their code is run once with stand-ins ---------------------------------------
 
 KIND = SiteKind("layer", "decoder layers", "one native call each", else_choice="module by module")
+WITH_EXPERTS = replace(KIND, choice="one native call each, then their experts")
 JOINED = SiteKind("joined layer")  # one on a GPU
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
 
@@ -278,7 +279,8 @@ def layer_sites(
         except UntraceableError as error:
             dropped.append(Dropped(name, KIND, str(error)))
             continue
-        kind, calls = (KIND, DecoderCalls(has_no_head(model))) if joined is None else (JOINED, JoinedCalls(joined))
+        whole = KIND if all(operation.kind != "module" for operation in trace.operations) else WITH_EXPERTS
+        kind, calls = (whole, DecoderCalls(has_no_head(model))) if joined is None else (JOINED, JoinedCalls(joined))
         sites.append(FusedSite(name, module, kind, TracedForward, calls))
         first = trace.operations[0]
         if first.kind == "norm" and first.inputs == [Span(INPUT, 0, trace.widths[INPUT])]:
