@@ -213,7 +213,8 @@ class ScaleOut:
 class NeverSlower:
     """cases: models and their dtypes. batches: of decode steps after `context` tokens; prompts: lengths at batch 1.
 
-    towers: names of vision towers in float32; images: how many they see at once. tokens: of a generate() whose steps are timed.
+    towers: names of vision towers in float32; images: how many they see at once.
+    tokens: of a generate() whose steps are timed.
     turn: least seconds of each turn of a candidate, which repeats what takes less.
     """
 

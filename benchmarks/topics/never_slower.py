@@ -43,8 +43,8 @@ NOTE = (
     "Least ratio: the fewest seconds of either. Stock seconds are the median, and the spread is the widest of all."
 )
 SUMMARY_NOTE = (
-    f"Rows: decode steps by batch and prompts by length, or numbers of images. Slower: those whose ratio is below {LEAST_RATIO}; surely "
-    "slower: those whose least ratio is so too. patch() without weights= takes int8."
+    "Rows: decode steps by batch and prompts by length, or numbers of images. Slower: those whose ratio is below "
+    f"{LEAST_RATIO}; surely slower: those whose least ratio is so too. patch() without weights= takes int8."
 )
 Run = Callable[[Entrant], float]
 TOWERS: dict[str, Callable[[], Any]] = {

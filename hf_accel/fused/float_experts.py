@@ -1,4 +1,4 @@
-"""The experts of a mixture with float weights, which are read in place: those that tokens chose, in one native call."""
+"""The experts of a mixture with float weights, read in place: those that tokens chose, in one native call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ExpertsState:
         """Return both weights for so many choices of the tokens x; None if torch is to multiply by them."""
         own = module._parameters
         names = [name for name in WEIGHT_MODULES if name in own]
-        held = [own.get(name) for each in names for name in (each, f"{each}_bias")]
+        held: list[Tensor | None] = [own.get(name) for each in names for name in (each, f"{each}_bias")]
         if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
             self._held, self._weights = held, _made(module, held)
         if self._weights is None or self._weights[0].weights.dtype is not x.dtype:

@@ -19,8 +19,8 @@ from ..linear.adapters import PassAdapters
 from ..recognition.operation import OUTPUT, Operation, Span
 from ..recognition.stand_ins import Computed
 from ..recognition.trace import Trace
-from .native_operation import NativeParts
 from .layer_tail import LayerTail, split
+from .native_operation import NativeParts
 from .operations import NATIVE
 from .projections import UNLIMITED, make_call
 from .traced_layer import Attention, TracedLayer
@@ -180,7 +180,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
 
     It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
     attends: the module that attends to the tokens of a sequence. biased_heads, own_bias: see EncoderProgramme.
-    tail: the operations from a module that is called on; None if all are one native call. is_source_biased: whether it adds a bias to the scores of an encoder's output, which can be zeros alone.
+    tail: the operations from a module that is called on; None if all are one native call. is_source_biased: whether
+    it adds a bias to the scores of an encoder's output, which can be zeros alone.
     """
 
     over_rows = False

@@ -5,6 +5,7 @@ The module's own code runs, in which the name F stands for torch.nn.functional w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
@@ -36,7 +37,7 @@ class RouterState:
         self._forward: FunctionType | None = None
         self._held: tuple[Tensor, Tensor | None] | None = None
         self._call: FloatLinear | None = None
-        self._weights: dict[str, Tensor | None] = {}
+        self._weights: Mapping[str, Tensor | None] = {}
 
     def forward_of(self, module: nn.Module) -> FunctionType:
         """Return the forward of the module's class, with our product."""

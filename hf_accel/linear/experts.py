@@ -280,5 +280,5 @@ def parts_of(weight: QuantizedWeight, count: int) -> list[QuantizedWeight]:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Return whether fused experts are among the parts of a module, so that what it does depends on its input alone."""
+    """Return whether fused experts are among the parts of a module, which depends on its input alone."""
     return any(isinstance(part, QuantExperts) or holds_experts(part) for part in module.children())

@@ -31,7 +31,7 @@ class KnownGate:
         self._parts: list[nn.Module] = []
 
     def of(self, module: nn.Module, kind: type[nn.Module]) -> Gate | None:
-        """Return the gate of a module with the code of the class `kind`; None if a hook wants to see its activation."""
+        """Return the gate of a module with the code of the class `kind`; None if a hook wants its activation."""
         if self._reads is None or not self._reads.hold():
             self._parts = list(module._modules.values())  # type: ignore[arg-type]
             self._reads = Reads(_reads(module))

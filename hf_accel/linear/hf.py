@@ -38,10 +38,10 @@ from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .embedding import QuantEmbedding
-from .experts import WEIGHT_MODULES, grouped, one_by_one
-from .gates import EXPERTS_FORWARDS, activated
+from .experts import grouped, one_by_one
 from .formats import KINDS
 from .formats.blocks import VERSION, VERSION_SETTING, Blocks
+from .gates import EXPERTS_FORWARDS, activated
 from .layer import QuantModule
 from .layer_settings import SCALE_DTYPES, parse_modules, parse_tables, without_idle_groups
 from .layer_state import blanks, file_state
@@ -256,6 +256,7 @@ def _joins_experts(converter: WeightConverter) -> bool:
 
 
 # -- experts -------------------------------------------------------------------------------------------
+
 
 def with_outputs_first(experts: nn.Module, weight: Tensor) -> Tensor:
     """Return a weight of experts, or another tensor of its shape, as [experts, out, in]."""

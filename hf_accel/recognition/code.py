@@ -144,7 +144,7 @@ def with_functions(forward: Any, functions: dict[str, Callable[..., Any]]) -> Fu
 
 
 def results_of(forward: Callable[..., Any]) -> int | None:
-    """Return how many results are in the tuple that a function returns everywhere; None if it returns no such tuple."""
+    """Return how many results are in the tuple that a function returns everywhere; None if it returns no tuple."""
     tree = tree_of(forward)
     returned = [] if tree is None else [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     sizes = {len(value.elts) if isinstance(value, ast.Tuple) else None for value in returned}

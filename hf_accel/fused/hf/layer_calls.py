@@ -376,8 +376,8 @@ class NativeCalls(LayerCalls[LayerProgramme]):
 def _with_tail(
     programme: LayerProgramme, x: Tensor, place: LayerPlace, pages: KV, *, bias: tuple[int, int, int, int]
 ) -> Tensor | None:
-    """Return the result of a layer that calls a module; None if the module does not return what the trace expects. Then
-    the layer's own code writes the same K and V again.
+    """Return the result of a layer that calls a module; None if that does not return what the trace expects. Then the
+    layer's own code writes the same K and V again.
     """
     assert place.fields is not None
     if place.whole is not None:

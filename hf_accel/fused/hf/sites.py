@@ -14,6 +14,9 @@ from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...kernels.cpu.library import FLOATS
+from ...linear.experts import holds_experts, is_mixture
+from ...linear.gates import tried_gate
+from ...linear.hf import experts_refusal
 from ...models import is_within, layers_config
 from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
@@ -23,9 +26,6 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm
 from ...recognition.unchanged import has_own_forward
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
-from ...linear.experts import holds_experts, is_mixture
-from ...linear.gates import tried_gate
-from ...linear.hf import experts_refusal
 from ..composed_activation import NativeActivation, composed_activation
 from ..float_experts import ExpertsState, NativeExperts
 from ..joined_layer import joins, refuse_others
@@ -223,7 +223,7 @@ def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
 # -- whole decoder layers: their code is run once with stand-ins ---------------------------------------
 
 KIND = SiteKind("layer", "decoder layers", "one native call each", else_choice="module by module")
-WITH_EXPERTS = replace(KIND, choice="one native call each, then their experts")
+WITH_EXPERTS = replace(KIND, choice="one call, then experts")
 JOINED = SiteKind("joined layer")  # one on a GPU
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
 

@@ -209,7 +209,9 @@ class IntegerLinear:
             column += weight.out_features
         self.in_features = first.in_features
         self.out_features = column if epilogue is None else first.out_features
-        self._linear = Linear(first.format, first.activation_group, first.in_features, len(weights), number, 0, matrices)
+        self._linear = Linear(
+            first.format, first.activation_group, first.in_features, len(weights), number, 0, matrices
+        )
         self._address = ctypes.addressof(self._linear)
         self.tile_rows = TILE_ROWS[first.bits] if tile_rows is None else tile_rows
 

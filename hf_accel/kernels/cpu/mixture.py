@@ -47,9 +47,7 @@ class Gate:
 Experts = IntegerExperts | FloatExperts
 
 
-def mixture(
-    weights: tuple[Experts, Experts], gate: Gate, x: Tensor, chosen: Tensor, scores: Tensor
-) -> Tensor:
+def mixture(weights: tuple[Experts, Experts], gate: Gate, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
     """Return the sums of what the chosen experts of each token say, times their scores, [tokens, out] of x's dtype.
 
     weights: those that read x, and those that read what `gate` makes. x: [tokens, in] of a dtype of FLOATS. chosen:
@@ -70,4 +68,3 @@ def mixture(
         low, high = int(chosen.min()), int(chosen.max())
         raise UnsupportedError(f"experts {low} to {high} were chosen, but there are {up.count}")
     return out
-

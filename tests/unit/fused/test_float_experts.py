@@ -1,4 +1,4 @@
-"""Mixtures with float weights, patched: experts and routers are native calls, and a layer calls them behind its own."""
+"""Mixtures with float weights, patched: experts and routers are native calls, which a layer calls behind its own."""
 
 from __future__ import annotations
 
