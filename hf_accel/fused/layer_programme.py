@@ -211,12 +211,12 @@ class LayerProgramme(NativeOperations, TracedLayer):
     def __call__(
         self, x: Tensor, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None,
         *, bias: tuple[int, int, int, int] = NO_BIAS, adapters: PassAdapters | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor | None:  # fmt: skip
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written.
 
         source: the pages that hold keys of an encoder's output, and what attention reads of them. bias: the fields of
-        what is added to the scores of the pages. adapters: of some of the rows, where there is no tail. Raises
-        UntraceableError, after K and V were written, if a module returns something else than the trace expects.
+        what is added to the scores of the pages. adapters: of some of the rows, where there is no tail. None, after K
+        and V were written, if a module does not return what the trace expects: the layer's code writes the same again.
         """
         out = torch.empty_like(x)
         added = None if adapters is None else self._added(adapters)

@@ -14,13 +14,13 @@ from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableE
 from .native_operation import HeldRows, NativeParts
 from .operations import NATIVE
 
-KINDS = ("module", "norm", "layer_norm", "add")
+BEHIND = ("module", "norm", "layer_norm", "add")
 
 
 def split(operations: Sequence[Operation], widths: Sequence[int]) -> tuple[list[Operation], list[Operation]]:
     """Return the operations of one native call, and those from a module on that is called; all and none, if none is.
 
-    The first ones end with what the others read, besides the layer's input, in the place of the layer's output. Raises
+    The first ones end with what the others read, besides the layer's input, where the layer's output is. Raises
     UntraceableError if that is more than one tensor, or if the others are not all known.
     """
     first = next((i for i, operation in enumerate(operations) if operation.kind == "module"), None)
@@ -31,7 +31,7 @@ def split(operations: Sequence[Operation], widths: Sequence[int]) -> tuple[list[
         made = {span.buffer for operation in tail for span in operation.outputs}
         read = {span.buffer for operation in tail for span in operation.inputs} - made - {INPUT}
         whole = [Span(buffer, 0, widths[buffer]) for buffer in read]
-        if any(operation.kind not in KINDS for operation in tail):
+        if any(operation.kind not in BEHIND for operation in tail):
             break
         if len(whole) == 1 and head[-1].outputs == whole and whole[0].stride == widths[OUTPUT]:
             return [_moved(each, whole[0]) for each in head], tail
@@ -62,13 +62,19 @@ class LayerTail:
         """The modules that are called."""
         return [module for operation in self._operations if operation.kind == "module" for module in operation.modules]
 
-    def __call__(self, x: Tensor, made: Tensor) -> Tensor:
-        """x: the layer's input, made: what the native call made, both [B, Q, hidden] -> [B, Q, hidden]."""
+    def __call__(self, x: Tensor, made: Tensor) -> Tensor | None:
+        """x: the layer's input, made: what the native call made, both [B, Q, hidden] -> [B, Q, hidden].
+
+        None if a module returns something else than a tensor of its input's shape.
+        """
         rows = HeldRows(self._parts, x.flatten(0, 1))
         rows.buffers[self._read] = made.flatten(0, 1)
         for operation in self._operations:
             if operation.kind == "module":
-                results = [_called(operation, rows.columns(operation.inputs[0], x.shape[-1]).view(x.shape))]
+                returned = _called(operation, rows.columns(operation.inputs[0], x.shape[-1]).view(x.shape))
+                if returned is None:
+                    return None
+                results = [returned]
             else:
                 results = NATIVE[operation.kind].compute(operation, rows)
             for span, result in zip(operation.outputs, results, strict=True):
@@ -76,12 +82,12 @@ class LayerTail:
         return rows.buffers[OUTPUT].view(x.shape)
 
 
-def _called(operation: Operation, x: Tensor) -> Tensor:
-    """Return what a module returns, as rows."""
+def _called(operation: Operation, x: Tensor) -> Tensor | None:
+    """Return what a module returns, as rows; None if it is not what the trace expects."""
     count = operation.values["results"]
     returned: Any = operation.modules[0](x)
     known = count is None or (isinstance(returned, tuple) and len(returned) == count)
     out = returned[0] if known and count is not None else returned
     if not known or type(out) is not Tensor or out.shape != x.shape or out.dtype is not x.dtype:
-        raise UntraceableError("a module returns something else than a tensor of its input's shape")
+        return None
     return out.flatten(0, 1)

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.cpu.library import FLOATS
 from ..recognition.operation import INPUT, Operation, Span, UntraceableError
+from ..recognition.stand_ins import Vector
 from .encoder_rows import NOTHING, CallTensors, RowLayout
 from .projections import NativeCall
 from .traced_layer import Attention, Traced
@@ -90,3 +92,19 @@ class NativeOperation(ABC):
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         """Return its results over rows, [N, width]."""
         raise UntraceableError(f"{operation.kind} has no native call over rows")
+
+
+class ModuleOperation(NativeOperation):
+    """The call of a module, between native calls."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        raise UntraceableError("it calls a module within a native call")
+
+
+def sinks_of(operation: Operation) -> Vector | None:
+    """Return the sinks that attention to a layer's own pages is given; None if it is given none."""
+    options = operation.values.get("options", {}) if operation.kind == "attend" else {}
+    sinks = options.get("s_aux", options.get("sinks"))
+    return sinks if isinstance(sinks, Vector) and sinks.parameter.dtype in FLOATS else None

@@ -27,7 +27,7 @@ from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
 from .modules import RotaryForm, form_of_rotation
-from .native_operation import HeldRows, NativeOperation, NativeParts, Planned
+from .native_operation import HeldRows, ModuleOperation, NativeOperation, NativeParts, Planned, sinks_of
 from .norms import NormForm, norm_form
 from .partial_rotation import leaves_rest
 from .projections import UNLIMITED, NativeLinear, make_call
@@ -189,13 +189,6 @@ class WriteOperation(NativeOperation):
         return []
 
 
-def sinks_of(operation: Operation) -> Vector | None:
-    """Return the sinks that attention to a layer's own pages is given; None if it is given none."""
-    options = operation.values.get("options", {}) if operation.kind == "attend" else {}
-    sinks = options.get("s_aux", options.get("sinks"))
-    return sinks if isinstance(sinks, Vector) and sinks.parameter.dtype in FLOATS else None
-
-
 class AttendOperation(NativeOperation):
     """Attention, to the keys of pages or to those of the call's own rows."""
 
@@ -323,15 +316,6 @@ class TakeHeadsOperation(NativeOperation):
         buffer = rows.buffers[span.buffer]
         heads = buffer.view(len(buffer), operation.values["heads"], span.head)
         return [heads.narrow(2, span.offset, dim).flatten(1)]
-
-
-class ModuleOperation(NativeOperation):
-    """The call of a module, between native calls."""
-
-    over_rows = False
-
-    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        raise UntraceableError("it calls a module within a native call")
 
 
 NATIVE: dict[Kind, NativeOperation] = {

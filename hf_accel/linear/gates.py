@@ -1,4 +1,4 @@
-"""What a module of experts computes between its weights, as the kernels compute it too: found by calling its code."""
+"""Find what a module of experts computes between its weights, by calling its code: the kernels compute it too."""
 
 from __future__ import annotations
 

@@ -143,14 +143,6 @@ def with_functions(forward: Any, functions: dict[str, Callable[..., Any]]) -> Fu
     return copy
 
 
-def results_of(forward: Callable[..., Any]) -> int | None:
-    """Return how many results are in the tuple that a function returns everywhere; None if it returns no tuple."""
-    tree = tree_of(forward)
-    returned = [] if tree is None else [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    sizes = {len(value.elts) if isinstance(value, ast.Tuple) else None for value in returned}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
 # -- attention: is it known to be right for ours? ------------------------------------------------------
 
 # The keywords that our attention function applies, and those that stock's sdpa ignores as well.

@@ -93,14 +93,6 @@ class Record:
 
     # -- by modules ------------------------------------------------------------------------------------
 
-    def call_module(self, module: nn.Module, results: int | None, x: Any) -> Any:
-        """Record the call of a module as it is, which returns a tensor of x's shape; with others, if in a tuple."""
-        require(x, heads=False, flat=False)
-        if not x.is_whole:
-            raise UntraceableError("a module that is called gets a part of a tensor")
-        out = self.put("module", [x], x.width, modules=(module,), results=results)
-        return out if results is None else (out, *(Opaque("other") for _ in range(results - 1)))
-
     def linear(self, module: nn.Module, x: Any) -> StandIn:
         require(x, heads=False)
         names = ("in_features", "out_features") if isinstance(module, nn.Linear) else ("nx", "nf")

@@ -31,13 +31,14 @@ from .call_form import (
     TABLES,
     CallForm,
 )
-from .code import ROTATIONS, results_of, with_functions
+from .code import ROTATIONS, with_functions
 from .folding import folded
 from .model_stand_ins import CacheStandIn, ConfigStandIn
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .position_attention import POSITION_ATTENTION, position_attention
 from .record import Record
 from .scores import Scores
+from .source import results_of
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import (
     BATCH,
@@ -51,6 +52,7 @@ from .stand_ins import (
     StandIn,
     Vector,
     ZerosOfTokens,
+    require,
 )
 from .trial import (
     PLAIN_ACTIVATIONS,
@@ -229,6 +231,14 @@ class Trace(Record):
         if names is not None:
             return lambda x: self.gated(module, names, x)
         return ModuleStandIn(self, module)
+
+    def call_module(self, module: nn.Module, results: int | None, x: Any) -> Any:
+        """Record the call of a module as it is, which returns a tensor of x's shape; with others, if in a tuple."""
+        require(x, heads=False, flat=False)
+        if not x.is_whole:
+            raise UntraceableError("a module that is called gets a part of a tensor")
+        out = self.put("module", [x], x.width, modules=(module,), results=results)
+        return out if results is None else (out, *(Opaque("other") for _ in range(results - 1)))
 
     def run(self, stand_in: ModuleStandIn, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the code of a module's class."""

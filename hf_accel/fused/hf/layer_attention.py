@@ -16,7 +16,7 @@ from ...recognition.operation import Operation, UntraceableError
 from ...recognition.stand_ins import TOKENS, TOKENS_BEFORE
 from ...recognition.trace import Trace
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
-from ..operations import sinks_of
+from ..native_operation import sinks_of
 from ..traced_layer import Attention
 
 # The one call by which attention makes its bias of positions; attention/hf/bias.py makes a table of it.

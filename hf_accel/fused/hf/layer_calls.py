@@ -22,19 +22,19 @@ from ...attention.hf.bias import table_of
 from ...attention.hf.mask import window_of
 from ...attention.hf.stock import ATTENTION_NAME
 from ...cache.group import PageGroup
-from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
+from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, tokens_part
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...cache.hf.ragged import SourceLayer
 from ...cache.step import GroupStep, Step
 from ...kernels.cpu.attention import NO_BIAS, position_bias_fields
 from ...kernels.cpu.library import native
-from ...kernels.layouts import KV, PositionBias
+from ...kernels.layouts import PositionBias
 from ...linear.adapters import PassAdapters
 from ...linear.experts import is_mixture
 from ...recognition.call_form import BIAS, CACHES, SOURCE_BIAS, SOURCE_STATES, TENSORS, bound, parameter_names
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
-from ...recognition.unchanged import PLAIN_TYPES, Read, Surroundings
+from ...recognition.unchanged import Read, Surroundings, is_same_value
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..layer_programme import CallFields, LayerProgramme, SourceFields
@@ -208,7 +208,7 @@ class LayerCalls(ABC, Generic[Layer]):
             args, kwargs = args[:1], given | kwargs
         cache = kwargs.get(CACHES[0])
         if not isinstance(cache, CacheOverPages):  # which most are: two calls less
-            cache = _tokens_part(_cache_of(kwargs))
+            cache = tokens_part(_cache_of(kwargs))
             if not isinstance(cache, CacheOverPages):
                 return self.run_without_pages(layer, args, kwargs)
         if len(args) != 1 or not self.computes(args[0]):
@@ -250,7 +250,7 @@ class LayerCalls(ABC, Generic[Layer]):
             return "a hook wants to see a module"
         known, window = (True, None) if programme.tried else window_of(kwargs.get("attention_mask"))
         whole_cache = _cache_of(kwargs)
-        pages = _tokens_part(whole_cache).layers[programme.layer_idx]
+        pages = tokens_part(whole_cache).layers[programme.layer_idx]
         if not known or not isinstance(pages, LayerOverPages):
             return "its mask or its cache is not ours"
         group = pages.group
@@ -279,7 +279,7 @@ class LayerCalls(ABC, Generic[Layer]):
         kinds, programme = (x.dtype, table, x.device, type(_cache_of(kwargs))), self.programme
         tensors = frozenset(name for name in TENSORS if kwargs.get(name) is not None)
         same = kinds == self.kinds and kwargs.keys() == self.names and tensors == self.tensors
-        if same and all(_is_same(kwargs[name], value) for name, value in self.plain.items()):
+        if same and all(is_same_value(kwargs[name], value) for name, value in self.plain.items()):
             if programme is not None and programme.is_current():
                 return programme
             if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
@@ -339,7 +339,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         """Return the biases that the layer hands on, as it was given them or as this pass has made them."""
         assert programme.others is not None
         cache = _cache_of(place.kwargs)
-        held = {BIAS: _tokens_part(cache), SOURCE_BIAS: getattr(cache, "cross_attention_cache", None)}
+        held = {BIAS: tokens_part(cache), SOURCE_BIAS: getattr(cache, "cross_attention_cache", None)}
         return tuple(
             held[name].given_bias[0] if name in held else cache if name else None for name in programme.others
         )
@@ -357,8 +357,8 @@ class NativeCalls(LayerCalls[LayerProgramme]):
                 return None
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
         adapters = PassAdapters.running()
-        if programme.tail is not None:
-            return None if adapters is not None else _with_tail(programme, x, place, storage.pages, bias=bias)
+        if programme.tail is not None and (adapters is not None or place.whole is not None):
+            return None
         if place.whole is None:
             return programme(x, place.fields, storage.pages, bias=bias, adapters=adapters)
         if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
@@ -371,21 +371,6 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             step = place.step.groups[source.group_index]
             place.source_fields = SourceFields.of(step, held.block_size)
         return programme(x, place.fields, storage.pages, (held.pages, place.source_fields), bias=bias)
-
-
-def _with_tail(
-    programme: LayerProgramme, x: Tensor, place: LayerPlace, pages: KV, *, bias: tuple[int, int, int, int]
-) -> Tensor | None:
-    """Return the result of a layer that calls a module; None if that does not return what the trace expects. Then the
-    layer's own code writes the same K and V again.
-    """
-    assert place.fields is not None
-    if place.whole is not None:
-        return None
-    try:
-        return programme(x, place.fields, pages, bias=bias)
-    except UntraceableError:
-        return None
 
 
 def _position_bias(programme: LayerProgramme, cache: CacheOverPages, place: LayerPlace) -> PositionBias | None:
@@ -435,13 +420,3 @@ def _source_layer(programme: LayerProgramme, place: LayerPlace) -> SourceLayer |
 def _cache_of(kwargs: dict[str, Any]) -> Any:
     cache = kwargs.get(CACHES[0])
     return kwargs.get(CACHES[1]) if cache is None else cache
-
-
-def _tokens_part(cache: Any) -> Any:
-    """Return the part of a cache that keeps the decoder's tokens."""
-    return cache.self_attention_cache if isinstance(cache, RaggedEncoderDecoderCache) else cache
-
-
-def _is_same(value: object, traced: object) -> bool:
-    """Return whether an argument is the plain value that it was."""
-    return value is traced or (type(value) is type(traced) and isinstance(value, PLAIN_TYPES) and value == traced)

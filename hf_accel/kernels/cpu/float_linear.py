@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .library import DTYPES, FLOATS, Linear, LinearCall, Matrix, epilogue_number, kernel, threads
+from .library import DTYPES, FLOATS, ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, kernel, threads
 
 _float_linear = kernel("float_linear", LinearCall)
+_float_experts = kernel("float_experts", ExpertsCall)
 
 # The fewest rows of bfloat16 that tiles multiply (AMX) where the bits of a row may depend on their number. With fewer,
 # dot products of vectors should be faster; `python -m benchmarks.run tiles` measures it.
@@ -151,6 +152,15 @@ class FloatExperts:
                     matrix.bias, matrix.bias_dtype = pointers[1] + index * bias_step, DTYPES[biases.dtype]
             self._pointers = pointers
         return self._address
+
+    def grouped(self, x: Tensor, starts: Tensor) -> Tensor:
+        """x: [rows, in], contiguous; rows starts[e] to starts[e + 1], int64 [experts + 1], go to weight e."""
+        out, dtype = x.new_empty(len(x), self.out_features), DTYPES[x.dtype]
+        _float_experts(
+            self.address(), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), self.out_features, starts.data_ptr(),
+            dtype, dtype, threads(), self.tile_rows,
+        )  # fmt: skip
+        return out
 
 
 def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None) -> None:

@@ -26,7 +26,7 @@ _mixture = kernel("mixture", MixtureCall)
 
 @dataclass(frozen=True)
 class Gate:
-    """What experts do between their weights, [rows, wide] -> [rows, inner]; each step is rounded to the dtype.
+    """Describe what experts do between their weights, [rows, wide] -> [rows, inner]; each step is rounded.
 
     number: the MixtureGate of kernels.h. 0: act(x). 1: act(first half) * second half. 2: of numbers that take turns,
     (up + 1) * gate * sigmoid(alpha * gate), where gate is at most `limit` and up between -limit and limit. activation:
@@ -40,7 +40,7 @@ class Gate:
 
     @property
     def width(self) -> int:
-        """How many results of the first weights make one input of the second ones."""
+        """Return how many results of the first weights make one input of the second ones."""
         return 1 if self.number == 0 else 2
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.kernels.cpu.float_linear import FloatExperts
+from hf_accel.kernels.cpu.float_linear import FloatExperts, FloatLinear
 from hf_accel.kernels.cpu.mixture import Gate, mixture
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 7, 75, 51, 3
@@ -93,3 +93,12 @@ def test_an_expert_that_is_not_there_is_an_error():
     for wrong in (chosen + EXPERTS, chosen - EXPERTS):
         with pytest.raises(UnsupportedError, match=f"there are {EXPERTS}"):
             mixture(weights, GATES[1], x, wrong, scores)
+
+
+@torch.no_grad()
+def test_products_of_many_rows_have_the_bits_of_each_expert_alone():
+    floats, biases, (weights, _), _ = make(GATES[1], torch.bfloat16, by_inputs=False, tokens=1)
+    counts = [0, 500, 1, 37, 0, 90, 2]  # more than are packed at once
+    x, starts = torch.randn(sum(counts), HIDDEN).bfloat16(), F.pad(torch.tensor(counts).cumsum(0), (1, 0))
+    parts = [FloatLinear([w], [b])(p) for w, b, p in zip(floats[0], biases[0], x.split(counts), strict=True) if len(p)]
+    assert torch.equal(weights.grouped(x, starts), torch.cat(parts))
