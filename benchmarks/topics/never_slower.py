@@ -22,6 +22,7 @@ from transformers import (
     ViTModel,
 )
 
+import hf_accel
 from hf_accel.cli.measurement import BASELINE, take_turns
 from hf_accel.patching.twin import twin
 
@@ -87,7 +88,8 @@ def tower_table(bench: Bench, name: str) -> Table:
     torch.manual_seed(own.settings.seed)
     model = TOWERS[name]().eval()
     stocks = {BASELINE: Entrant(stock.Stock(), model, 0.0, {})}
-    ours = {label: Entrant(setup, setup.prepare(twin(model)), 0.0, {}) for label, setup in OURS.items()}
+    patched = {label: hf_accel.patch(twin(model), weights=OURS[label].weights, keep_original=True) for label in OURS}
+    ours = {label: Entrant(OURS[label], each, 0.0, {}) for label, each in patched.items()}
     runs: dict[str, Run] = {f"images: {images}": partial(tower_seconds, images) for images in settings.images}
     return Table(f"{name}, float32", rows_of(own, runs, stocks, ours, warm_up=True), NOTE)
 

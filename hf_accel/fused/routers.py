@@ -42,7 +42,8 @@ class RouterState:
     def forward_of(self, module: nn.Module) -> FunctionType:
         """Return the forward of the module's class, with our product."""
         if self._forward is None:
-            self._forward = with_functions(original_class(module).forward, {FUNCTIONAL: _Functional(self)})
+            functions: dict[str, Any] = {FUNCTIONAL: _Functional(self)}
+            self._forward = with_functions(original_class(module).forward, functions)
         self._weights = module._parameters
         return self._forward
 
