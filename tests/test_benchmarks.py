@@ -100,7 +100,7 @@ FEW = {
 }  # fmt: skip
 
 
-TOWER = {
+TOWER = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256} | {"image_size": 32}
     "hidden_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
