@@ -100,13 +100,9 @@ FEW = {
 }  # fmt: skip
 
 
-TOWER = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256} | {"image_size": 32}
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "image_size": 32,
-}
+TOWER = {
+    "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256, "image_size": 32,
+}  # fmt: skip
 FEW_NUMBERS = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
