@@ -96,9 +96,13 @@ TINY_MORE = {
 }  # fmt: skip
 FEW = {
     "cases": (("tiny", "bfloat16"), ("tiny", "float32")), "batches": (2,), "prompts": (8,), "context": 20, "turn": 0.0,
+    "towers": ("tiny",), "images": (1,),
 }  # fmt: skip
 
 
+TOWER = {
+    "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256, "image_size": 32,
+}  # fmt: skip
 FEW_NUMBERS = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -138,7 +142,7 @@ TABLES = {  # topic -> rows of each of its tables
     "encoders": [2, 1, 2, 3],  # a model of words, one of images, their cosines, and a classifier
     "experts": [2, 2],
     "kinds": [12, 4],  # two batches and a prompt; requests with beams
-    "never_slower": [8, 2, 2],
+    "never_slower": [12, 2, 2, 1],
     "quality": [10],
     "methods": [5 + (importlib.util.find_spec("bitsandbytes") is not None)],
     "kv": [5],
@@ -176,6 +180,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setattr(scale_out, name, answered_here)
         patch.setattr(tiles, "LEVELS", ("amx", "avx2_tiles"))
         patch.setattr(NeverSlower, "quicker", lambda self: replace_fields(self, **FEW))
+        patch.setitem(never_slower.TOWERS, "tiny", lambda: ViTModel(ViTConfig(**TOWER)))
         quick = Methods.quicker
         patch.setattr(Methods, "quicker", lambda self: replace_fields(quick(self), windows=1, length=128))
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
@@ -381,7 +386,8 @@ def test_oracles_accept_what_they_should(read: Callable[[str], dict[str, Any]]) 
 
 
 def test_what_is_slower_than_stock_is_counted(read: Callable[[str], dict[str, Any]]) -> None:
-    summary, half, single = read("never_slower")["tables"]
+    summary, half, single, tower = read("never_slower")["tables"]
+    assert [row["work"] for row in tower["rows"]] == ["images: 1"]
     assert [row["work"] for row in half["rows"]] == ["decode, batch 2", "prefill of 8"]
     assert {row["faster"] for row in half["rows"]} <= {"stock", "stock float32"}
     assert {row["faster"] for row in single["rows"]} == {"stock"}

@@ -1,7 +1,8 @@
 """The models that are measured, made on the spot: bench-1b has 1.1 B parameters, far more than any cache holds.
 
 bench-8b has the shape of Llama 3.1 8B.
-The others have the shapes of Qwen2-0.5B with fewer words, of the smallest GPT-2, and of small Llamas.
+The others have the shapes of Qwen2-0.5B with fewer words, of the smallest GPT-2, of small Llamas, and of a Qwen3-MoE
+and a gpt-oss with few layers.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -66,8 +69,36 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "bench-gpt2": {"vocab_size": 50257, "tie_word_embeddings": True},
+    "bench-qwen3-moe": {
+        "vocab_size": 8192,
+        "hidden_size": 1024,
+        "moe_intermediate_size": 512,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "bench-gpt-oss": {
+        "vocab_size": 8192,
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "pad_token_id": 0,
+    },
 }
-CONFIGS: dict[str, type[PreTrainedConfig]] = {"bench-qwen2": Qwen2Config, "bench-gpt2": GPT2Config}  # else LlamaConfig
+CONFIGS: dict[str, type[PreTrainedConfig]] = {  # else LlamaConfig
+    "bench-qwen2": Qwen2Config,
+    "bench-gpt2": GPT2Config,
+    "bench-qwen3-moe": Qwen3MoeConfig,
+    "bench-gpt-oss": GptOssConfig,
+}
 BLOCK = 2**22 + 15  # odd, so that no row of a matrix repeats another: equal rows would tie
 
 

@@ -213,6 +213,7 @@ class ScaleOut:
 class NeverSlower:
     """cases: models and their dtypes. batches: of decode steps after `context` tokens; prompts: lengths at batch 1.
 
+    towers: names of vision towers in float32; images: how many they see at once.
     tokens: of a generate() whose steps are timed.
     turn: least seconds of each turn of a candidate, which repeats what takes less.
     """
@@ -220,16 +221,26 @@ class NeverSlower:
     cases: tuple[tuple[str, str], ...] = (
         ("bench-qwen2", "bfloat16"), ("bench-qwen2", "float32"), ("bench-gpt2", "bfloat16"),
         ("bench-gpt2", "float32"), ("tiny", "bfloat16"), ("tiny", "float32"), ("bench-14m", "bfloat16"),
-        ("bench-14m", "float32"), ("bench-14m", "float16"),
+        ("bench-14m", "float32"), ("bench-14m", "float16"), ("bench-qwen3-moe", "bfloat16"),
+        ("bench-gpt-oss", "bfloat16"),
     )  # fmt: skip
-    batches: tuple[int, ...] = (1, 4, 8, 16)
-    prompts: tuple[int, ...] = (32, 128, 512)
+    batches: tuple[int, ...] = (1, 4, 8, 16, 32)
+    prompts: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
+    towers: tuple[str, ...] = ("ViT base", "CLIP base", "SigLIP base", "DINOv2 base")
+    images: tuple[int, ...] = (1, 8, 32)
     context: int = 256
     tokens: int = 5
     turn: float = 0.1
 
     def quicker(self) -> NeverSlower:
-        return replace(self, batches=self.batches[::2], prompts=self.prompts[:2], context=self.context // 4)
+        return replace(
+            self,
+            batches=self.batches[::2],
+            prompts=self.prompts[1:4:2],
+            context=self.context // 4,
+            towers=self.towers[:1],
+            images=self.images[:2],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

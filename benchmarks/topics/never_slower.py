@@ -8,10 +8,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    ViTConfig,
+    ViTModel,
+)
 
+import hf_accel
 from hf_accel.cli.measurement import BASELINE, take_turns
+from hf_accel.patching.twin import twin
 
 from ..harness.bench import Bench, Entrant
 from ..harness.models import reload
@@ -31,15 +44,22 @@ NOTE = (
     "Least ratio: the fewest seconds of either. Stock seconds are the median, and the spread is the widest of all."
 )
 SUMMARY_NOTE = (
-    f"Rows: decode steps by batch and prompts by length. Slower: those whose ratio is below {LEAST_RATIO}; surely "
-    "slower: those whose least ratio is so too. patch() without weights= takes int8."
+    "Rows: decode steps by batch and prompts by length, or numbers of images. Slower: those whose ratio is below "
+    f"{LEAST_RATIO}; surely slower: those whose least ratio is so too. patch() without weights= takes int8."
 )
 Run = Callable[[Entrant], float]
+TOWERS: dict[str, Callable[[], Any]] = {
+    "ViT base": lambda: ViTModel(ViTConfig(), add_pooling_layer=False),
+    "CLIP base": lambda: CLIPVisionModel(CLIPVisionConfig()),
+    "SigLIP base": lambda: SiglipVisionModel(SiglipVisionConfig(vision_use_head=False)),
+    "DINOv2 base": lambda: Dinov2Model(Dinov2Config()),
+}
 
 
 def measure(bench: Bench) -> list[Table]:
-    cases = bench.settings.never_slower.cases
-    tables = {f"{model}, {dtype}": case_table(bench, model, dtype) for model, dtype in cases}
+    settings = bench.settings.never_slower
+    tables = {f"{model}, {dtype}": case_table(bench, model, dtype) for model, dtype in settings.cases}
+    tables |= {f"{name}, float32": tower_table(bench, name) for name in settings.towers}
     return [summary(tables), *tables.values()]
 
 
@@ -59,6 +79,28 @@ def case_table(bench: Bench, model: str, dtype: str) -> Table:
     # no warm-up of decoding: the first step of each generate() is not counted
     rows = rows_of(own, decode, stocks, ours, warm_up=False) + rows_of(own, prefill, stocks, ours, warm_up=True)
     return Table(f"{model}, {dtype}", rows, NOTE)
+
+
+def tower_table(bench: Bench, name: str) -> Table:
+    gc.collect()
+    settings = bench.settings.never_slower
+    own = Bench(replace(bench.settings, model=name, dtype="float32", layers=None))
+    torch.manual_seed(own.settings.seed)
+    model = TOWERS[name]().eval()
+    stocks = {BASELINE: Entrant(stock.Stock(), model, 0.0, {})}
+    patched = {label: hf_accel.patch(twin(model), weights=OURS[label].weights, keep_original=True) for label in OURS}
+    ours = {label: Entrant(OURS[label], each, 0.0, {}) for label, each in patched.items()}
+    runs: dict[str, Run] = {f"images: {images}": partial(tower_seconds, images) for images in settings.images}
+    return Table(f"{name}, float32", rows_of(own, runs, stocks, ours, warm_up=True), NOTE)
+
+
+@torch.inference_mode()
+def tower_seconds(images: int, entrant: Entrant) -> float:
+    config: Any = entrant.model.config
+    pixels = torch.randn(images, config.num_channels, config.image_size, config.image_size)
+    start = time.perf_counter()
+    entrant.model(pixel_values=pixels)
+    return time.perf_counter() - start
 
 
 def decode_step(bench: Bench, batch: int, entrant: Entrant) -> float:

@@ -19,6 +19,7 @@ from ..linear.adapters import PassAdapters
 from ..recognition.operation import OUTPUT, Operation, Span
 from ..recognition.stand_ins import Computed
 from ..recognition.trace import Trace
+from .layer_tail import LayerTail, split
 from .native_operation import NativeParts
 from .operations import NATIVE
 from .projections import UNLIMITED, make_call
@@ -27,6 +28,7 @@ from .traced_layer import Attention, TracedLayer
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
 MOST_TOKENS = 256
+NO_OPERATIONS: list[Operation] = []
 ALIGNED = 32  # numbers; as many of any dtype are whole cache lines
 
 
@@ -107,9 +109,12 @@ def buffer_starts(operations: Sequence[LayerOp], widths: Sequence[int]) -> tuple
 class NativeOperations(NativeParts):
     """The operations of a layer as C structs. Raises UntraceableError for an operation that has no kernel."""
 
-    def compile(self, widths: Sequence[int]) -> None:
-        """Make the structs. widths: of the buffers."""
+    tail: LayerTail | None = None
+
+    def compile(self, widths: Sequence[int], behind: list[Operation] = NO_OPERATIONS) -> None:
+        """Make the structs. widths: of the buffers. behind: the operations that follow the native call."""
         self.calls, self.norms, self.tensors = [], [], []
+        self.tail = LayerTail(behind, self) if behind else None
         self._widths, self._moved = list(widths), dict[int, Span]()
         joined = list(self._joined(self.operations))
         compiled = [self._compile(operation) for operation in joined]
@@ -177,7 +182,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
 
     It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
     attends: the module that attends to the tokens of a sequence. biased_heads, own_bias: see EncoderProgramme.
-    is_source_biased: whether it adds a bias to the scores of an encoder's output, which can be zeros alone.
+    tail: the operations from a module that is called on; None if all are one native call. is_source_biased: whether
+    it adds a bias to the scores of an encoder's output, which can be zeros alone.
     """
 
     over_rows = False
@@ -190,6 +196,7 @@ class LayerProgramme(NativeOperations, TracedLayer):
         source_attention: Attention | None = None,
     ) -> None:
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
+        self.operations, behind = split(trace.operations, trace.widths)
         self.source_attention = source_attention
         attends = next(operation for operation in trace.operations if operation.kind == "attend")
         (self.attends,) = attends.modules
@@ -200,22 +207,28 @@ class LayerProgramme(NativeOperations, TracedLayer):
         # tokens: where it need not be called, the bits of a token do not depend on how many there are.
         rounds = any(each.kind == "layer_norm" or "activation" in each.values for each in trace.operations)
         self.max_tokens = UNLIMITED if rounds else MOST_TOKENS
-        self.compile(trace.widths)
+        self.compile(trace.widths, behind)
         self._table: tuple[list[int], PartTable] | None = None  # of the adapters with these numbers
 
     def __call__(
         self, x: Tensor, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None,
         *, bias: tuple[int, int, int, int] = NO_BIAS, adapters: PassAdapters | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor | None:  # fmt: skip
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written.
 
         source: the pages that hold keys of an encoder's output, and what attention reads of them. bias: the fields of
-        what is added to the scores of the pages. adapters: of some of the rows.
+        what is added to the scores of the pages. adapters: of some of the rows, where there is no tail. None, after K
+        and V were written, if a module does not return what the trace expects: the layer's code writes the same again.
         """
         out = torch.empty_like(x)
         added = None if adapters is None else self._added(adapters)
         run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, source=source, bias=bias, added=added))
-        return out
+        return out if self.tail is None else self.tail(x, out)
+
+    @property
+    def called(self) -> list[nn.Module]:
+        """The modules that are called as they are."""
+        return [] if self.tail is None else self.tail.called
 
     def fields(
         self, states: tuple[int, int], fields: CallFields, pages: KV,

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.row_conv import RowNorm
 from ..recognition.operation import INPUT, Operation, Span, UntraceableError
-from .encoder_rows import CallTensors, RowLayout
+from ..recognition.stand_ins import Vector
+from .encoder_rows import NOTHING, CallTensors, RowLayout
 from .projections import NativeCall
 from .traced_layer import Attention, Traced
 
@@ -52,11 +54,20 @@ class Planned(NamedTuple):
 class HeldRows:
     """The tensors of a call over rows whose operations are called one by one, [N, width] by buffer."""
 
-    def __init__(self, parts: NativeParts, x: Tensor, layout: RowLayout, tensors: CallTensors) -> None:
-        self.parts, self.layout = parts, layout
+    def __init__(
+        self, parts: NativeParts, x: Tensor, layout: RowLayout | None = None, tensors: CallTensors = NOTHING
+    ) -> None:
+        self.parts = parts
+        self._layout = layout
         self.tables, bias, self.written, self.positions = tensors
         self.bias = None if bias is None else bias.table
         self.buffers = {INPUT: x}
+
+    @property
+    def layout(self) -> RowLayout:
+        """The places of the rows, where operations look at them."""
+        assert self._layout is not None
+        return self._layout
 
     def columns(self, span: Span, width: int) -> Tensor:
         """Return columns of a buffer, [N, width]."""
@@ -84,3 +95,19 @@ class NativeOperation(ABC):
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         """Return its results over rows, [N, width]."""
         raise UntraceableError(f"{operation.kind} has no native call over rows")
+
+
+class ModuleOperation(NativeOperation):
+    """The call of a module, between native calls."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        raise UntraceableError("it calls a module within a native call")
+
+
+def sinks_of(operation: Operation) -> Vector | None:
+    """Return the sinks that attention to a layer's own pages is given; None if it is given none."""
+    options = operation.values.get("options", {}) if operation.kind == "attend" else {}
+    sinks = options.get("s_aux", options.get("sinks"))
+    return sinks if isinstance(sinks, Vector) and sinks.parameter.dtype in FLOATS else None

@@ -28,7 +28,7 @@ from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
 from .modules import RotaryForm, form_of_rotation
-from .native_operation import HeldRows, NativeOperation, NativeParts, Planned
+from .native_operation import HeldRows, ModuleOperation, NativeOperation, NativeParts, Planned, sinks_of
 from .norms import NormForm, norm_form
 from .partial_rotation import leaves_rest
 from .projections import UNLIMITED, NativeLinear, make_call, matrix
@@ -197,8 +197,13 @@ class AttendOperation(NativeOperation):
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         fields = {name: operation.values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
         fields |= {name: value or 0 for name, value in parts.attention._asdict().items()}
+        if parts.over_rows:
+            return fields | {"kind": KINDS["attend_rows"]}
+        sinks = sinks_of(operation)
+        if sinks is not None:
+            fields |= {"weight": _address(sinks, parts), "weight_dtype": DTYPES[sinks.parameter.dtype]}
         # Keys and values in pages have no place in the memory of the call.
-        return fields | ({"kind": KINDS["attend_rows"]} if parts.over_rows else {"y": NOWHERE, "z": NOWHERE})
+        return fields | {"y": NOWHERE, "z": NOWHERE}
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         values, (scale, softcap, window, ahead), layout = operation.values, rows.parts.attention, rows.layout
@@ -313,6 +318,7 @@ NATIVE: dict[Kind, NativeOperation] = {
     "take_heads": TakeHeadsOperation(),
     "attend_source": AttendSourceOperation(),
     **ROW_OPERATIONS,
+    "module": ModuleOperation(),
     **STATE_OPERATIONS,
 }
 
@@ -331,5 +337,7 @@ def refuse_over_rows(operations: Iterable[Operation]) -> None:
         dim = operation.values.get("dim")
         if not NATIVE[operation.kind].over_rows or operation.values.get("value_dim", dim) != dim:
             raise UntraceableError(f"{operation.kind} has no native call over rows")
+        if sinks_of(operation) is not None:
+            raise UntraceableError("attention with sinks has no native call over rows")
         if operation.kind != "take_heads" and any(span.head for span in operation.inputs):
             raise UntraceableError("it takes parts of heads")

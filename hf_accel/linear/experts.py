@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from ..config import Activations
 from ..errors import UnsupportedError
+from ..kernels.cpu.mixture import mixture
 from .backends.backend import Backend, GroupedExperts, LinearSpec
 from .backends.reference import differentiable_linear
 from .backends.registry import BackendChoice
 from .formats import QuantizedWeight, state, zeros
 from .formats.blocks import Blocks
+from .gates import KnownGate, activated, takes
 from .layer import QuantModule
 from .replacement import Replacement
 
@@ -129,6 +131,10 @@ class ExpertWeights(QuantModule):
         out: Tensor = self._packed.call.run(x, starts, biases)
         return out
 
+    def native(self, biases: Tensor | None) -> Any:
+        """Return the weights as `kernels.cpu.mixture` reads them, where `runs_together`; None if it cannot."""
+        return self._packed.call.native(biases)
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weights, [experts, out, in]."""
         weight = self.quantized.dequantize(dtype)
@@ -142,6 +148,12 @@ class ExpertWeights(QuantModule):
         backend = self.choice.backend.name if self.choice else "not packed"
         shape = f"in_features={self.in_features}, out_features={self.out_features // self.experts}"
         return f"experts={self.experts}, {shape}, {self.layout}, backend={backend}"
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Return whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
+    weights = [module._parameters.get(name) for name in WEIGHT_MODULES]
+    return module._parameters.get("down_proj") is not None and all(w is None or w.dim() == 3 for w in weights)
 
 
 class QuantExperts(Replacement, nn.Module):
@@ -160,7 +172,7 @@ class QuantExperts(Replacement, nn.Module):
         super().__init__()
         own = vars(self)
         vars(self).update({name: value for name, value in vars(original).items() if name not in own})
-        self.original_class = type(original)
+        self.original_class, self._gate = type(original), KnownGate()
         self._modules.update(original._modules)
         self._parameters.update({name: p for name, p in original._parameters.items() if name not in weights})
         for name, weight in weights.items():
@@ -180,6 +192,11 @@ class QuantExperts(Replacement, nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         up, down = self.weights.items()
         is_one_call = all(held.runs_together(hidden_states) for _, held in (up, down))
+        if is_one_call and takes(hidden_states, top_k_index, top_k_weights):
+            calls = up[1].native(self._biases(up[0])), down[1].native(self._biases(down[0]))
+            gate = None if None in calls else self._gate.of(self, self.original_class)
+            if gate is not None:
+                return mixture(calls, gate, hidden_states, top_k_index, top_k_weights)
 
         def compute(rows: Tensor, starts: Tensor) -> Tensor:
             if is_one_call:
@@ -209,7 +226,7 @@ class QuantExperts(Replacement, nn.Module):
         made = self.original_class.__new__(self.original_class)
         nn.Module.__init__(made)
         own = vars(made)
-        skipped = {*own, "original_class"}
+        skipped = {*own, "original_class", "_gate"}
         own.update({name: value for name, value in vars(self).items() if name not in skipped})
         made._modules.update({n: m for n, m in self._modules.items() if n not in WEIGHT_MODULES.values()})
         for name, weights in self.weights.items():
@@ -256,15 +273,12 @@ def one_by_one(rows: Tensor, starts: Tensor, expert: Callable[[int, Tensor], Ten
     return torch.cat([expert(index, part) for index, part in enumerate(parts) if len(part)])
 
 
-def activated(module: nn.Module, kind: type[nn.Module], hidden: Tensor) -> Tensor:
-    """Apply the activation of the experts' class `kind` to the result of its first weights, with the settings of
-    `module`.
-    """
-    made: Any = cast(Any, kind)._apply_gate(module, hidden) if module.has_gate else cast(Any, module).act_fn(hidden)
-    return cast(Tensor, made)
-
-
 def parts_of(weight: QuantizedWeight, count: int) -> list[QuantizedWeight]:
     """Split a weight [count * out, in] into `count` weights [out, in]."""
     size = weight.shape[0] // count
     return [weight.part(slice(i * size, (i + 1) * size)) for i in range(count)]
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Return whether fused experts are among the parts of a module, which depends on its input alone."""
+    return any(isinstance(part, QuantExperts) or holds_experts(part) for part in module.children())

@@ -38,9 +38,10 @@ from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..recognition.unchanged import has_own_forward
 from ..tensors import is_plain_tensor, is_sharded
 from .embedding import QuantEmbedding
-from .experts import WEIGHT_MODULES, activated, grouped, one_by_one
+from .experts import grouped, one_by_one
 from .formats import KINDS
 from .formats.blocks import VERSION, VERSION_SETTING, Blocks
+from .gates import EXPERTS_FORWARDS, activated
 from .layer import QuantModule
 from .layer_settings import SCALE_DTYPES, parse_modules, parse_tables, without_idle_groups
 from .layer_state import blanks, file_state
@@ -255,14 +256,6 @@ def _joins_experts(converter: WeightConverter) -> bool:
 
 
 # -- experts -------------------------------------------------------------------------------------------
-
-EXPERTS_FORWARDS = (None, "eager", "batched_mm", "grouped_mm")
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module has the weights of fused experts, [experts, out, in] or [experts, in, out]."""
-    weights = [module._parameters.get(name) for name in WEIGHT_MODULES]
-    return module._parameters.get("down_proj") is not None and all(w is None or w.dim() == 3 for w in weights)
 
 
 def with_outputs_first(experts: nn.Module, weight: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from ..config import PatchConfig, WeightConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..keywords import named
-from ..linear.hf import holds_experts
+from ..linear.experts import holds_experts
 from ..models import PARALLEL, model_of
 from ..recognition.row_convolution import is_pointwise
 from ..undo.state import MARKS, PART_OF, PatchState, find_state

@@ -15,8 +15,8 @@ from ..config import GROUP_SIZES, GroupSize, PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..keywords import named
 from ..linear.embedding import TABLE
-from ..linear.experts import WEIGHT_MODULES
-from ..linear.hf import METHOD, experts_refusal, holds_experts, lost_on_saving
+from ..linear.experts import WEIGHT_MODULES, holds_experts
+from ..linear.hf import METHOD, experts_refusal, lost_on_saving
 from ..linear.quant_pointwise import LINEAR
 from ..models import spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel

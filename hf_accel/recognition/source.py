@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -36,3 +37,11 @@ def lines_of(function: Any) -> tuple[str, ...]:
     """Return the lines of a function's code as ast.unparse writes them, without blanks around them."""
     tree = tree_of(function)
     return () if tree is None else tuple(line.strip() for line in ast.unparse(tree).splitlines())
+
+
+def results_of(forward: Callable[..., Any]) -> int | None:
+    """Return how many results are in the tuple that a function returns everywhere; None if it returns no tuple."""
+    tree = tree_of(forward)
+    returned = [] if tree is None else [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    sizes = {len(value.elts) if isinstance(value, ast.Tuple) else None for value in returned}
+    return sizes.pop() if len(sizes) == 1 else None

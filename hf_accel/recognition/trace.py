@@ -43,6 +43,7 @@ from .position_attention import POSITION_ATTENTION, position_attention
 from .record import Record
 from .row_convolution import recorded_convolution, row_convolution
 from .scores import Scores
+from .source import results_of
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import (
     BATCH,
@@ -56,6 +57,7 @@ from .stand_ins import (
     StandIn,
     Vector,
     ZerosOfTokens,
+    require,
 )
 from .trial import (
     PLAIN_ACTIVATIONS,
@@ -79,11 +81,13 @@ class Trace(Record):
     attention functions that compute what another does. others: what the code returns in a tuple with its result, each
     None, BIAS, SOURCE_BIAS, CACHE or WEIGHTS; None if it returns a tensor alone. may_return_weights: whether it may
     return those of its attention, which whoever computes the layer must be sure that nobody reads. cache_class: the
-    class of a cache which keeps keys of an encoder's output too; None if the code is given none.
+    class of a cache which keeps keys of an encoder's output too; None if the code is given none. is_called: whether a
+    module is called in each pass, with tensors, and not looked into.
     """
 
     may_return_weights = False
     cache_class: type | None = None
+    is_called: Callable[[nn.Module], bool] = staticmethod(lambda module: False)
 
     def __init__(
         self, dtype: torch.dtype, attention: str | None = None, *, table_size: int | None = None,
@@ -127,7 +131,7 @@ class Trace(Record):
             return
         later = Trace(self.dtype, self.attention, table_size=self.table_size, device=self.device)
         later.cache_class, later.source, later.knows_source = self.cache_class, self.source, True
-        later.tried, later.equals = self.tried, self.equals
+        later.tried, later.equals, later.is_called = self.tried, self.equals, self.is_called
         later.layer(layer, width, form)
         if later.operations != self.operations or later.source_operations or later.others != self.others:
             raise UntraceableError("it computes something else where the cache has keys of an encoder's output")
@@ -236,11 +240,21 @@ class Trace(Record):
             return partial(recorded_distances, self, (module, distances))
         if convolution is not None:
             return partial(recorded_convolution, self, (module, convolution))
+        if self.is_called(module):
+            return partial(self.call_module, module, results_of(original_class(module).forward))
         held = parts.get(FUSED)  # the parts that it had when it was given a native forward
         names = held if isinstance(held, GatedNames) else gated_names(module)
         if names is not None:
             return lambda x: self.gated(module, names, x)
         return ModuleStandIn(self, module)
+
+    def call_module(self, module: nn.Module, results: int | None, x: Any) -> Any:
+        """Record the call of a module as it is, which returns a tensor of x's shape; with others, if in a tuple."""
+        require(x, heads=False, flat=False)
+        if not x.is_whole:
+            raise UntraceableError("a module that is called gets a part of a tensor")
+        out = self.put("module", [x], x.width, modules=(module,), results=results)
+        return out if results is None else (out, *(Opaque("other") for _ in range(results - 1)))
 
     def run(self, stand_in: ModuleStandIn, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the code of a module's class."""

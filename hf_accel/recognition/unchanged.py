@@ -127,3 +127,8 @@ def is_known_class(kind: type) -> bool:
     call: Any = kind.__call__
     functions = [call, *(forward for _, forward in _forwards(kind))]
     return packages <= KNOWN_PACKAGES | PYTHONS and all(map(is_known_code, functions))
+
+
+def is_same_value(value: object, traced: object) -> bool:
+    """Return whether an argument is the plain value that it was."""
+    return value is traced or (type(value) is type(traced) and isinstance(value, PLAIN_TYPES) and value == traced)

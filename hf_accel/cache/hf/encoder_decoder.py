@@ -74,3 +74,8 @@ class RaggedEncoderDecoderCache(EncoderDecoderCache):
 def source_index(groups: list[PageGroup]) -> int:
     """Return the index of the group that holds keys of an encoder's output. Raises ValueError if there is none."""
     return [isinstance(group, OnceGroup) for group in groups].index(True)
+
+
+def tokens_part(cache: Any) -> Any:
+    """Return the part of a cache that keeps the decoder's tokens."""
+    return cache.self_attention_cache if isinstance(cache, RaggedEncoderDecoderCache) else cache

@@ -16,6 +16,7 @@ from ...recognition.operation import Operation, UntraceableError
 from ...recognition.stand_ins import TOKENS, TOKENS_BEFORE
 from ...recognition.trace import Trace
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
+from ..native_operation import sinks_of
 from ..traced_layer import Attention
 
 # The one call by which attention makes its bias of positions; attention/hf/bias.py makes a table of it.
@@ -82,7 +83,11 @@ def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     operation, scale, causal = attend_of(trace)
     values = operation.values
     softcap, dim = values["options"].get("softcap"), values["dim"]
-    same = _planned_heads(spec) == (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, False)
+    sinks = sinks_of(operation)
+    if sinks is not None and (trace.device.type != "cpu" or sinks.parameter.numel() != values["heads"]):
+        raise UntraceableError("its attention is given sinks")
+    heads = (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, sinks is not None)
+    same = _planned_heads(spec) == heads
     if not same or not causal:
         raise UntraceableError("its attention is not the one that was planned")
     if values["own_bias"] is not None and not values["own_bias"].is_call_of(*operation.modules, *OWN_BIAS):
@@ -105,7 +110,7 @@ def _scale_of(operation: Operation) -> float:
     """Return the scale of the scores of an attention, which must be given nothing that is not known."""
     options = operation.values["options"]
     unknown = [n for n, value in options.items() if n not in KNOWN_KEYWORDS and value is not None]
-    used = [n for n in NOT_OURS if options.get(n)]
+    used = [n for n in NOT_OURS if options.get(n) and options[n] is not sinks_of(operation)]
     if unknown or used:
         raise UntraceableError(f"its attention is given {(unknown + used)[0]}=")
     scale = options.get("scaling")

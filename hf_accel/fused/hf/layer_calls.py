@@ -22,7 +22,7 @@ from ...attention.hf.bias import table_of
 from ...attention.hf.mask import window_of
 from ...attention.hf.stock import ATTENTION_NAME
 from ...cache.group import PageGroup
-from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
+from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, tokens_part
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...cache.hf.ragged import SourceLayer
 from ...cache.step import GroupStep, Step
@@ -30,10 +30,11 @@ from ...kernels.cpu.attention import NO_BIAS, position_bias_fields
 from ...kernels.cpu.library import native
 from ...kernels.layouts import PositionBias
 from ...linear.adapters import PassAdapters
+from ...linear.experts import is_mixture
 from ...recognition.call_form import BIAS, CACHES, SOURCE_BIAS, SOURCE_STATES, TENSORS, bound, parameter_names
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
-from ...recognition.unchanged import PLAIN_TYPES, Read, Surroundings
+from ...recognition.unchanged import Read, Surroundings, is_same_value
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..layer_programme import CallFields, LayerProgramme, SourceFields
@@ -147,6 +148,8 @@ class PassWatch:
         # A trace has read all modules inside its layer, and notices their changes.
         traced = zip(layers, self._programmes, strict=True)
         inside = {child for layer, programme in traced if programme is not None for child in [*layer.modules()][1:]}
+        for programme in self._programmes:
+            inside -= {child for called in getattr(programme, "called", ()) for child in called.modules()}
         self._around = Surroundings([m for m in model.modules() if m not in inside], own_hook)
 
     def __reduce__(self) -> Any:
@@ -205,7 +208,7 @@ class LayerCalls(ABC, Generic[Layer]):
             args, kwargs = args[:1], given | kwargs
         cache = kwargs.get(CACHES[0])
         if not isinstance(cache, CacheOverPages):  # which most are: two calls less
-            cache = _tokens_part(_cache_of(kwargs))
+            cache = tokens_part(_cache_of(kwargs))
             if not isinstance(cache, CacheOverPages):
                 return self.run_without_pages(layer, args, kwargs)
         if len(args) != 1 or not self.computes(args[0]):
@@ -247,7 +250,7 @@ class LayerCalls(ABC, Generic[Layer]):
             return "a hook wants to see a module"
         known, window = (True, None) if programme.tried else window_of(kwargs.get("attention_mask"))
         whole_cache = _cache_of(kwargs)
-        pages = _tokens_part(whole_cache).layers[programme.layer_idx]
+        pages = tokens_part(whole_cache).layers[programme.layer_idx]
         if not known or not isinstance(pages, LayerOverPages):
             return "its mask or its cache is not ours"
         group = pages.group
@@ -276,7 +279,7 @@ class LayerCalls(ABC, Generic[Layer]):
         kinds, programme = (x.dtype, table, x.device, type(_cache_of(kwargs))), self.programme
         tensors = frozenset(name for name in TENSORS if kwargs.get(name) is not None)
         same = kinds == self.kinds and kwargs.keys() == self.names and tensors == self.tensors
-        if same and all(_is_same(kwargs[name], value) for name, value in self.plain.items()):
+        if same and all(is_same_value(kwargs[name], value) for name, value in self.plain.items()):
             if programme is not None and programme.is_current():
                 return programme
             if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
@@ -298,6 +301,7 @@ class LayerCalls(ABC, Generic[Layer]):
             trace.cache_class = RaggedEncoderDecoderCache
         by_operators = [known for module in layer.modules() if (known := operators_within(module)) is not None]
         trace.tried = bool(by_operators)
+        trace.is_called = is_mixture
         trace.equals |= {known.implementation: ATTENTION_NAME for known in by_operators if known.implementation}
         try:
             given = bound(original_class(layer), (x,), kwargs)
@@ -335,7 +339,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         """Return the biases that the layer hands on, as it was given them or as this pass has made them."""
         assert programme.others is not None
         cache = _cache_of(place.kwargs)
-        held = {BIAS: _tokens_part(cache), SOURCE_BIAS: getattr(cache, "cross_attention_cache", None)}
+        held = {BIAS: tokens_part(cache), SOURCE_BIAS: getattr(cache, "cross_attention_cache", None)}
         return tuple(
             held[name].given_bias[0] if name in held else cache if name else None for name in programme.others
         )
@@ -352,8 +356,11 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             if known is None:
                 return None
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
+        adapters = PassAdapters.running()
+        if programme.tail is not None and (adapters is not None or place.whole is not None):
+            return None
         if place.whole is None:
-            return programme(x, place.fields, storage.pages, bias=bias, adapters=PassAdapters.running())
+            return programme(x, place.fields, storage.pages, bias=bias, adapters=adapters)
         if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
             return None
         source = _source_layer(programme, place)
@@ -413,13 +420,3 @@ def _source_layer(programme: LayerProgramme, place: LayerPlace) -> SourceLayer |
 def _cache_of(kwargs: dict[str, Any]) -> Any:
     cache = kwargs.get(CACHES[0])
     return kwargs.get(CACHES[1]) if cache is None else cache
-
-
-def _tokens_part(cache: Any) -> Any:
-    """Return the part of a cache that keeps the decoder's tokens."""
-    return cache.self_attention_cache if isinstance(cache, RaggedEncoderDecoderCache) else cache
-
-
-def _is_same(value: object, traced: object) -> bool:
-    """Return whether an argument is the plain value that it was."""
-    return value is traced or (type(value) is type(traced) and isinstance(value, PLAIN_TYPES) and value == traced)

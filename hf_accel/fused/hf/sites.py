@@ -14,6 +14,9 @@ from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...kernels.cpu.library import FLOATS
+from ...linear.experts import holds_experts, is_mixture
+from ...linear.gates import tried_gate
+from ...linear.hf import experts_refusal
 from ...models import is_within, layers_config
 from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
@@ -22,10 +25,12 @@ from ...recognition.row_convolution import POINTWISE, is_pointwise, row_convolut
 from ...recognition.trace import Trace, is_conv1d
 from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
-from ...undo.journal import mixed_class
+from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..composed_activation import NativeActivation, composed_activation
+from ..float_experts import ExpertsState, NativeExperts
 from ..joined_layer import joins, refuse_others
+from ..layer_tail import split
 from ..modules import (
     FusedGate,
     GatedCall,
@@ -38,6 +43,7 @@ from ..native_operation import Planned
 from ..norms import NativeNorm, NormForms, norm_form
 from ..operations import refuse_without_kernel
 from ..projections import (
+    UNLIMITED,
     NativeLinear,
     NativePointwise,
     PatchProduct,
@@ -47,6 +53,7 @@ from ..projections import (
     is_slow_in_torch,
     takes_patches,
 )
+from ..routers import NativeRouter, RouterState, multiplies_by_its_weight, seems_router
 from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
@@ -60,6 +67,12 @@ GATE = SiteKind("gate", "gated MLPs", "activation and product in one call")
 ACTIVATION = SiteKind("activation", "activations", "one native call", computes_all=True)
 LINEAR = SiteKind("linear")
 PATCHES = SiteKind("patches", "patch embeddings", "one product", "each is given patches as large as its kernel")
+EXPERTS = SiteKind("experts", "float experts", "one native call", multiplies=True)
+FEW_EXPERTS = replace(EXPERTS, varies="many rows of float experts go to torch, which rounds otherwise")
+ROUTER = SiteKind(
+    "router", "routers", "one native product", "their code multiplies by a weight of their own", multiplies=True
+)
+FEW_ROUTER = replace(ROUTER, varies="many rows of routers go to torch, which rounds otherwise")
 CONV1D = SiteKind("conv1d", "float Conv1Ds", "torch, in float32")
 DIFFERS = "the native call differs from the module's own result on random input"
 
@@ -115,6 +128,11 @@ def _checked(
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
     if site.kind == NORM and norm_form(module) is None:
         return Dropped(name, site.kind, DIFFERS)
+    if isinstance(site.state, ExpertsState):
+        reason = experts_refusal(module)
+        if reason is None and tried_gate(module, original_class(module)) is None:
+            reason = "what they do between their weights is not known"
+        return site if reason is None else Dropped(name, site.kind, reason)
     if site.kind == CONV1D:
         if type(module) not in checked:
             checked[type(module)] = _multiplies_equally(module, dtype)
@@ -134,6 +152,13 @@ def _candidate(
         return FusedSite(name, module, PATCHES, PatchProduct, None)
     if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
         return FusedSite(name, module, CONV1D, WidenedConv1D, None)
+    if device_type == "cpu" and has_library(device_type) and holds_experts(module):
+        kind = EXPERTS if float_rows == UNLIMITED else FEW_EXPERTS
+        return FusedSite(name, module, kind, NativeExperts, ExpertsState(float_rows))
+    if device_type == "cpu" and has_library(device_type) and seems_router(module):
+        kind = ROUTER if float_rows == UNLIMITED else FEW_ROUTER
+        known = multiplies_by_its_weight(module)
+        return FusedSite(name, module, kind, NativeRouter, RouterState(float_rows)) if known else None
     form = composed_activation(module, dtype) if has_library(device_type) else None
     if form is not None:
         return FusedSite(name, module, ACTIVATION, NativeActivation, form)
@@ -204,6 +229,7 @@ def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
 # -- whole decoder layers: their code is run once with stand-ins ---------------------------------------
 
 KIND = SiteKind("layer", "decoder layers", "one native call each", else_choice="module by module")
+WITH_EXPERTS = replace(KIND, choice="one call, then experts")
 JOINED = SiteKind("joined layer")  # one on a GPU
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
 
@@ -244,11 +270,14 @@ def layer_sites(
             trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
             trace.tried = inner[0] in tried
+            if linears is not None:
+                trace.is_called = is_mixture
             trace.decoder_layer(module, _width(module), usual_pass(type(module), has_encoder=has_encoder))
             attention_of(trace, _spec_of(trace, attention))
             source_attention(trace, attention.get)
             if linears is None:
                 refuse_others(trace.operations)
+            split(trace.operations, trace.widths)
             refuse_without_kernel(trace.operations, Planned(dtype, linears, device_type))
             joined = joins(trace.operations) if linears is None else None
             if joined is not None and not joined:
@@ -256,7 +285,8 @@ def layer_sites(
         except UntraceableError as error:
             dropped.append(Dropped(name, KIND, str(error)))
             continue
-        kind, calls = (KIND, DecoderCalls(has_no_head(model))) if joined is None else (JOINED, JoinedCalls(joined))
+        whole = KIND if all(operation.kind != "module" for operation in trace.operations) else WITH_EXPERTS
+        kind, calls = (whole, DecoderCalls(has_no_head(model))) if joined is None else (JOINED, JoinedCalls(joined))
         sites.append(FusedSite(name, module, kind, TracedForward, calls))
         first = trace.operations[0]
         if first.kind == "norm" and first.inputs == [Span(INPUT, 0, trace.widths[INPUT])]:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .library import DTYPES, FLOATS, Linear, LinearCall, Matrix, epilogue_number, kernel, threads
+from .library import DTYPES, FLOATS, ExpertsCall, Linear, LinearCall, Matrix, epilogue_number, kernel, threads
 
 _float_linear = kernel("float_linear", LinearCall)
+_float_experts = kernel("float_experts", ExpertsCall)
 
 # The fewest rows of bfloat16 that tiles multiply (AMX) where the bits of a row may depend on their number. With fewer,
 # dot products of vectors should be faster; `python -m benchmarks.run tiles` measures it.
@@ -104,6 +105,62 @@ class FloatLinear:
         for (matrix, name, _), pointer in zip(self._sources, pointers, strict=True):
             setattr(matrix, name, pointer)
         self._pointers = pointers
+
+
+class FloatExperts:
+    """The weights of experts for `mixture`, of one dtype of FLOATS, which are read where they are.
+
+    weights: [experts, out, in], contiguous; or [experts, in, out], if `by_inputs`. biases: [experts, out] of a dtype
+    of FLOATS, the last stride 1, or None. Raises UnsupportedError for weights that the kernel cannot read.
+    """
+
+    tile_rows = 1  # rows of several experts are never multiplied by tiles
+
+    def __init__(self, weights: Tensor, biases: Tensor | None, *, by_inputs: bool = False) -> None:
+        self.weights, self.biases, self.by_inputs = weights, biases, by_inputs
+        self._shape = weights.shape
+        self.count, self.out_features, self.in_features = weights.shape
+        if by_inputs:
+            self.out_features, self.in_features = self.in_features, self.out_features
+        readable = weights.is_contiguous() and weights.dtype in FLOATS and weights.device.type == "cpu"
+        held = biases is None or (biases.shape == (self.count, self.out_features) and biases.stride(1) == 1)
+        if not readable or not held or not (biases is None or biases.dtype in FLOATS):
+            raise UnsupportedError(
+                f"float experts: weights of {weights.dtype} {tuple(weights.shape)}, strides {weights.stride()}"
+            )
+        self._matrices = (Matrix * self.count)()
+        self._linear = Linear(
+            DTYPES[weights.dtype], 0, self.in_features, self.count, epilogue_number(None, None), by_inputs,
+            self._matrices,
+        )  # fmt: skip
+        self._address, self._pointers = ctypes.addressof(self._linear), (0, 0)
+
+    def is_current(self) -> bool:
+        """Return whether the weights have the shape and the dtype that they had when it was made."""
+        return self.weights.shape == self._shape and DTYPES[self.weights.dtype] == self._linear.format
+
+    def address(self) -> int:
+        """The address of the C struct, which names the memory that weights and biases have now."""
+        biases = self.biases
+        pointers = self.weights.data_ptr(), 0 if biases is None else biases.data_ptr()
+        if pointers != self._pointers:
+            step = self.weights.stride(0) * self.weights.itemsize
+            bias_step = 0 if biases is None else biases.stride(0) * biases.itemsize
+            for index, matrix in enumerate(self._matrices):
+                matrix.out_features, matrix.weight = self.out_features, pointers[0] + index * step
+                if biases is not None:
+                    matrix.bias, matrix.bias_dtype = pointers[1] + index * bias_step, DTYPES[biases.dtype]
+            self._pointers = pointers
+        return self._address
+
+    def grouped(self, x: Tensor, starts: Tensor) -> Tensor:
+        """x: [rows, in], contiguous; rows starts[e] to starts[e + 1], int64 [experts + 1], go to weight e."""
+        out, dtype = x.new_empty(len(x), self.out_features), DTYPES[x.dtype]
+        _float_experts(
+            self.address(), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), self.out_features, starts.data_ptr(),
+            dtype, dtype, threads(), self.tile_rows,
+        )  # fmt: skip
+        return out
 
 
 def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None) -> None:

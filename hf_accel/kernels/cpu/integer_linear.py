@@ -209,7 +209,9 @@ class IntegerLinear:
             column += weight.out_features
         self.in_features = first.in_features
         self.out_features = column if epilogue is None else first.out_features
-        self._linear = Linear(first.format, first.activation_group, first.in_features, len(weights), number, matrices)
+        self._linear = Linear(
+            first.format, first.activation_group, first.in_features, len(weights), number, 0, matrices
+        )
         self._address = ctypes.addressof(self._linear)
         self.tile_rows = TILE_ROWS[first.bits] if tile_rows is None else tile_rows
 
@@ -256,7 +258,7 @@ class IntegerExperts(IntegerLinear):
 
     def __init__(self, weights: Sequence[PackedWeight], biases: Tensor | None) -> None:
         super().__init__(weights, [None] * len(weights))
-        self.out_features, self._of_experts = weights[0].out_features, biases
+        self.out_features, self._of_experts, self.count = weights[0].out_features, biases, len(weights)
         for index in range(len(weights)):
             self._linear.matrices[index].column = 0
 

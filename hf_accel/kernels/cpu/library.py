@@ -83,9 +83,9 @@ class Matrix(Structure):
 
 class Linear(Structure):
     _fields_ = [
-        *fields(ints="format group", sizes="in_features", ints_="count epilogue"),
+        *fields(ints="format group", sizes="in_features", ints_="count epilogue by_inputs"),
         ("matrices", ctypes.POINTER(Matrix)),
-    ]  # fmt: skip
+    ]
 
 
 class LinearCall(Structure):

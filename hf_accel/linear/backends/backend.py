@@ -99,6 +99,10 @@ class GroupedExperts(ABC):
         biases: [experts, out].
         """
 
+    def native(self, biases: Tensor | None) -> Any:
+        """Return the weights as `kernels.cpu.mixture` reads them; None if it does not."""
+        return None
+
 
 class Backend(ABC):
     """One way to multiply by a quantized weight.

@@ -67,15 +67,18 @@ class CpuExperts(GroupedExperts):
     def __init__(self, parts: Sequence[CpuWeight]) -> None:
         self.parts = list(parts)
         self.biases: Tensor | None = None
-        self.native: IntegerExperts | None = None
+        self.call: IntegerExperts | None = None
 
     def serves(self, x: Tensor) -> bool:
         return native(x)
 
     def run(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
-        if self.native is None or self.biases is not biases:
-            self.native, self.biases = IntegerExperts([part.weight for part in self.parts], biases), biases
-        return self.native.grouped(x.contiguous(), starts)
+        return self.native(biases).grouped(x.contiguous(), starts)
+
+    def native(self, biases: Tensor | None) -> IntegerExperts:
+        if self.call is None or self.biases is not biases:
+            self.call, self.biases = IntegerExperts([part.weight for part in self.parts], biases), biases
+        return self.call
 
 
 def maps_weights() -> bool:

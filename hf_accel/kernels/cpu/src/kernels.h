@@ -17,6 +17,8 @@
   KERNEL(integer_linear, LinearCall)      \
   KERNEL(integer_experts, ExpertsCall)    \
   KERNEL(float_linear, LinearCall)        \
+  KERNEL(float_experts, ExpertsCall)      \
+  KERNEL(mixture, MixtureCall)            \
   KERNEL(adapt, AdaptCall)                \
   KERNEL(pack, PackCall)                  \
   KERNEL(unpack, PackCall)                \
@@ -89,6 +91,7 @@ struct Linear {
   int64_t in_features;
   int32_t count;
   int32_t epilogue;  // an Epilogue or an Activation
+  int32_t by_inputs;  // of experts with float weights: whether these are [in_features, out_features]
   const Matrix* matrices;
 };
 
@@ -154,6 +157,26 @@ struct ExpertsCall {
   int32_t x_dtype, out_dtype;
   int32_t threads;
   int32_t tile_rows;
+};
+
+// How the results of the first weights of experts become the inputs of the second ones. GATE_HALVES: act(gate) * up of
+// the first and the second half. GATE_CLAMPED: of numbers that take turns, (up + 1) * gate * sigmoid(alpha * gate), where gate is at
+// most `limit` and up between -limit and limit. Each step is rounded to dtype.
+enum MixtureGate : int32_t { NO_GATE = 0, GATE_HALVES = 1, GATE_CLAMPED = 2 };
+
+// All of the experts of a mixture. chosen: the experts of each token; scores: the factors of their results, which are
+// added up in float32. If both dtypes are the same, each product is rounded first.
+struct MixtureCall {
+  const Linear* up;    // a matrix for each expert, as for ExpertsCall
+  const Linear* down;  // likewise
+  const void* x;       // [tokens, up->in_features]
+  int64_t x_stride, tokens, top_k;
+  const int64_t* chosen;  // [tokens, top_k]
+  const void* scores;     // [tokens, top_k]
+  void* out;              // [tokens, outputs of down]
+  uint8_t* known;         // output: 0 if an expert was chosen that is not there; nothing is computed then
+  float alpha, limit;     // of GATE_CLAMPED
+  int32_t gate, activation, dtype, score_dtype, threads, tile_rows;
 };
 
 struct PackCall {

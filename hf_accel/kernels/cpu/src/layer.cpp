@@ -15,14 +15,14 @@ enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, AT
 
 struct LayerOp {
   int32_t kind;
-  int32_t weight_dtype;     // NORM, LAYER_NORM
+  int32_t weight_dtype;     // NORM, LAYER_NORM, ATTEND
   // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
   // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z, and the
   // gates of a bias in out2 if it has such; GATE: y may be missing; POSITION_SCORES: Q and K; JOIN: the parts of each head;
   // DELTA_RULE: the results of the convolution, a and b; STATE_SCAN: those and dt; GATED_NORM: x and the gate; else x alone.
   // What SHORT_CONV, DELTA_RULE, STATE_SCAN and BIAS_GATES give is float32: a buffer of so many bytes.
   Columns x, y, out, out2, z;
-  const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null
+  const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null; ATTEND: sinks, or null
   const void* bias;         // LAYER_NORM, SHORT_CONV, BIAS_GATES, ROW_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
   const void* skip;         // STATE_SCAN; BIAS_GATES: the factors of heads; ROW_CONV: its RowNorm, or null
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
@@ -214,7 +214,11 @@ struct Layer {
     pages.sequences = held.sequences;
     pages.table_stride = held.table_stride;
     pages.block_size = held.block_size;
-    if (op.kind == ATTEND) pages.bias = call.score_bias;
+    if (op.kind == ATTEND) {
+      pages.bias = call.score_bias;
+      pages.sinks = op.weight;
+      pages.sink_dtype = op.weight_dtype;
+    }
     kernels.attention(pages);
   }
 

@@ -9,8 +9,8 @@
 #include "../kernels.h"
 
 #include "../parallel.h"
-#include "attention/products.h"
 #include "attention/softmax.h"
+#include "attention/unpacked.h"
 #include "rotate.h"
 
 namespace {
@@ -19,8 +19,15 @@ constexpr int64_t TILE_ROWS = 128;
 constexpr int64_t GROUP = 8;                  // rows of a group
 constexpr int64_t SCORE_STRIDE = SPLIT + 16;  // with a power of two, all rows would be in the same cache sets
 
-typedef void (*PackKeys)(const KeyRows&, int64_t, int64_t, int64_t, float*);
-typedef void (*PackValues)(const KeyRows&, Range, int64_t, int64_t, float*);
+// What is done with keys and with values of one storage type: see pack.h and unpacked.h.
+struct KeyFunctions {
+  void (*pack)(const KeyRows&, int64_t, int64_t, int64_t, float*);
+  void (*scores)(int64_t, Words, const KeyRows&, int64_t, int64_t, int64_t, float*, int64_t);
+};
+struct ValueFunctions {
+  void (*pack)(const KeyRows&, Range, int64_t, int64_t, float*);
+  void (*values)(int64_t, Words, const KeyRows&, Range, int64_t, float*, int64_t);
+};
 
 // Tokens [first, last) of sequence b, and the query heads of one key head. part: the index among the call's partial
 // results for this split, if the tile's other splits are other tasks; or -1 if the task computes all splits.
@@ -32,8 +39,8 @@ struct Tile {
 template <class W, bool ROTATED>
 struct Attention {
   const AttentionCall& c;
-  PackKeys pack_k;
-  PackValues pack_v;
+  KeyFunctions for_keys;
+  ValueFunctions for_values;
   // The query heads of a key head, the words of a query row, and the floats of an output row.
   int64_t group, words, padded;
 
@@ -107,7 +114,7 @@ struct Attention {
 
   // Computes the partial results of `count` rows of the tile over one split, in `parts` and `sums` [GROUP, padded].
   // Returns false if they see none of its keys. Sets visible [GROUP], the keys that each row sees, as indices in the
-  // split.
+  // split. k and v: what pack_split packed; null if the rows are few, and keys and values are read where they are.
   bool group_of_rows(const Tile& t, int64_t r0, int64_t count, int64_t start, const float* q, const KeyRows& rows,
                      const float* k, const float* v, Range* visible, Partial* parts, float* sums) const {
     alignas(64) float scores[GROUP * SCORE_STRIDE];
@@ -119,8 +126,11 @@ struct Attention {
     }
     if (any.empty()) return false;
     const int64_t from = any.first / LANES, to = ceil_div(any.last, LANES);
-    product<W>(count, {q + r0 * words, words}, k + from * words * LANES, LANES, words * LANES, 0, words, to - from,
-               scores + from * LANES, SCORE_STRIDE);
+    const Words queries = {q + r0 * words, words};
+    if (k)
+      product<W>(count, queries, k + from * words * LANES, LANES, words * LANES, 0, words, to - from,
+                 scores + from * LANES, SCORE_STRIDE);
+    else for_keys.scores(count, queries, rows, from, to, c.head_dim, scores, SCORE_STRIDE);
     for (int64_t r = 0; r < count; ++r) {
       const Range all = {from * LANES, to * LANES};
       const Range mine = visible[r].empty() ? Range{all.first, all.first} : visible[r];
@@ -128,19 +138,24 @@ struct Attention {
       parts[r] = c.bias.data ? to_weights<W, true>(c, rows, mine, all, bias_of(t, r0 + r, start), gate_of(t, r0 + r), row)
                              : to_weights<W, false>(c, rows, mine, all, nullptr, 1.0f, row);
     }
-    product<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES, any.first / W::STEP, ceil_div(any.last, W::STEP),
-               padded / LANES, sums, padded);
+    if (v)
+      product<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES, any.first / W::STEP, ceil_div(any.last, W::STEP),
+                 padded / LANES, sums, padded);
+    else for_values.values(count, {scores, SCORE_STRIDE}, rows, any, c.value_dim, sums, padded);
     return true;
   }
 
+  // Finds the keys and the values of a split, and packs them if more rows than those of one product use them.
   void pack_split(const Tile& t, int64_t start, KeyRows& rows, float*& k, float*& v) const {
     struct Keys; struct Values;
-    k = static_cast<float*>(scratch<Keys>(static_cast<size_t>(SPLIT * words) * sizeof(float)));
-    v = static_cast<float*>(scratch<Values>(static_cast<size_t>(SPLIT / W::STEP * padded) * sizeof(float)));
     const Range keys = seen(t).within({start, start + SPLIT}), mine = {keys.first - start, keys.last - start};
     find_rows(c, t.b, t.head, start, keys, rows);
-    pack_k(rows, mine.first / LANES, ceil_div(mine.last, LANES), c.head_dim, k);
-    pack_v(rows, mine, c.value_dim, padded, v);
+    k = v = nullptr;
+    if ((t.last - t.first) * group <= most_unpacked<W>()) return;
+    k = static_cast<float*>(scratch<Keys>(static_cast<size_t>(SPLIT * words) * sizeof(float)));
+    v = static_cast<float*>(scratch<Values>(static_cast<size_t>(SPLIT / W::STEP * padded) * sizeof(float)));
+    for_keys.pack(rows, mine.first / LANES, ceil_div(mine.last, LANES), c.head_dim, k);
+    for_values.pack(rows, mine, c.value_dim, padded, v);
   }
 
   // Computes all rows of a tile over one split, and merges the results into `states` and `sums` [rows, padded].
@@ -274,35 +289,42 @@ struct Attention {
   }
 };
 
-template <class W>
-PackKeys choose_pack_keys(int32_t dtype) {
-  switch (dtype) {
-    case BF16: return pack_keys<W, Bf16>;
-    case INT8: return pack_keys<W, int8_t>;
-    case FP8: return pack_keys<W, Fp8>;
-    case INT4: return pack_keys<W, Int4>;
+// Calls f with a null pointer of the storage type of keys or values, of those that W takes.
+template <class W, class Function>
+auto for_storage(int32_t dtype, const Function& f) {
+  if constexpr (W::STEP == 1) {
+    if (dtype == F16) return f(static_cast<F16_*>(nullptr));
+    if (dtype == F32) return f(static_cast<float*>(nullptr));
   }
-  if constexpr (W::STEP == 1) return dtype == F16 ? pack_keys<W, F16_> : pack_keys<W, float>;
-  return nullptr;
+  switch (dtype) {
+    case INT8: return f(static_cast<int8_t*>(nullptr));
+    case FP8: return f(static_cast<Fp8*>(nullptr));
+    case INT4: return f(static_cast<Int4*>(nullptr));
+    default: return f(static_cast<Bf16*>(nullptr));
+  }
 }
 
 template <class W>
-PackValues choose_pack_values(int32_t dtype) {
-  switch (dtype) {
-    case BF16: return pack_values<W, Bf16>;
-    case INT8: return pack_values<W, int8_t>;
-    case FP8: return pack_values<W, Fp8>;
-    case INT4: return pack_values<W, Int4>;
-  }
-  if constexpr (W::STEP == 1) return dtype == F16 ? pack_values<W, F16_> : pack_values<W, float>;
-  return nullptr;
+KeyFunctions key_functions(int32_t dtype) {
+  return for_storage<W>(dtype, [](auto* null) {
+    typedef std::remove_pointer_t<decltype(null)> T;
+    return KeyFunctions{Packing<W, T>::keys, Unpacked<W, T>::scores};
+  });
+}
+
+template <class W>
+ValueFunctions value_functions(int32_t dtype) {
+  return for_storage<W>(dtype, [](auto* null) {
+    typedef std::remove_pointer_t<decltype(null)> T;
+    return ValueFunctions{Packing<W, T>::values, Unpacked<W, T>::values};
+  });
 }
 
 template <class W, bool ROTATED>
 void run(const AttentionCall& c) {
   const int64_t vector = LANES * W::STEP;
-  Attention<W, ROTATED>{c, choose_pack_keys<W>(c.k_dtype), choose_pack_values<W>(c.v_dtype), c.heads / c.kv_heads,
-               ceil_div(c.head_dim, W::STEP), ceil_div(c.value_dim, vector) * vector}
+  Attention<W, ROTATED>{c, key_functions<W>(c.k_dtype), value_functions<W>(c.v_dtype), c.heads / c.kv_heads,
+                        ceil_div(c.head_dim, W::STEP), ceil_div(c.value_dim, vector) * vector}
       .run();
 }
 

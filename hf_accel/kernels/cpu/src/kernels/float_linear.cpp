@@ -9,6 +9,7 @@
 #include "any_dtype.h"
 #include "bf16_tiles.h"
 #include "../kernels.h"
+#include "column_tile.h"
 #include "float_tile.h"
 
 namespace {
@@ -173,11 +174,23 @@ void sum_packed(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   }
 }
 
+// For weights [in, out].
+template <class T>
+void sum_columns(const Input<ColumnDot>& input, const Chunk& chunk, float* sums) {
+  const int64_t stride = chunk.matrix->out_features;
+  const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n;
+  for (int64_t b = 0; b < input.blocks(); ++b)
+    column_tiles(input.row(b, chunk.first), packed_stride<ColumnDot>(), chunk.last - chunk.first,
+                 weight + b * block_inputs<ColumnDot>() * stride, stride, input.count(b), chunk.outputs, sums,
+                 ColumnDot::CHUNK);
+}
+
 template <class Dot, class T>
 void sum_chunk(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   const int64_t rows = chunk.last - chunk.first;
   std::memset(sums, 0, static_cast<size_t>(rows * Dot::CHUNK) * sizeof(float));
-  if (rows < PACKED_ROWS) sum_in_place<Dot, T>(input, chunk, sums);
+  if constexpr (std::is_same<Dot, ColumnDot>::value) sum_columns<T>(input, chunk, sums);
+  else if (rows < PACKED_ROWS) sum_in_place<Dot, T>(input, chunk, sums);
   else sum_packed<Dot, T>(input, chunk, sums);
 }
 
@@ -282,15 +295,39 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
   });
 }
 
+// Multiplies the rows of a packed input by the matrices of their experts, see ExpertsCall.
 template <class Dot, class T>
-void run(const Linear& linear, const LinearCall& call) {
+void run_experts(const Linear& linear, const LinearCall& call, const Input<Dot>& input, const int64_t* starts) {
+  struct Chosen;
+  int64_t* chosen = static_cast<int64_t*>(scratch<Chosen>(static_cast<size_t>(linear.count) * sizeof(int64_t)));
+  const int64_t end = input.first + input.rows, outputs = linear.matrices[0].out_features;
+  int64_t count = 0;
+  for (int32_t e = 0; e < linear.count; ++e)
+    if (at_most(starts[e + 1], end) > at_least(starts[e], input.first)) chosen[count++] = e;
+  const int64_t chunks = ceil_div(outputs, Dot::CHUNK);
+  parallel_for(count * chunks, call.threads, [&](int64_t task) {
+    const int64_t e = chosen[task / chunks], n = task % chunks * Dot::CHUNK;
+    const Chunk chunk{linear.matrices + e, n, at_most(Dot::CHUNK, outputs - n),
+                      at_least(starts[e], input.first) - input.first, at_most(starts[e + 1], end) - input.first};
+    run_chunk<Dot, T>(linear, call, input, chunk);
+  });
+}
+
+// starts: of the rows of experts; null for a product of all rows by all matrices.
+template <class Dot, class T>
+void run(const Linear& linear, const LinearCall& call, [[maybe_unused]] const int64_t* starts) {
+  const auto multiply = [&](const Input<Dot>& input) {
+    if constexpr (Dot::WHOLE_ROWS == 1)
+      if (starts) return run_experts<Dot, T>(linear, call, input, starts);
+    run_rows<Dot, T>(linear, call, input);
+  };
   for (int64_t first = 0; first < call.rows; first += MOST_ROWS)
     for_dtype(call.x_dtype, [&](auto* null) {
       const auto* x = static_cast<decltype(null)>(const_cast<void*>(call.x));
       if constexpr (sizeof(typename Dot::Number) == 4)
-        run_rows<Dot, T>(linear, call, pack_input<Dot>(linear, call, x, first));
+        multiply(pack_input<Dot>(linear, call, x, first));
       else if constexpr (sizeof *null == 2)  // both bf16
-        run_rows<Dot, T>(linear, call, pack_input<Dot>(linear, call, static_cast<const Bf16*>(call.x), first));
+        multiply(pack_input<Dot>(linear, call, static_cast<const Bf16*>(call.x), first));
     });
 }
 
@@ -300,10 +337,26 @@ void HFA_NAMESPACE::float_linear(const LinearCall& call) {
   const Linear& linear = *call.linear;
   [[maybe_unused]] const bool both_bf16 = linear.format == BF16 && call.x_dtype == BF16;
 #if defined(HFA_TILES)
-  if (both_bf16 && call.rows >= call.tile_rows) return run<TileDot, Bf16>(linear, call);
+  if (both_bf16 && call.rows >= call.tile_rows) return run<TileDot, Bf16>(linear, call, nullptr);
 #endif
 #if defined(HFA_BF16)
-  if (both_bf16) return run<PairDot, Bf16>(linear, call);
+  if (both_bf16) return run<PairDot, Bf16>(linear, call, nullptr);
 #endif
-  for_dtype(linear.format, [&](auto* null) { run<FloatDot, std::remove_pointer_t<decltype(null)>>(linear, call); });
+  for_dtype(linear.format,
+            [&](auto* null) { run<FloatDot, std::remove_pointer_t<decltype(null)>>(linear, call, nullptr); });
+}
+
+void HFA_NAMESPACE::float_experts(const ExpertsCall& call) {
+  const Linear& linear = *call.linear;
+  const LinearCall all = {call.linear, call.x, call.x_stride, call.rows, call.out, call.out_stride, call.x_dtype,
+                          call.out_dtype, call.threads, call.tile_rows};
+#if defined(HFA_BF16)
+  if (!linear.by_inputs && linear.format == BF16 && call.x_dtype == BF16)
+    return run<PairDot, Bf16>(linear, all, call.starts);
+#endif
+  for_dtype(linear.format, [&](auto* null) {
+    typedef std::remove_pointer_t<decltype(null)> T;
+    if (linear.by_inputs) run<ColumnDot, T>(linear, all, call.starts);
+    else run<FloatDot, T>(linear, all, call.starts);
+  });
 }

@@ -81,46 +81,64 @@ inline void prefetch_row(const uint8_t* row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) prefetch(row + i);
 }
 
-// Packs the keys of vectors [first, last) as words [vector][word][lane]. Each lane is a key.
-template <class W, class T>
-void pack_keys(const KeyRows& rows, int64_t first, int64_t last, int64_t dim, float* out) {
-  const int64_t words = ceil_div(dim, W::STEP), end = last * LANES;
-  for (int64_t vector = first; vector < last; ++vector) {
-    const uint8_t* const* row = rows.k + vector * LANES;
-    for (int64_t i = 0; i < LANES && vector * LANES + AHEAD + i < end; ++i)
-      prefetch_row(row[AHEAD + i], bytes_of<T>(dim));
-    for (int64_t word = 0; word < words; word += LANES) {
-      F x[LANES];
-      for (int i = 0; i < LANES; ++i)
-        if constexpr (std::is_same<T, Int4>::value)
-          x[i] = row[i] ? W::load_shifted(reinterpret_cast<const T*>(row[i]) + word * W::STEP / 2, dim - word * W::STEP,
-                                          set1(rows.k_shifts[vector * LANES + i])) : zero();
-        else
-          x[i] = row[i] ? W::load(reinterpret_cast<const T*>(row[i]) + word * W::STEP, dim - word * W::STEP) : zero();
-      transpose(x);
-      float* to = out + (vector * words + word) * LANES;
-      if (words - word >= LANES)
-        for (int i = 0; i < LANES; ++i) store(to + i * LANES, x[i]);
-      else
-        for (int i = 0; i < words - word; ++i) store(to + i * LANES, x[i]);
-    }
-  }
+// Prefetches the keys or the values that come AHEAD of rows [i, i + count), before row `end`.
+inline void prefetch_ahead(const uint8_t* const* rows, int64_t i, int64_t count, int64_t end, int64_t bytes) {
+  for (int64_t j = i + AHEAD; j < at_most(i + AHEAD + count, end); ++j) prefetch_row(rows[j], bytes);
 }
 
-// Packs the values of `keys` as words [key / STEP][padded value_dim].
+// Reads LANES words, from `word` on, of each of LANES keys, and transposes them: lane j of x[i] is word i of key j.
 template <class W, class T>
-void pack_values(const KeyRows& rows, Range keys, int64_t dim, int64_t padded, float* out) {
-  for (int64_t word = keys.first / W::STEP; word * W::STEP < keys.last; ++word) {
-    const uint8_t* const* row = rows.v + word * W::STEP;
-    for (int i = 0; i < W::STEP; ++i)
-      if (word * W::STEP + AHEAD + i < keys.last) prefetch_row(row[AHEAD + i], bytes_of<T>(dim));
-    const T* const* typed = reinterpret_cast<const T* const*>(row);
-    for (int64_t column = 0; column < dim; column += W::STEP * LANES)
-      if constexpr (std::is_same<T, Int4>::value)
-        W::interleave(typed, column, dim - column, out + word * padded + column, rows.v_shifts + word * W::STEP);
-      else
-        W::interleave(typed, column, dim - column, out + word * padded + column);
-  }
+inline HFA_INLINE void load_keys(const KeyRows& rows, int64_t vector, int64_t word, int64_t dim, F (&x)[LANES]) {
+  const uint8_t* const* row = rows.k + vector * LANES;
+  for (int i = 0; i < LANES; ++i)
+    if constexpr (std::is_same<T, Int4>::value)
+      x[i] = row[i] ? W::load_shifted(reinterpret_cast<const T*>(row[i]) + word * W::STEP / 2, dim - word * W::STEP,
+                                      set1(rows.k_shifts[vector * LANES + i])) : zero();
+    else
+      x[i] = row[i] ? W::load(reinterpret_cast<const T*>(row[i]) + word * W::STEP, dim - word * W::STEP) : zero();
+  transpose(x);
 }
+
+// Reads values from `column` on of the keys of one word.
+template <class W, class T>
+inline HFA_INLINE void load_values(const KeyRows& rows, int64_t word, int64_t column, int64_t dim, F (&x)[W::STEP]) {
+  const T* const* typed = reinterpret_cast<const T* const*>(rows.v + word * W::STEP);
+  if constexpr (std::is_same<T, Int4>::value)
+    W::interleave(typed, column, dim - column, x, rows.v_shifts + word * W::STEP);
+  else
+    W::interleave(typed, column, dim - column, x);
+}
+
+template <class W, class T>
+struct Packing {
+  // Packs the keys of vectors [first, last) as words [vector][word][lane]. Each lane is a key.
+  static void keys(const KeyRows& rows, int64_t first, int64_t last, int64_t dim, float* out) {
+    const int64_t words = ceil_div(dim, W::STEP);
+    for (int64_t vector = first; vector < last; ++vector) {
+      prefetch_ahead(rows.k, vector * LANES, LANES, last * LANES, bytes_of<T>(dim));
+      for (int64_t word = 0; word < words; word += LANES) {
+        F x[LANES];
+        load_keys<W, T>(rows, vector, word, dim, x);
+        float* to = out + (vector * words + word) * LANES;
+        if (words - word >= LANES)
+          for (int i = 0; i < LANES; ++i) store(to + i * LANES, x[i]);
+        else
+          for (int i = 0; i < words - word; ++i) store(to + i * LANES, x[i]);
+      }
+    }
+  }
+
+  // Packs the values of `keys` as words [key / STEP][padded value_dim].
+  static void values(const KeyRows& rows, Range keys, int64_t dim, int64_t padded, float* out) {
+    for (int64_t word = keys.first / W::STEP; word * W::STEP < keys.last; ++word) {
+      prefetch_ahead(rows.v, word * W::STEP, W::STEP, keys.last, bytes_of<T>(dim));
+      for (int64_t column = 0; column < dim; column += W::STEP * LANES) {
+        F x[W::STEP];
+        load_values<W, T>(rows, word, column, dim, x);
+        for (int i = 0; i < W::STEP; ++i) store(out + word * padded + column + i * LANES, x[i]);
+      }
+    }
+  }
+};
 
 }  // namespace

@@ -4,7 +4,7 @@
 //   load           reads LANES words from the n > 0 numbers at p, with zeros after them
 //   load_shifted   the same of int4, with `shift` added to each number
 //   dot            sum + a * b over the numbers of each word
-//   interleave     copies numbers of a row as vectors of words; for pairs, a word also has the number of the next row
+//   interleave     makes STEP vectors of words of a row's numbers; for pairs, a word also has the number of the next row
 //   store_weights  stores LANES floats as numbers
 #pragma once
 
@@ -22,13 +22,13 @@ struct FloatWords {
   static F dot(F sum, F a, F b) { return fmadd(a, b, sum); }
   static void store_weights(float* p, F x) { store(p, x); }
 
-  // Copies LANES columns, of which n exist, of rows[0].
+  // LANES columns, of which n exist, of rows[0].
   template <class T>
-  static void interleave(const T* const* rows, int64_t column, int64_t n, float* out) {
-    store(out, load(rows[0] + column, n));
+  static void interleave(const T* const* rows, int64_t column, int64_t n, F (&out)[STEP]) {
+    out[0] = load(rows[0] + column, n);
   }
-  static void interleave(const Int4* const* rows, int64_t column, int64_t n, float* out, const float* shifts) {
-    store(out, load_shifted(rows[0] + column / 2, n, set1(shifts[0])));
+  static void interleave(const Int4* const* rows, int64_t column, int64_t n, F (&out)[STEP], const float* shifts) {
+    out[0] = load_shifted(rows[0] + column / 2, n, set1(shifts[0]));
   }
 };
 
@@ -59,21 +59,21 @@ struct PairWords {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
   }
 
-  // Copies 2 * LANES columns, of which n exist, of rows[0] and rows[1]. A null row counts as zeros.
+  // 2 * LANES columns, of which n exist, of rows[0] and rows[1]. A null row counts as zeros.
   template <class T>
-  static void interleave(const T* const* rows, int64_t column, int64_t n, float* out) {
+  static void interleave(const T* const* rows, int64_t column, int64_t n, F (&out)[STEP]) {
     interleave(rows[0] ? load(rows[0] + column, n) : zero(), rows[1] ? load(rows[1] + column, n) : zero(), out);
   }
-  static void interleave(const Int4* const* rows, int64_t column, int64_t n, float* out, const float* shifts) {
+  static void interleave(const Int4* const* rows, int64_t column, int64_t n, F (&out)[STEP], const float* shifts) {
     const F first = rows[0] ? load_shifted(rows[0] + column / 2, n, set1(shifts[0])) : zero();
     interleave(first, rows[1] ? load_shifted(rows[1] + column / 2, n, set1(shifts[1])) : zero(), out);
   }
-  static void interleave(F first_row, F second_row, float* out) {
+  static void interleave(F first_row, F second_row, F (&out)[STEP]) {
     const I a = _mm512_castps_si512(first_row), b = _mm512_castps_si512(second_row);
     const I low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);  // within 128-bit quarters
     const I first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), last = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    _mm512_storeu_si512(out, _mm512_permutex2var_epi64(low, first, high));
-    _mm512_storeu_si512(out + LANES, _mm512_permutex2var_epi64(low, last, high));
+    out[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low, first, high));
+    out[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low, last, high));
   }
 };
 
