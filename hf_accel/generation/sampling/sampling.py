@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import HfAccelError, UnsupportedError
+from ...kernels.cpu.draws import LIKELIEST_DRAWS, Draws
 from ...tensors import HostCopy, is_remote
-from .processors import Processor
+from .processors import Processor, Temperature, TopKTopP
 from .token_prefix import Prefix
 
 Draw = Callable[[Tensor, list[Any]], list[int]]
@@ -45,6 +46,18 @@ class Sampling:
     def key(self) -> Hashable:
         """Sequences with equal keys are processed in one call."""
         return self.greedy, self.steps, self.draw
+
+    def native_draws(self, kind: int) -> Draws | None:
+        """Return how a kernel draws drafted tokens by this kind of Draws; None if it does not know the steps."""
+        if self.plain:
+            return LIKELIEST_DRAWS
+        steps, temperature = list(self.steps), 1.0
+        if steps and type(steps[0]) is Temperature:
+            temperature = steps.pop(0).value
+        kept = steps.pop(0) if steps and type(steps[0]) is TopKTopP else TopKTopP()
+        if steps or self.greedy:
+            return None
+        return Draws(kind, temperature, kept.k or 0, 1.0 if kept.p is None else kept.p)
 
     def process(self, logits: Tensor, prefixes: abc.Sequence[Prefix] | None) -> Tensor:
         """Return scores [n, V] float32 of logits [n, V], which are not written to.
