@@ -161,7 +161,7 @@ class Speculation:
     def _propose_from(
         self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, *, pages: Pages
     ) -> None:
-        trees = drafter.trees and self.statistics.no_trees is None
+        trees = self.statistics.no_trees is None and self.controller.max_nodes > 1 and drafter.drafts_trees(sequences)
         shapes = self.controller.shapes(
             sequences,
             [sequence.num_left - 1 for sequence in sequences],
