@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections import abc
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...fused.hf.own_code import PagedSequences
 from ...models import vocabulary_size, without_adapters
+from ...recognition.trial import RandomNumbers
 from ...undo.state import find_state, state_of
 from ..sequence import Draft, Sequence
 from ..speculation.controller import Controller
@@ -73,9 +75,14 @@ def make_speculation(
             f"drafters read hidden states of other layers each ({sorted(layers)}); give one of them"
         )
     for own in layers:
-        runner.kept.layers = own
         speculation.states = lambda: runner.kept.states
+        speculation.keep_states = functools.partial(_keep_states, runner, own)
+        speculation.keep_states(True)
     return speculation
+
+
+def _keep_states(runner: ModelRunner, layers: tuple[int, ...], wanted: bool) -> None:
+    runner.kept.layers = layers if wanted else ()
 
 
 def trees_refusal(model: Any, pages: Pages) -> str | None:
@@ -117,7 +124,7 @@ def _controller_key(config: SpeculativeConfig) -> tuple[Any, ...]:
     """The key under which a controller is kept. A drafter that is an object is identified by its id()."""
     wanted = config.drafters
     names = tuple(drafter if isinstance(drafter, str) else id(drafter) for drafter in wanted)
-    return names, config.num_draft, config.max_draft, config.max_nodes
+    return names, config.num_draft, config.max_draft, config.max_nodes, config.verify
 
 
 def draft_models(speculation: Speculation) -> list[Any]:
@@ -190,7 +197,7 @@ class _Drafters:
         check_draft_head(head, self.target)
         native = native_drafts(self.state, head)
         groups, groups_of_layer = page_groups(native.decoder.config, CacheConfig(prefix_sharing=False))
-        return HeadDrafter(
+        drafter = HeadDrafter(
             HeadRunner(native, groups, groups_of_layer),
             head.target_layers,
             Pages(groups),
@@ -199,6 +206,8 @@ class _Drafters:
             num_tokens=vocabulary_size(native.decoder),
             target_tokens=vocabulary_size(self.target),
         )
+        drafter.warm_up(RandomNumbers()(1, head.narrow.in_features, dtype=head.narrow.weight.dtype))
+        return drafter
 
     def _self_int4(self) -> ModelDrafter:
         """Make a drafter from the target with its linears in INT4. It shares the target's pages."""

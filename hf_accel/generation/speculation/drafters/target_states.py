@@ -20,6 +20,7 @@ from .model import MAX_CHUNK, ModelDrafter, PartialDraft, Past
 from .unread_states import FEW, StatesBook, UnreadStates
 
 
+CALLS_TO_KNOW = 2  # the first finds how the layer is called, the second tries a draft
 BRANCHES, MOST_BRANCHES = 4, 16  # the tokens of a step from which the next one goes on; and a kernel's limit
 
 
@@ -97,6 +98,17 @@ class HeadDrafter(ModelDrafter):
         self.book = StatesBook(self.pages.begin, CachedSequence.release)
         self._spare: BlockTable | None = None  # blocks for the last tokens of branches
 
+    def warm_up(self, states: Tensor) -> None:
+        """Read one token with any states [1, C] of the target, until a draft is one call, or it is known not to be one.
+
+        Otherwise the first draft would do so, and its time would be taken for that of others.
+        """
+        for _ in range(CALLS_TO_KNOW):
+            if not self.calls.goes_ahead(1):
+                reader = self.pages.begin()
+                self._pass_over([PassPart(UnreadStates(reader, 0, 0, [states]), [0])], self.calls.narrow(states))
+                reader.release()
+
     def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:
         self.book.watch(sequence, start, states)
 
@@ -125,7 +137,7 @@ class HeadDrafter(ModelDrafter):
 
     def drafts_trees(self, sequences: abc.Sequence[Sequence]) -> bool:
         choice = self._choice(sequences)
-        return choice is not None and choice.draws.kind != INVERSE and self.calls.goes_ahead(len(sequences))
+        return choice is not None and choice.draws.kind != INVERSE
 
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
         return self._proposed(sequences, [Shape(length, 0) for length in lengths])
