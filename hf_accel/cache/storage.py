@@ -112,8 +112,8 @@ class KVStorage:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as (source, destination)."""
         tensors = [tensor for tensor in self.pages if tensor is not None]
-        if tensors[0].is_cpu:  # a fork copies a few blocks of each layer, and calls of torch would take longer than that
-            for tensor in tensors:
+        if tensors[0].is_cpu:
+            for tensor in tensors:  # of a fork a few blocks in each layer, which takes less than a call of torch
                 size, start = tensor.stride(0) * tensor.itemsize, tensor.data_ptr()
                 for source, destination in pairs:
                     ctypes.memmove(start + destination * size, start + source * size, size)

@@ -52,9 +52,10 @@ class HeadParts:
 class TreeRoom:
     """Trees of n sequences are drafted with this (EAGLE-2, 2406.16858), and written to it.
 
-    width: the tokens of a step from which the next one goes on. nodes: [n] int64, the most tokens of each tree. spare:
-    [2, n, width, S] int32, blocks for the last tokens of each of these, S of which hold what is written behind the first
-    step. tokens, parents: [n, most], written: for each token the one that it follows, -1 for none. counts: [n], written.
+    width: the tokens of a step from which the next one goes on. nodes: [n] int64, the most tokens of each tree.
+    spare: [2, n, width, S] int32, blocks for the last tokens of each of these; S hold all that is written behind the
+    first step. tokens, parents: [n, most], written: each token, and the one that it follows, -1 for none. counts: [n],
+    written.
     """
 
     width: int
@@ -75,8 +76,8 @@ class TreeRoom:
 class Choice:
     """The tokens of a draft are chosen in this way.
 
-    numbers: [steps, n] random numbers, see Draws.numbers; None if none are needed. probabilities: [steps, n, V] float32
-    zeros, to which those are written that the tokens of chains are drawn from; None for others.
+    numbers: [steps, n] random numbers, see Draws.numbers; None if none are needed. probabilities: [steps, n, V]
+    float32 zeros, to which those are written that the tokens of chains are drawn from; None for others.
     """
 
     draws: Draws = LIKELIEST_DRAWS
@@ -92,9 +93,9 @@ LIKELIEST_TOKENS = Choice()
 class DraftRows:
     """A draft reads and writes this. The first step reads N rows of n sequences, each later step rows of its own.
 
-    ids, positions, slots: [N] int64. states: [N, H], read with a stride. block_table, cu_q, kv_len: as in Ragged, those
-    of the first step; for chains with the blocks of all. ends: [n] int64, the last row of each sequence in the first
-    step. going: for each step, how many of the sequences go on, the first ones.
+    ids, positions, slots: [N] int64. states: [N, H], read with a stride. block_table, cu_q, kv_len: as in Ragged,
+    those of the first step; for chains with the blocks of all. ends: [n] int64, the last row of each sequence in the
+    first step. going: for each step, how many of the sequences go on, the first ones.
     """
 
     ids: Tensor
@@ -183,8 +184,8 @@ class DraftProgramme:
         return [tensor.data_ptr() for tensor in self._read()] == self._pointers
 
     def __call__(self, rows: DraftRows, pages: KVStorage) -> tuple[Tensor, Tensor, Tensor]:
-        """Draft. Returns the tokens of chains [steps, n] int64; and of the last step the logits [rows, N] of the tokens
-        that the head knows, and the head's own states [rows, H].
+        """Draft. Returns the tokens of chains [steps, n] int64; and of the last step the logits [rows, N] of the
+        tokens that the head knows, and the head's own states [rows, H].
         """
         choice, tree = rows.choice, rows.choice.tree
         width = 1 if tree is None else tree.width

@@ -91,10 +91,8 @@ def test_drafts_are_what_the_head_says(family: str, tokens: Any, monkeypatch: py
 
 
 @torch.no_grad()
-def tree(
-    made: Any, model: Any, tokens: list[int], *, shape: Shape, width: int, weigh: Any
-) -> list[tuple[int, ...]]:
-    """Draft a tree after these tokens by EAGLE-2, each token by the head's whole text; returns the paths to its tokens.
+def tree(made: Any, model: Any, tokens: list[int], *, shape: Shape, width: int, weigh: Any) -> list[tuple[int, ...]]:
+    """Draft a tree after these tokens by EAGLE-2, each token by the head's whole text; returns its paths.
 
     weigh: returns how likely each token is to be the next, of its logits and the number of drafted tokens before it.
     """

@@ -19,7 +19,6 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...fused.hf.own_code import PagedSequences
 from ...models import vocabulary_size, without_adapters
-from ...recognition.trial import RandomNumbers
 from ...undo.state import find_state, state_of
 from ..sequence import Draft, Sequence
 from ..speculation.controller import Controller
@@ -60,8 +59,7 @@ def make_speculation(
     """
     rule = verifier(config.verify)
     drafters = _Drafters(config, rule, runner, pages)
-    wanted = config.drafters
-    made = [drafters.make(drafter) for drafter in wanted]
+    made = [drafters.make(drafter) for drafter in config.drafters]
     state = drafters.state
     controller = _controller(config, state) if controller is None else controller
     speculation = Speculation(
@@ -76,13 +74,8 @@ def make_speculation(
         )
     for own in layers:
         speculation.states = lambda: runner.kept.states
-        speculation.keep_states = functools.partial(_keep_states, runner, own)
-        speculation.keep_states(True)
+        speculation.keep_states = functools.partial(runner.kept.keep_layers, own)
     return speculation
-
-
-def _keep_states(runner: ModelRunner, layers: tuple[int, ...], wanted: bool) -> None:
-    runner.kept.layers = layers if wanted else ()
 
 
 def trees_refusal(model: Any, pages: Pages) -> str | None:
@@ -197,7 +190,7 @@ class _Drafters:
         check_draft_head(head, self.target)
         native = native_drafts(self.state, head)
         groups, groups_of_layer = page_groups(native.decoder.config, CacheConfig(prefix_sharing=False))
-        drafter = HeadDrafter(
+        return HeadDrafter(
             HeadRunner(native, groups, groups_of_layer),
             head.target_layers,
             Pages(groups),
@@ -206,8 +199,6 @@ class _Drafters:
             num_tokens=vocabulary_size(native.decoder),
             target_tokens=vocabulary_size(self.target),
         )
-        drafter.warm_up(RandomNumbers()(1, head.narrow.in_features, dtype=head.narrow.weight.dtype))
-        return drafter
 
     def _self_int4(self) -> ModelDrafter:
         """Make a drafter from the target with its linears in INT4. It shares the target's pages."""

@@ -60,6 +60,10 @@ class HeadRunner(ModelRunner):
         narrowed: Tensor = layer(states) if call is None else call(states)
         return narrowed
 
+    def any_states(self) -> Tensor:
+        embeddings = self.head.decoder.get_input_embeddings().weight
+        return RandomNumbers()(1, embeddings.shape[1], dtype=embeddings.dtype)
+
     def goes_ahead(self, count: int) -> bool:
         return self._native.takes(count, self.groups)
 

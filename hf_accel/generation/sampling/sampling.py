@@ -51,13 +51,14 @@ class Sampling:
         """Return how a kernel draws drafted tokens by this kind of Draws; None if it does not know the steps."""
         if self.plain:
             return LIKELIEST_DRAWS
-        steps, temperature = list(self.steps), 1.0
-        if steps and type(steps[0]) is Temperature:
-            temperature = steps.pop(0).value
-        kept = steps.pop(0) if steps and type(steps[0]) is TopKTopP else TopKTopP()
+        steps, temperature, kept = list(self.steps), Temperature(1.0), TopKTopP()
+        if steps and isinstance(steps[0], Temperature):
+            temperature, steps = steps[0], steps[1:]
+        if steps and isinstance(steps[0], TopKTopP):
+            kept, steps = steps[0], steps[1:]
         if steps or self.greedy:
             return None
-        return Draws(kind, temperature, kept.k or 0, 1.0 if kept.p is None else kept.p)
+        return Draws(kind, temperature.value, kept.k or 0, 1.0 if kept.p is None else kept.p)
 
     def process(self, logits: Tensor, prefixes: abc.Sequence[Prefix] | None) -> Tensor:
         """Return scores [n, V] float32 of logits [n, V], which are not written to.

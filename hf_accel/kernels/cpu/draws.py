@@ -27,7 +27,7 @@ _draw = kernel("draw", DrawCall)
 
 @dataclass(frozen=True)
 class Draws:
-    """How tokens are drawn from logits.
+    """A way to draw tokens from logits.
 
     kind: LIKELIEST; RACE, whose winner has the smallest quotient of an exponential number and its probability; or
     INVERSE, the first token at which the sum of probabilities exceeds a number. temperature, top_k, top_p: as in
@@ -67,8 +67,8 @@ def drawn_from(weights: Tensor, draws: Draws, numbers: Tensor) -> Tensor:
 def drawn(logits: Tensor, draws: Draws, numbers: Tensor | None, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Draw from each row of logits [n, V]. numbers: see Draws.numbers.
 
-    Returns the first k tokens of each row, [n, k] int64 (-1 where there are fewer); the logarithms of how likely each is
-    to be the first, [n, k] float32; and, for INVERSE alone, the probabilities that were drawn from, [n, V] float32.
+    Returns the first k tokens of each row, [n, k] int64 (-1 where there are fewer); the logarithms of how likely each
+    is to be the first, [n, k] float32; and, for INVERSE alone, the probabilities that were drawn from, [n, V] float32.
     """
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     count, size = logits.shape

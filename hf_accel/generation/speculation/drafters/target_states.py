@@ -19,14 +19,13 @@ from ...sequence import NO_DRAFT, Draft, Sequence, Shape
 from .model import MAX_CHUNK, ModelDrafter, PartialDraft, Past
 from .unread_states import FEW, StatesBook, UnreadStates
 
-
 CALLS_TO_KNOW = 2  # the first finds how the layer is called, the second tries a draft
 BRANCHES, MOST_BRANCHES = 4, 16  # the tokens of a step from which the next one goes on; and a kernel's limit
 
 
 class Ahead(NamedTuple):
-    """The steps of a call: for each, the first one too, how many of the sequences go on, the first ones; and how tokens
-    are chosen.
+    """The steps of a call: for each, the first one too, how many of the sequences go on, the first ones; and how
+    tokens are chosen.
     """
 
     going: list[int]
@@ -50,8 +49,8 @@ class ReadRows:
 class Made(NamedTuple):
     """A call of a head gives this.
 
-    tokens: those of chains [steps, n], of a sequence that has stopped any; None if they are left to the caller. logits,
-    states: those of the last step, [n, N] of the tokens that the head knows and [n, H].
+    tokens: those of chains [steps, n], of a sequence that has stopped any; None if they are left to the caller.
+    logits, states: those of the last step, [n, N] of the tokens that the head knows and [n, H].
     """
 
     tokens: list[list[int]] | None
@@ -68,6 +67,9 @@ class HeadCalls(Protocol):
     def narrow(self, states: Tensor) -> Tensor:
         """Return the states [N, H] that the head reads for those of the target, [N, C]."""
 
+    def any_states(self) -> Tensor:
+        """Return states that the head can read, [1, H], which are nothing's."""
+
     def goes_ahead(self, count: int) -> bool:
         """Return whether a call of `count` rows can take several steps."""
 
@@ -78,8 +80,8 @@ class HeadCalls(Protocol):
 class HeadDrafter(ModelDrafter):
     """Drafts with a head of the target. Its first pass reads all states that wait.
 
-    Where a whole draft is one call, that can be a tree: of greedy tokens, or of those that are first in the race by which
-    the model's own token is drawn (verify="seeded").
+    Where a whole draft is one call, that can be a tree: of greedy tokens, or of those that are first in the race by
+    which the model's own token is drawn (verify="seeded").
 
     The reader of a sequence's states is the head's pages of it: at a position they hold the target's state there, and
     the token after it. A sequence whose first tokens came from a shared prefix has no states of them; the head then
@@ -97,16 +99,17 @@ class HeadDrafter(ModelDrafter):
         self.calls, self.layers = calls, layers
         self.book = StatesBook(self.pages.begin, CachedSequence.release)
         self._spare: BlockTable | None = None  # blocks for the last tokens of branches
+        self._warm_up()
 
-    def warm_up(self, states: Tensor) -> None:
-        """Read one token with any states [1, C] of the target, until a draft is one call, or it is known not to be one.
+    def _warm_up(self) -> None:
+        """Read one token with any state, until a draft is one call, or it is known not to be one.
 
         Otherwise the first draft would do so, and its time would be taken for that of others.
         """
         for _ in range(CALLS_TO_KNOW):
             if not self.calls.goes_ahead(1):
-                reader = self.pages.begin()
-                self._pass_over([PassPart(UnreadStates(reader, 0, 0, [states]), [0])], self.calls.narrow(states))
+                states, reader = self.calls.any_states(), self.pages.begin()
+                self._pass_over([PassPart(UnreadStates(reader, 0, 0, [states]), [0])], states)
                 reader.release()
 
     def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:
@@ -185,7 +188,7 @@ class HeadDrafter(ModelDrafter):
         return dict(zip(sequences, made, strict=True))
 
     def _choice(self, sequences: abc.Sequence[Sequence]) -> Choice | None:
-        """Return how one call draws tokens for these sequences, but for its random numbers; None if none can."""
+        """Return how one call draws tokens for these sequences, without random numbers; None if none can."""
         sampling = sequences[0].sampling
         draws = sampling.native_draws(self.verifier.draws)
         if draws is None or any(
