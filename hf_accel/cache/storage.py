@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,16 +111,16 @@ class KVStorage:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as (source, destination)."""
-        if len(pairs) == 1:  # as most calls ask: views cost less than tensors of indices
-            ((source, destination),) = pairs
-            for tensor in self.pages:
-                if tensor is not None:
-                    tensor[destination].copy_(tensor[source])
+        tensors = [tensor for tensor in self.pages if tensor is not None]
+        if tensors[0].is_cpu:
+            for tensor in tensors:  # of a fork a few blocks in each layer, which takes less than a call of torch
+                size, start = tensor.stride(0) * tensor.itemsize, tensor.data_ptr()
+                for source, destination in pairs:
+                    ctypes.memmove(start + destination * size, start + source * size, size)
             return
         sources, destinations = torch.tensor(pairs, device=self.pages.k.device).unbind(1)
-        for tensor in self.pages:
-            if tensor is not None:
-                tensor[destinations] = tensor[sources]
+        for tensor in tensors:
+            tensor[destinations] = tensor[sources]
 
     def grow(self, num_blocks: int) -> None:
         """Grow the pages to `num_blocks` blocks. An error leaves the pages as they were."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..cache.storage import KVStorage
 from ..kernels.cpu.attention import NO_BIAS
+from ..kernels.cpu.draws import LIKELIEST_DRAWS, Draws
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, Columns, LayerOp, run_draft
 from ..kernels.cpu.library import DTYPES, threads
@@ -48,13 +49,53 @@ class HeadParts:
 
 
 @dataclass(frozen=True)
-class DraftRows:
-    """A draft reads and writes this. The first step reads N rows of n sequences, each later step one row of each.
+class TreeRoom:
+    """Trees of n sequences are drafted with this (EAGLE-2, 2406.16858), and written to it.
 
-    ids, positions: [N] and [rows of all steps] int64. states: [N, H], read with a stride. slots: [rows of all steps]
-    int64. block_table, cu_q, kv_len: as in Ragged, those of the first step, with the blocks of all. ends: [n] int64,
-    the last row of each sequence in the first step. going: for each step, how many of the sequences go on, the first
-    ones.
+    width: the tokens of a step from which the next one goes on. nodes: [n] int64, the most tokens of each tree.
+    spare: [2, n, width, S] int32, blocks for the last tokens of each of these; S hold all that is written behind the
+    first step. tokens, parents: [n, most], written: each token, and the one that it follows, -1 for none. counts: [n],
+    written.
+    """
+
+    width: int
+    nodes: Tensor
+    spare: Tensor
+    tokens: Tensor
+    parents: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, width: int, nodes: list[int], spare: Tensor) -> TreeRoom:
+        shape = len(nodes), max(nodes)
+        made = (torch.zeros(size, dtype=torch.int64) for size in (shape, shape, shape[:1]))
+        return cls(width, integers(nodes), spare, *made)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tokens of a draft are chosen in this way.
+
+    numbers: [steps, n] random numbers, see Draws.numbers; None if none are needed. probabilities: [steps, n, V]
+    float32 zeros, to which those are written that the tokens of chains are drawn from; None for others.
+    """
+
+    draws: Draws = LIKELIEST_DRAWS
+    numbers: Tensor | None = None
+    probabilities: Tensor | None = None
+    tree: TreeRoom | None = None
+
+
+LIKELIEST_TOKENS = Choice()
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """A draft reads and writes this. The first step reads N rows of n sequences, each later step rows of its own.
+
+    ids, positions, slots: [N] int64. states: [N, H], read with a stride. block_table, cu_q, kv_len: as in Ragged,
+    those of the first step; for chains with the blocks of all. ends: [n] int64, the last row of each sequence in the
+    first step. going: for each step, how many of the sequences go on, the first ones.
     """
 
     ids: Tensor
@@ -66,6 +107,7 @@ class DraftRows:
     kv_len: Tensor
     ends: Tensor
     going: list[int]
+    choice: Choice = LIKELIEST_TOKENS
 
 
 class DraftProgramme:
@@ -144,31 +186,41 @@ class DraftProgramme:
         return [tensor.data_ptr() for tensor in self._read()] == self._pointers
 
     def __call__(self, rows: DraftRows, pages: KVStorage) -> tuple[Tensor, Tensor, Tensor]:
-        """Draft. Returns the likeliest tokens [steps, n] int64; and of the last step the logits [n, N] of the tokens
-        that the head knows, and the head's own states [n, H].
+        """Draft. Returns the tokens of chains [steps, n] int64; and of the last step the logits [rows, N] of the
+        tokens that the head knows, and the head's own states [rows, H].
         """
+        choice, tree = rows.choice, rows.choice.tree
+        width = 1 if tree is None else tree.width
         count, steps, row = len(rows.kv_len), len(rows.going), self.hidden + self.tokens
-        out = rows.states.new_empty(count, row)
-        drafted = torch.zeros(steps, count, dtype=torch.int64)
+        out = rows.states.new_empty(count * width, row)
+        drafted = torch.zeros(steps, count, dtype=torch.int64) if tree is None else tree.tokens
         dtype, using = DTYPES[self.layer.dtype], threads()
         states = rows.states if rows.states.stride(1) == 1 else rows.states.contiguous()
         held = rows.slots, rows.block_table, rows.cu_q, rows.kv_len
         slots, *read = (tensor.data_ptr() for tensor in held)
         places = slots, 0, *read, rows.block_table.stride(0), count, pages.block_size, 0
         layer = CallFields((0, 0, len(rows.ids), 1, 0, 0), places, using, held)
-        singles, going = _numbers(count + 1), integers(rows.going)
+        singles, going = _numbers(count * width + 1), integers(rows.going)
         cos, sin = (0, 0) if self.tables is None else (table.data_ptr() for table in self.tables)
-        known = self.parts.known
         run_draft(
             *_fields(self._fuse, 0, dtype, using),
             *self.layer.fields((0, 0), layer, pages.pages),
             *_fields(self._words, out.data_ptr(), dtype, using),
             self.parts.embeddings.data_ptr(), cos, sin, rows.positions.data_ptr(), rows.ids.data_ptr(),
             states.data_ptr(), rows.ends.data_ptr(), going.data_ptr(), singles.data_ptr(),
-            0 if known is None else known.data_ptr(), drafted.data_ptr(), states.stride(0),
+            *map(_address, (self.parts.known, choice.numbers, choice.probabilities)),
+            *((0, 0) if tree is None else (tree.spare.data_ptr(), tree.nodes.data_ptr())), drafted.data_ptr(),
+            *((0, 0) if tree is None else (tree.parents.data_ptr(), tree.counts.data_ptr())), states.stride(0),
             0 if self.tables is None else self.tables[0].shape[-1], self.hidden, self.tokens, steps,
+            width, drafted.shape[1], 0 if tree is None else tree.spare.shape[-1],
+            0 if choice.probabilities is None else choice.probabilities.shape[-1],
+            choice.draws.top_k, choice.draws.temperature, choice.draws.top_p, choice.draws.kind, 0,
         )  # fmt: skip
         return drafted, out[:, self.hidden :], out[:, : self.hidden]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 Operations = tuple[Any, Any, int]  # the structs, where their buffers begin, and the numbers of a row in all buffers

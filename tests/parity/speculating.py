@@ -247,5 +247,6 @@ def by_generate(
     columns = max(map(len, prompts))
     ids = torch.tensor([[0] * (columns - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (columns - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **settings)
+    settings = {"do_sample": False, **settings}
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **settings)
     return out[:, columns:].tolist()

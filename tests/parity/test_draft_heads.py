@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from math import log
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ import hf_accel
 from hf_accel import Draft, SpeculativeConfig, UnsupportedError
 from hf_accel.distill.drafts.heads import DraftHead, head_logits, target_states
 from hf_accel.fused.draft_programme import DraftProgramme
+from hf_accel.generation.sequence import Shape
 from hf_accel.generation.speculation.drafters.model import MAX_CHUNK
-from hf_accel.generation.speculation.drafters.target_states import HeadDrafter
+from hf_accel.generation.speculation.drafters.target_states import BRANCHES, CALLS_TO_KNOW, HeadDrafter
+from hf_accel.generation.speculation.verifiers import noise
 
 from .families import VOCABULARY, build
 from .speculating import answers, by_engine, by_generate, head, requests, target
@@ -74,7 +79,7 @@ def test_drafts_are_what_the_head_says(family: str, tokens: Any, monkeypatch: py
     made.weights = None
     called = counted(monkeypatch, DraftProgramme, "__call__")
     seen = checked_drafts(monkeypatch, family, made)
-    config = SpeculativeConfig(drafter=made, num_draft=3)
+    config = SpeculativeConfig(drafter=made, num_draft=3, max_nodes=1)
     alone = requests(4, seed=6)
     assert by_generate(model, alone, 12, speculative=config) == answers(family, alone, 12)
     assert len(seen) > 60
@@ -83,6 +88,85 @@ def test_drafts_are_what_the_head_says(family: str, tokens: Any, monkeypatch: py
     assert max((len(drafted) for drafted, _, _ in called), default=0) == steps
     made_tokens, stats = by_engine(model, PROMPTS, 12, speculative=config, token_budget=7, max_tokens=96)
     assert made_tokens == answers(family, PROMPTS, 12) and stats["prefix_hits"] + stats["preemptions"] > 0
+
+
+@torch.no_grad()
+def tree(made: Any, model: Any, tokens: list[int], *, shape: Shape, width: int, weigh: Any) -> list[tuple[int, ...]]:
+    """Draft a tree after these tokens by EAGLE-2, each token by the head's whole text; returns its paths.
+
+    weigh: returns how likely each token is to be the next, of its logits and the number of drafted tokens before it.
+    """
+    states, _ = target_states(model, made.target_layers, torch.tensor([tokens[:-1]]))
+    found, open_paths = dict[tuple[int, ...], float](), {(): 0.0}
+    for depth in range(shape.depth):
+        newest: dict[tuple[int, ...], float] = {}
+        for path, before in open_paths.items():
+            read, ids = made.narrow(states), torch.tensor([tokens[1:]])
+            for token in path:
+                _, own = made(read, ids)
+                read, ids = torch.cat([read, own[:, -1:]], dim=1), torch.cat([ids, torch.tensor([[token]])], dim=1)
+            logits = made.over_vocabulary(made(read, ids)[0][0, -1], VOCABULARY)
+            values, best = weigh(logits, depth).topk(width)
+            pairs = zip(best.tolist(), values.tolist(), strict=True)
+            newest |= {(*path, token): before + log(value) for token, value in pairs if value > 0}
+        found |= newest
+        open_paths = dict(sorted(newest.items(), key=lambda each: -each[1])[:width])
+    return sorted(found, key=lambda path: -found[path])[: shape.nodes]
+
+
+def checked_trees(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead, weigh: Any) -> list[int]:
+    """Compare each tree with what the head's own code drafts; returns how many tokens each one had."""
+    propose, seen = HeadDrafter.propose_trees, list[int]()
+
+    def checked(self: Any, sequences: Any, shapes: Any) -> Any:
+        drafts = propose(self, sequences, shapes)
+        width = min(max(BRANCHES, -(-7 // max(shape.depth for shape in shapes))), 7)
+        for sequence, draft, shape in zip(sequences, drafts, shapes, strict=True):
+            if self.book._unread[sequence].first == 0 and shape.nodes > 1:
+                own = functools.partial(weigh, sequence)
+                expected = tree(made, build(family), sequence.tokens, shape=shape, width=width, weigh=own)
+                assert {tuple(draft.prefix(row)) for row in range(1, len(draft) + 1)} == set(expected)
+                assert len(draft) == len(expected) and draft.parents is not None
+                seen.append(len(draft))
+        return drafts
+
+    monkeypatch.setattr(HeadDrafter, "propose_trees", checked)
+    return seen
+
+
+def raced(sequence: Any, logits: torch.Tensor, depth: int) -> torch.Tensor:
+    """Weigh tokens for a race at a temperature of 0.8, among the likeliest 16 tokens that are compared."""
+    own = logits.float().div(0.8).softmax(-1)
+    key = torch.tensor(noise.race_key(sequence.seed, len(sequence.tokens) + depth))
+    speeds = own / noise.exponentials(key, torch.arange(len(own)))
+    return speeds / speeds.topk(min(16, int((own > 0).sum()))).values.sum()
+
+
+def likely(sequence: Any, logits: torch.Tensor, depth: int) -> torch.Tensor:
+    return logits.float().softmax(-1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("tokens", [None, range(3, VOCABULARY, 2)])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_trees_are_those_of_the_head(family: str, tokens: Any, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and raced, in batches, over the ends of blocks and behind windows of attention."""
+    model, made = target(family), head(family, tokens)
+    made.weights = None
+    seen = checked_trees(monkeypatch, family, made, raced if sampled else likely)
+    config = SpeculativeConfig(drafter=made, num_draft=3, max_nodes=7, verify="seeded")
+    alone, settings = requests(4, seed=6), {"do_sample": True, "temperature": 0.8, "top_k": 0} if sampled else {}
+    torch.manual_seed(0)
+    first = by_generate(model, alone, 12, speculative=config, **settings)
+    assert len(seen) > 10 and max(seen) == 7
+    assert hf_accel.stats(model)["branched"] > 0 or sampled
+    torch.manual_seed(0)
+    chains = dataclasses.replace(config, max_nodes=1)
+    assert first == by_generate(model, alone, 12, speculative=chains, **settings)
+    if not sampled:
+        assert first == answers(family, alone, 12)
+        made_tokens, _ = by_engine(model, PROMPTS, 12, speculative=config, token_budget=7, max_tokens=96)
+        assert made_tokens == answers(family, PROMPTS, 12)
 
 
 def test_a_native_draft_that_fails_its_trial_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +188,7 @@ def test_a_change_of_the_head_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
     model, made = target("llama"), head("llama")
     made.weights = None
     seen, called = checked_drafts(monkeypatch, "llama", made), counted(monkeypatch, DraftProgramme, "__call__")
-    config = SpeculativeConfig(drafter=made, num_draft=2)
+    config = SpeculativeConfig(drafter=made, num_draft=2, max_nodes=1)
     for change in (lambda: made.fuse.weight.mul_(-1), lambda: made.fuse.weight.set_(made.fuse.weight * -1)):
         by_generate(model, PROMPTS[:2], 8, speculative=config)
         with torch.no_grad():
@@ -121,7 +205,7 @@ def test_a_head_in_int8_drafts_about_the_same(monkeypatch: pytest.MonkeyPatch) -
     for weights in (None, "int8"):
         made.weights = weights
         proposed = counted(monkeypatch, HeadDrafter, "propose")
-        config = SpeculativeConfig(drafter=made, num_draft=1)
+        config = SpeculativeConfig(drafter=made, num_draft=1, max_nodes=1)
         assert by_generate(target("llama"), PROMPTS, 12, speculative=config) == answers("llama", PROMPTS, 12)
         drafts.append([draft.tokens for each in proposed for draft in each])
     same = sum(first == second for first, second in zip(*drafts, strict=False))
@@ -132,9 +216,9 @@ def test_prompts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = counted(monkeypatch, HeadDrafter, "_pass_over")
     monkeypatch.setattr(HeadDrafter, "propose", lambda self, sequences, lengths: [Draft() for _ in sequences])
     prompts = [prompt * 20 for prompt in requests(3, seed=5)]
-    config = SpeculativeConfig(drafter=head("llama"), num_draft=2)
+    config = SpeculativeConfig(drafter=head("llama"), num_draft=2, max_nodes=1)
     by_generate(target("llama"), prompts, 3, speculative=config)
-    assert 1 <= len(passes) <= 1 + sum(map(len, prompts)) // MAX_CHUNK
+    assert 1 <= len(passes) - CALLS_TO_KNOW <= 1 + sum(map(len, prompts)) // MAX_CHUNK
 
 
 def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections import abc
 from collections.abc import Callable
@@ -58,8 +59,7 @@ def make_speculation(
     """
     rule = verifier(config.verify)
     drafters = _Drafters(config, rule, runner, pages)
-    wanted = config.drafters
-    made = [drafters.make(drafter) for drafter in wanted]
+    made = [drafters.make(drafter) for drafter in config.drafters]
     state = drafters.state
     controller = _controller(config, state) if controller is None else controller
     speculation = Speculation(
@@ -73,8 +73,8 @@ def make_speculation(
             f"drafters read hidden states of other layers each ({sorted(layers)}); give one of them"
         )
     for own in layers:
-        runner.kept.layers = own
         speculation.states = lambda: runner.kept.states
+        speculation.keep_states = functools.partial(runner.kept.keep_layers, own)
     return speculation
 
 
@@ -117,7 +117,7 @@ def _controller_key(config: SpeculativeConfig) -> tuple[Any, ...]:
     """The key under which a controller is kept. A drafter that is an object is identified by its id()."""
     wanted = config.drafters
     names = tuple(drafter if isinstance(drafter, str) else id(drafter) for drafter in wanted)
-    return names, config.num_draft, config.max_draft, config.max_nodes
+    return names, config.num_draft, config.max_draft, config.max_nodes, config.verify
 
 
 def draft_models(speculation: Speculation) -> list[Any]:

@@ -60,6 +60,10 @@ class HeadRunner(ModelRunner):
         narrowed: Tensor = layer(states) if call is None else call(states)
         return narrowed
 
+    def any_states(self) -> Tensor:
+        embeddings = self.head.decoder.get_input_embeddings().weight
+        return RandomNumbers()(1, embeddings.shape[1], dtype=embeddings.dtype)
+
     def goes_ahead(self, count: int) -> bool:
         return self._native.takes(count, self.groups)
 
@@ -161,7 +165,7 @@ class NativeDrafts:
         if not programme.is_current():  # a hook wants to see a module, for as long as it is there
             self.refused = None
             return None
-        return programme, self._computed(runner, programme, rows, Ahead([len(rows.keep)], [], []))
+        return programme, self._computed(runner, programme, rows, Ahead([len(rows.keep)]))
 
     def compare(self, tried: Tried | None, made: Made) -> None:
         """Take a tried programme if it gave what the head's modules have made."""
@@ -171,11 +175,11 @@ class NativeDrafts:
     def compute(self, runner: HeadRunner, rows: ReadRows, ahead: Ahead | None) -> Made:
         """Compute a call, which `takes` must hold for."""
         assert self.programme is not None
-        return self._computed(runner, self.programme, rows, ahead or Ahead([len(rows.keep)], [], []))
+        return self._computed(runner, self.programme, rows, ahead or Ahead([len(rows.keep)]))
 
     def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: ReadRows, ahead: Ahead) -> Made:
-        positions = rows.positions + ahead.positions
-        while programme.tables is not None and max(positions) >= programme.tables[0].shape[1]:
+        last = max(rows.positions) + len(ahead.going) - 1
+        while programme.tables is not None and last >= programme.tables[0].shape[1]:
             more = self._tables(runner, programme.layer, programme.tables[0].shape[1])
             assert more is not None
             cos, sin = (torch.cat(pair, dim=1) for pair in zip(programme.tables, more, strict=True))
@@ -184,9 +188,8 @@ class NativeDrafts:
         ragged, slots = group.ragged, group.slots
         assert pages is not None and ragged.block_table is not None
         given = DraftRows(
-            integers(rows.ids), rows.states, integers(positions),
-            torch.cat([slots, integers(ahead.slots)]) if ahead.slots else slots,
-            ragged.block_table, ragged.cu_q, ragged.kv_len, integers(rows.keep), ahead.going,
+            integers(rows.ids), rows.states, integers(rows.positions), slots, ragged.block_table, ragged.cu_q,
+            ragged.kv_len, integers(rows.keep), ahead.going, ahead.choice,
         )  # fmt: skip
         tokens, logits, states = programme(given, pages)
         return Made(tokens.tolist(), logits, states)

@@ -27,6 +27,10 @@ class PassStates:
         self.states = torch.empty(0)
         self._known: tuple[Any, tuple[int, ...], list[nn.Module]] = (None, (), [])  # a decoder, layers, and their taps
 
+    def keep_layers(self, layers: tuple[int, ...], wanted: bool) -> None:
+        """Keep the states of these layers from the next pass on, or none."""
+        self.layers = layers if wanted else ()
+
     def taps(self, model: Any, called: Any, arguments: dict[str, Any]) -> list[nn.Module]:
         """Return the modules of which a pass has to keep the outputs.
 

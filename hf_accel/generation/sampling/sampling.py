@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import HfAccelError, UnsupportedError
+from ...kernels.cpu.draws import LIKELIEST_DRAWS, Draws
 from ...tensors import HostCopy, is_remote
-from .processors import Processor
+from .processors import Processor, Temperature, TopKTopP
 from .token_prefix import Prefix
 
 Draw = Callable[[Tensor, list[Any]], list[int]]
@@ -45,6 +46,19 @@ class Sampling:
     def key(self) -> Hashable:
         """Sequences with equal keys are processed in one call."""
         return self.greedy, self.steps, self.draw
+
+    def native_draws(self, kind: int) -> Draws | None:
+        """Return how a kernel draws drafted tokens by this kind of Draws; None if it does not know the steps."""
+        if self.plain:
+            return LIKELIEST_DRAWS
+        steps, temperature, kept = list(self.steps), Temperature(1.0), TopKTopP()
+        if steps and isinstance(steps[0], Temperature):
+            temperature, steps = steps[0], steps[1:]
+        if steps and isinstance(steps[0], TopKTopP):
+            kept, steps = steps[0], steps[1:]
+        if steps or self.greedy:
+            return None
+        return Draws(kind, temperature.value, kept.k or 0, 1.0 if kept.p is None else kept.p)
 
     def process(self, logits: Tensor, prefixes: abc.Sequence[Prefix] | None) -> Tensor:
         """Return scores [n, V] float32 of logits [n, V], which are not written to.

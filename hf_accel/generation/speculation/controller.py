@@ -24,6 +24,7 @@ MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
 UNMEASURED_DRAFT = 0.3  # the assumed time of a drafter's pass before it was measured
 FIRST_WAIT, LAST_WAIT = 1, 512  # the passes from one trial to the next while none was right, which double
 WAIT = 8  # the passes from one trial to the next once a draft was right
+AHEAD = 32  # the passes before the next possible draft from which on hidden states are kept
 MANY = 64  # the passes after which it is known whether drafts pay
 REFRESH = 64  # the number of passes after which draft lengths other than the best are tried
 # The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
@@ -173,6 +174,11 @@ class Controller:
         known.idle = (0, 0) if drafts or is_refreshed else (count, max(known.next_trial, affordable))
         return shapes
 
+    def rests(self, source: str) -> bool:
+        """Return whether it is known that nothing will be drafted soon, so that no hidden states are needed for it."""
+        known = self.sources.get(source)
+        return self.num_draft == "auto" and known is not None and self.num_passes + AHEAD < known.idle[1]
+
     def verdict(self, source: str) -> str | None:
         """Return why a drafter has drafted nothing but trials, as a clause; None if its drafts have paid, or if that
         is not known after so few passes.
@@ -226,7 +232,8 @@ class Controller:
             record.is_read = True
         if new:
             known, each = self._source(source), seconds / len(new)
-            known.reading = ((known.reading or each) + each) / 2
+            # A first reading may take much longer than those that follow.
+            known.reading = min(each, (known.reading + each) / 2) if known.reading else each
             self._pass.reading += seconds
         else:
             self._pass.seconds += seconds

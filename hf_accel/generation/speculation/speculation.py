@@ -121,6 +121,8 @@ class Speculation:
         self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
         self.states: Callable[[], Tensor] | None = None  # returns the hidden states of the last pass, [N, D]
+        self.keep_states: Callable[[bool], None] = lambda wanted: None  # says whether the next passes keep them
+        self._keeps = True
         self._drafts: dict[Sequence, Draft] = {}
         self._forks: dict[Sequence, list[Fork]] = {}
         self._states: dict[Sequence, tuple[int, Tensor]] = {}  # of trees, from the first row on
@@ -153,15 +155,19 @@ class Speculation:
             if asked:
                 self._propose_from(drafter, asked, rows - len(asked) + drafted, left, pages=pages)
             waiting = [sequence for sequence in waiting if sequence not in self._drafts]
+        if self.states is not None:
+            self._keeps = not all(self.controller.rests(drafter.name) for drafter in self.drafters if drafter.layers)
+            self.keep_states(self._keeps)
         seconds = time.perf_counter() - begun
-        self.controller.observe_asking([], seconds - self._seconds)
+        if self._drafts:  # otherwise the balance would fall where nothing is drafted, and nothing ever would be again
+            self.controller.observe_asking([], seconds - self._seconds)
         self._seconds = seconds
         return [self.draft_of(chunk.sequence) for chunk in chunks]
 
     def _propose_from(
         self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, *, pages: Pages
     ) -> None:
-        trees = drafter.trees and self.statistics.no_trees is None
+        trees = self.statistics.no_trees is None and self.controller.max_nodes > 1 and drafter.drafts_trees(sequences)
         shapes = self.controller.shapes(
             sequences,
             [sequence.num_left - 1 for sequence in sequences],
@@ -218,7 +224,7 @@ class Speculation:
 
     def watch(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft]) -> None:
         """Give the drafter that reads them the hidden states of a pass, which the model has just computed."""
-        if self.states is None:
+        if self.states is None or not self._keeps:
             return
         states, end = self.states(), 0
         for chunk, draft in zip(chunks, drafts, strict=True):

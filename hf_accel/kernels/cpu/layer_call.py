@@ -1,4 +1,4 @@
-"""Calls a whole layer, whose operations are kernels one after the other; their structs are those of src/layer.cpp."""
+"""Calls a whole layer, whose operations are kernels one after the other; their structs are those of src/layer.h."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ctypes import Structure
 
 from .library import ScoreBias, fields, kernel, shared_struct
 
-# LayerOpKind in layer.cpp
+# LayerOpKind in layer.h
 OPERATIONS = (
     "integer_linear", "float_linear", "norm", "rope", "write", "attend", "add", "layer_norm", "attend_rows", "gate",
     "join", "position_scores", "attend_source", "short_conv", "delta_rule", "state_scan", "gated_norm",
@@ -65,15 +65,17 @@ class LayerCall(Structure):
 
 
 class DraftCall(Structure):
-    """Its fields are those of DraftCall in kernels.h."""
+    """Its fields are those of DraftCall in draft.h."""
 
     _fields_ = [
         *[(part, LayerCall) for part in ("fuse", "layer", "head")],
         *fields(
-            pointers="embeddings cos sin positions ids states ends going singles known drafted",
-            sizes="state_stride table_size hidden tokens steps",
+            pointers="embeddings cos sin positions ids states ends going singles known numbers probabilities spare "
+            "nodes drafted parents counts",
+            sizes="state_stride table_size hidden tokens steps width most_nodes num_spare vocabulary top_k",
+            floats="temperature top_p", ints="draw unused",
         ),
-    ]
+    ]  # fmt: skip
 
 
 run_layer = kernel("layer", LayerCall)

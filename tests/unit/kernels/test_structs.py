@@ -12,6 +12,7 @@ import pytest
 from hf_accel.kernels.cpu import (  # noqa: F401  # each of these says its structs
     attention,
     delta_rule,
+    draws,
     gated_norm,
     head_products,
     integer_linear,
@@ -25,7 +26,7 @@ from hf_accel.kernels.cpu import (  # noqa: F401  # each of these says its struc
 from hf_accel.kernels.cpu.build import SOURCE
 from hf_accel.kernels.cpu.library import ACTIVATIONS, EPILOGUES, packed_format
 
-SOURCES = "".join((SOURCE / name).read_text(encoding="utf-8") for name in ("kernels.h", "draft.h", "layer.cpp"))
+SOURCES = "".join((SOURCE / name).read_text(encoding="utf-8") for name in ("kernels.h", "draft.h", "layer.h"))
 HEADER = re.sub(r"//.*", "", SOURCES)
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
@@ -88,6 +89,8 @@ def test_numbers_of_names() -> None:
     assert int(dtypes["FP4"]) == integer_linear.FP4
     kinds = re.search(r"enum LayerOpKind : int32_t {(.*?)}", HEADER)[1]  # type: ignore[index]
     assert tuple(kinds.lower().replace(" ", "").split(",")) == layer_call.OPERATIONS
+    drawn = re.findall(r"(\w+) = (\d)", re.search(r"enum Draw .*", HEADER)[0])  # type: ignore[index]
+    assert [getattr(draws, name) for name, _ in drawn] == [int(number) for _, number in drawn]
     for enum, numbers in (("Epilogue", EPILOGUES), ("Activation", ACTIVATIONS)):
         found = re.findall(r"= (\d)", re.search(rf"enum {enum}.*", HEADER)[0])  # type: ignore[index]
         assert list(map(int, found)) == list(numbers.values())

@@ -31,6 +31,10 @@ class Drafter(ABC):
         """Return whether this sequence may get a draft; it is not asked for one, and learns nothing, where not."""
         return True
 
+    def drafts_trees(self, sequences: abc.Sequence[Sequence]) -> bool:
+        """Return whether `propose_trees` is asked for drafts of these sequences, and not `propose`."""
+        return self.trees
+
     @abstractmethod
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
         """Return a Draft for each sequence, of at most lengths[i] tokens. It may be shorter or empty.

@@ -27,10 +27,10 @@ class UnreadStates(Generic[Reader]):
     first: int
     start: int
     parts: list[Tensor]
+    count: int = 0  # the rows of all parts, which are many while nothing is drafted
 
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.parts))
+    def __post_init__(self) -> None:
+        self.count = sum(map(len, self.parts))
 
     @property
     def end(self) -> int:
@@ -48,13 +48,14 @@ class UnreadStates(Generic[Reader]):
         new = states[self.end - start :]
         if len(new):
             self.parts.append(new)
+            self.count += len(new)
         return True
 
     def cut(self, end: int) -> None:
         """Drop the states at `end` and behind, which are those of drafted tokens that were rejected."""
         if end < self.end:
             kept = self.all()[: max(0, end - self.start)]
-            self.parts = [kept] if len(kept) else []
+            self.parts, self.count = [kept] if len(kept) else [], len(kept)
 
     def all(self) -> Tensor:
         """Return all states, [n, D]."""
@@ -64,6 +65,7 @@ class UnreadStates(Generic[Reader]):
         """Return the first `count` states, [count, D], which count as read from now on."""
         states = self.all()
         self.start, self.parts = self.start + count, [states[count:]] if count < len(states) else []
+        self.count = len(states) - count
         return states[:count]
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ....kernels import cpu
+from ....kernels.cpu.draws import INVERSE, Draws, drawn_from
 from ....tensors import Unread, is_remote, known
 
 SEARCH_BLOCK = 128  # weights per block: the cumulative sum is over block sums, and then within one block
@@ -25,6 +27,9 @@ def inverse_draw(weights: Tensor, uniforms: Tensor) -> Unread[list[int]]:
     """
     if not len(weights):
         return known([])
+    if weights.is_cpu and weights.dtype is torch.float32 and cpu.refusal() is None:
+        tokens: list[int] = drawn_from(weights, Draws(INVERSE), uniforms.double()).tolist()
+        return known([max(token, 0) for token in tokens])  # where weights are no numbers, there is no token
     missing = -weights.shape[1] % SEARCH_BLOCK
     blocks = (pad(weights, (0, missing)) if missing else weights).reshape(len(weights), -1, SEARCH_BLOCK)
     if is_remote(weights):

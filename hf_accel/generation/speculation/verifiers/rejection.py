@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ....kernels.cpu.draws import INVERSE
 from ....tensors import Unread, all_unread, integers, is_remote, sent
 from ...sequence import Draft
 from . import noise
@@ -86,8 +87,13 @@ class RejectionVerifier(Verifier):
     TARGET decides only once, because its token is final.
     """
 
+    draws = INVERSE
+
     def __init__(self, uniform: Uniform = noise.uniform) -> None:
         self._uniform = uniform
+
+    def draft_number(self, place: Place) -> float:
+        return self._number(place, Purpose.DRAFT)
 
     @abstractmethod
     def accept(self, drawn: abc.Sequence[Drawn]) -> list[tuple[int, float]]:

@@ -7,6 +7,8 @@ from collections import abc
 import torch
 from torch import Tensor
 
+from ....kernels import cpu
+from ....kernels.cpu.draws import RACE, Draws, drawn_from
 from ....tensors import Unread, integers, is_remote, known, sent
 from ...sequence import Draft
 from . import noise
@@ -25,6 +27,10 @@ class SeededVerifier(Verifier):
     """
 
     name = "seeded"
+    draws = RACE
+
+    def draft_number(self, place: Place) -> int:
+        return noise.race_key(place.seed, place.position)
 
     def drawn(self, probabilities: Tensor, places: abc.Sequence[Place]) -> Unread[list[int]]:
         return race(probabilities, [noise.race_key(place.seed, place.position) for place in places])
@@ -41,8 +47,26 @@ class SeededVerifier(Verifier):
     def verified(
         self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place]
     ) -> Unread[list[list[int]]]:
-        first_rows(probabilities, drafts)
-        return self.drawn(probabilities, row_places(places, drafts)).then(lambda chosen: accepted_of(drafts, chosen))
+        starts = first_rows(probabilities, drafts)
+        if is_remote(probabilities):
+            chosen = self.drawn(probabilities, row_places(places, drafts))
+            return chosen.then(lambda tokens: accepted_of(drafts, tokens))
+        return known(self._followed(probabilities, drafts, places, starts))
+
+    def _followed(
+        self, probabilities: Tensor, drafts: abc.Sequence[Draft], places: abc.Sequence[Place], starts: list[int]
+    ) -> list[list[int]]:
+        """Draw the tokens of those rows alone that are reached: one of each draft, until none equals a drafted one."""
+        chosen: list[list[int]] = [[] for _ in drafts]
+        rows = dict.fromkeys(range(len(drafts)), 0)
+        while rows:
+            now = [starts[index] + row for index, row in rows.items()]
+            drawn = self.drawn(probabilities[now], [places[index].next(len(chosen[index])) for index in rows])
+            for index, token in zip(rows, drawn.read(), strict=True):
+                chosen[index].append(token)
+            reached = {index: drafts[index].rows(chosen[index]) for index in rows}
+            rows = {index: each[-1] for index, each in reached.items() if len(each) > len(chosen[index])}
+        return chosen
 
 
 def race(probabilities: Tensor, keys: abc.Sequence[int]) -> Unread[list[int]]:
@@ -53,6 +77,8 @@ def race(probabilities: Tensor, keys: abc.Sequence[int]) -> Unread[list[int]]:
     size = probabilities.shape[1]
     if is_remote(probabilities):  # what follows asks how many tokens are possible
         return Unread(_on_device(probabilities, keys), list)
+    if cpu.refusal() is None:
+        return known(_natively(probabilities, keys))
     enough = max(size // DENSE, LARGE)
     possible = (probabilities > 0).sum(-1).tolist()
     many = [row for row, count in enumerate(possible) if count > enough]
@@ -60,6 +86,11 @@ def race(probabilities: Tensor, keys: abc.Sequence[int]) -> Unread[list[int]]:
     winners = dict(zip(many, _over_all(probabilities, keys, many), strict=True))
     winners.update(zip(few, _over_possible(probabilities[few], [keys[row] for row in few]), strict=True))
     return known([winners[row] for row in range(len(keys))])
+
+
+def _natively(probabilities: Tensor, keys: abc.Sequence[int]) -> list[int]:
+    tokens: list[int] = drawn_from(probabilities, Draws(RACE), integers(keys)).tolist()
+    return [token if token >= 0 else probabilities.shape[1] - 1 for token in tokens]
 
 
 def _on_device(probabilities: Tensor, keys: abc.Sequence[int]) -> Tensor:

@@ -38,6 +38,11 @@ class Verifier(ABC):
     """
 
     name: str
+    draws: int  # the kind of kernels.cpu.draws that draws drafted tokens
+
+    @abstractmethod
+    def draft_number(self, place: Place) -> float:
+        """Return the random number by which `draws` draws the drafted token of a place; an int for a race."""
 
     @abstractmethod
     def drawn(self, probabilities: Tensor, places: abc.Sequence[Place]) -> Unread[list[int]]:

@@ -31,6 +31,7 @@
   KERNEL(layer_norm, LayerNormCall)       \
   KERNEL(argmax, LogitsCall)              \
   KERNEL(topk, LogitsCall)                \
+  KERNEL(draw, DrawCall)                  \
   KERNEL(attention, AttentionCall)        \
   KERNEL(position_scores, PositionScoresCall) \
   KERNEL(bias_gates, BiasGatesCall) \
@@ -287,6 +288,24 @@ struct LogitsCall {
   void* values;      // [rows, k] of dtype (top-k)
   int64_t* indices;  // [rows, k]
   int32_t dtype, threads;
+};
+
+// How a token is chosen: the likeliest ones; the winners of a race, of which each has the time -log(random) / weight; or
+// the first whose weights up to it exceed a random share of all. Python's noise.py and inverse.py say how.
+enum Draw : int32_t { LIKELIEST = 0, RACE = 1, INVERSE = 2 };
+
+// The k first tokens of each row, of which INVERSE has one. With top_k, or a top_p below 1, other tokens weigh nothing;
+// top_p alone is not applied where it needs more than a few hundred tokens.
+struct DrawCall {
+  const void* rows;       // [rows, size]: logits of dtype, or with is_weights float32 weights, which may not be negative
+  const int64_t* ids;     // [size]: the tokens of a row; null if these are 0, 1, 2, ...
+  const void* numbers;    // [rows]: int64 keys of RACE, or float64 numbers in [0, 1) of INVERSE
+  int64_t* tokens;        // [rows, k]; -1 where there are fewer that weigh anything
+  float* confidences;     // [rows, k]: of each token, the logarithm of how likely it is to be the first; or null
+  float* probabilities;   // [rows, probability_stride]: those that the token was drawn from, by token; or null
+  int64_t stride, num_rows, size, k, probability_stride, top_k;
+  float temperature, top_p;
+  int32_t kind, is_weights, dtype, threads;
 };
 
 // -- attention over pages or contiguous sequences, and writing to pages ----------------------------------------------

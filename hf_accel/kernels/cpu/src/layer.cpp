@@ -1,43 +1,7 @@
 // Runs the operations of a layer one after the other: the kernels that Python would call one by one, so that
 // the result has the same bits. What this saves is the time between them.
-#include "draft.h"
-#include "kernels.h"
+#include "layer.h"
 #include "parallel.h"
-
-// Where an operation reads or writes: row n of a buffer has its numbers at n * stride + offset. Buffer 0 is the layer's
-// input, buffer 1 its output; the others are memory of the call. A stride of 0 stands for no place at all. `head` is the
-// stride between heads, 0 if they stand end to end.
-struct Columns {
-  int64_t buffer, offset, stride, head;
-};
-
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM, BIAS_GATES, ROW_CONV };
-
-struct LayerOp {
-  int32_t kind;
-  int32_t weight_dtype;     // NORM, LAYER_NORM, ATTEND
-  // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
-  // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z, and the
-  // gates of a bias in out2 if it has such; GATE: y may be missing; POSITION_SCORES: Q and K; JOIN: the parts of each head;
-  // DELTA_RULE: the results of the convolution, a and b; STATE_SCAN: those and dt; GATED_NORM: x and the gate; else x alone.
-  // What SHORT_CONV, DELTA_RULE, STATE_SCAN and BIAS_GATES give is float32: a buffer of so many bytes.
-  Columns x, y, out, out2, z;
-  const void* weight;       // a Linear, or what a norm multiplies by; ADD: the scale of y, or null; ATTEND: sinks, or null
-  const void* bias;         // LAYER_NORM, SHORT_CONV, BIAS_GATES, ROW_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
-  const void* skip;         // STATE_SCAN; BIAS_GATES: the factors of heads; ROW_CONV: its RowNorm, or null
-  int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
-  int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
-  int64_t window, ahead;  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal
-  float eps, offset;      // NORM, LAYER_NORM: eps
-  float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y
-  int32_t round_first;   // NORM
-  int32_t interleaved, round_each;  // ROPE
-  int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
-  int32_t bias_dtype;               // LAYER_NORM, DELTA_RULE, STATE_SCAN
-  int32_t skip_dtype;               // STATE_SCAN
-  int32_t gate_first;               // GATED_NORM
-  int32_t activation;               // GATE: out = act(x) * y; ROW_CONV: or -1
-};
 
 const int64_t LAYER_OP_SIZE = sizeof(LayerOp);
 
@@ -356,66 +320,4 @@ void run_layer(const Kernels& kernels, const LayerCall& call) {
   const size_t bytes = static_cast<size_t>(call.width * call.tokens * size);
   const Layer layer = {kernels, call, size, static_cast<char*>(scratch<LayerCall>(bytes))};
   for (int64_t i = 0; i < call.count; ++i) layer.run(call.ops[i]);
-}
-
-// Each step reads, for each row, the embedding of its token and a state, and gives a token and a state for each sequence
-// that goes on; the next step reads these.
-void run_draft(const Kernels& kernels, const DraftCall& call) {
-  LayerCall fuse = call.fuse, layer = call.layer, head = call.head;
-  const int64_t size = layer.dtype == F32 ? 4 : 2, hidden = call.hidden * size, out = hidden + call.tokens * size;
-  const int64_t table = call.table_size * (layer.table_dtype == F32 ? 4 : 2), sequences = layer.sequences;
-  char* memory = static_cast<char*>(scratch<DraftCall>(
-      static_cast<size_t>(layer.tokens * (4 * hidden + 2 * table) + sequences * (hidden + 4) + 7 * 64)));
-  const auto take = [&](int64_t bytes) {
-    char* taken = memory;
-    memory += (bytes + 63) / 64 * 64;
-    return taken;
-  };
-  char *pairs = take(layer.tokens * 2 * hidden), *input = take(layer.tokens * hidden), *output = take(layer.tokens * hidden);
-  char *ends = take(sequences * hidden), *cos = take(layer.tokens * table), *sin = take(layer.tokens * table);
-  int32_t* lengths = reinterpret_cast<int32_t*>(take(sequences * 4));
-  std::memcpy(lengths, layer.kv_len, static_cast<size_t>(sequences) * 4);
-  fuse.x = pairs;
-  fuse.out = input;
-  layer.x = input;
-  layer.out = output;
-  layer.kv_len = lengths;
-  layer.cos = cos;
-  layer.sin = sin;
-  layer.batch = 1;
-  layer.table_token = call.table_size;
-  head.x = ends;
-  const char *embeddings = static_cast<const char*>(call.embeddings), *states = static_cast<const char*>(call.states);
-  int64_t state_stride = call.state_stride * size;
-  const int64_t *ids = call.ids, *positions = call.positions;
-  for (int64_t step = 0; step < call.steps; ++step) {
-    const int64_t going = call.going[step], rows = step ? going : layer.tokens;
-    for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(pairs + 2 * r * hidden, embeddings + ids[r] * hidden, static_cast<size_t>(hidden));
-      std::memcpy(pairs + (2 * r + 1) * hidden, states + r * state_stride, static_cast<size_t>(hidden));
-      if (!table) continue;
-      std::memcpy(cos + r * table, static_cast<const char*>(call.cos) + positions[r] * table, static_cast<size_t>(table));
-      std::memcpy(sin + r * table, static_cast<const char*>(call.sin) + positions[r] * table, static_cast<size_t>(table));
-    }
-    fuse.tokens = layer.tokens = rows;
-    head.tokens = layer.sequences = going;
-    run_layer(kernels, fuse);
-    run_layer(kernels, layer);
-    for (int64_t i = 0; i < going; ++i)
-      std::memcpy(ends + i * hidden, output + (step ? i : call.ends[i]) * hidden, static_cast<size_t>(hidden));
-    run_layer(kernels, head);
-    int64_t* drafted = call.drafted + step * sequences;
-    const char* made = static_cast<const char*>(head.out);
-    kernels.argmax({made + hidden, out / size, going, call.tokens, 0, nullptr, drafted, layer.dtype, layer.threads});
-    for (int64_t i = 0; i < going; ++i) {
-      if (call.known) drafted[i] = call.known[drafted[i]];
-      ++lengths[i];
-    }
-    ids = drafted;
-    states = made;
-    state_stride = out;
-    positions += rows;
-    layer.slots += rows;
-    layer.cu_q = call.singles;
-  }
 }

@@ -207,3 +207,20 @@ def test_a_drafter_that_does_not_pay_is_named(acceptance: float, drafting: float
     assert (verdict is not None) is says
     if verdict is not None:
         assert "do not pay: a token costs 0.8" in verdict
+
+
+def test_drafts_rest_while_none_is_possible_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none is ever right, trials become rare, and hidden states are needed for the passes before one alone."""
+    run, rested = Simulation(CURVES["flat"], [0.0], drafting=0.3, noise=0.0, outliers=0.0, seed=0), list[bool]()
+    observe = run.controller.observe_pass
+
+    def noted(rows: int, seconds: float) -> None:
+        observe(rows, seconds)
+        rested.extend(run.controller.rests(name) for name in run.controller.sources)
+
+    monkeypatch.setattr(run.controller, "observe_pass", noted)
+    run.run(1000)
+    assert 300 < sum(rested) < 1000
+    first = rested.index(True)
+    assert first > 8 and not all(rested[first:])
+    assert not Controller(3).rests("")

@@ -32,6 +32,7 @@ def test_what_is_read_is_what_came_last() -> None:
         final = draw.randint(max(final, unread.start), final + count)
         unread.cut(final)
         assert unread.end == final == unread.start + unread.count
+        assert unread.count == sum(map(len, unread.parts))
         if draw.random() < 0.5 and unread.count:
             read += unread.take(draw.randint(1, unread.count)).flatten().tolist()
     assert [int(value) % 1000 for value in read] == [place % 1000 for place in range(len(read))]

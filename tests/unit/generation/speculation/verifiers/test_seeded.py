@@ -87,6 +87,7 @@ def test_rows_of_any_support_are_raced_alike() -> None:
 def test_equal_times_go_to_the_lowest_token(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "hf_accel.generation.speculation.verifiers.noise.exponentials"
     monkeypatch.setattr(name, lambda keys, ids: torch.ones(len(ids)).double())
+    monkeypatch.setattr("hf_accel.kernels.cpu.refusal", lambda: "no compiler")
     assert SeededVerifier().draw(torch.tensor([[0.0, 0.4, 0.2, 0.4]]), [Place(0, 0)]) == [1]
 
 
