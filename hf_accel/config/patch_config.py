@@ -23,7 +23,7 @@ from ..keywords import (
 )
 from .weight_config import WeightConfig, parse_weights
 
-KVDtype = Literal["auto", "int8", "fp8", "int4"]
+KVDtype = Literal["auto", "int8", "fp8", "int4", "int8-int4"]
 
 
 @checked_keywords(kv_dtype="dtype=", bits="dtype='int8'", page_size="block_size=", max_length="max_tokens=")
@@ -33,7 +33,8 @@ class CacheConfig:
 
     dtype: "auto" stores K and V as the model computes them, "int8" or "fp8" (e4m3) with a scale per
         token and head, "int4" rotated, with a scale and a shift, for heads of an even size: it loses little where
-        heads are as large as usual (64 numbers, 128), and a lot where they are small.
+        heads are as large as usual (64 numbers, 128), and a lot where they are small. "int8-int4" stores keys as
+        "int8" and values as "int4" does: keys need their bits more.
     block_size: tokens in a block.
     max_tokens: a fixed capacity in tokens over all sequences; None grows as needed. On a GPU, None gives an Engine
         and generate_batch() as many as fit into its free memory.
