@@ -152,7 +152,7 @@ KEYWORDS = {
         "eight_bits", "skip", "head", "embedding", "only_if_faster",
     ],
     "quantization_report": ["reference"],
-    "CacheConfig": ["block_size", "max_tokens", "prefix_sharing"],
+    "CacheConfig": ["block_size", "max_tokens", "prefix_sharing", "directory", "directory_bytes"],
     "SpeculativeConfig": ["drafter", "num_draft", "max_draft", "max_nodes", "verify", "ngram"],
     "Engine": ["max_tokens", "token_budget", "max_running", "speculative"],
     "save_gguf": ["tokenizer"],

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.quantized import dequantize, rotate
+from ..cache.quantized import INT4, dequantize, rotate
 from ..kernels.layouts import KV, PositionBias, Ragged
 from .masking import visible_keys
 
@@ -82,7 +82,7 @@ def _pick(pages: Tensor, scales: Tensor | None, picked: Tensor, dtype: torch.dty
     return dequantize(found, factors, dtype)
 
 
-def rotated_like_pages(x: Tensor, pages: KV) -> Tensor:
+def rotated_like(x: Tensor, pages: Tensor) -> Tensor:
     """Rotate queries [N, Hq, D] for pages of rotated keys, or rotate results [N, Hq, Dv] of rotated values back."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    return rotate(x.to(exact)).to(x.dtype) if pages.is_int4 else x
+    return rotate(x.to(exact)).to(x.dtype) if pages.dtype is INT4 else x

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.layouts import KV, AttentionOptions, Ragged
 from .contract import AttentionBackend, AttentionSpec, empty_lse
 from .masking import apply_mask, row_blocks
-from .paged_kv import gather_sequence, paged_sequences, rotated_like_pages, sequence_bias
+from .paged_kv import gather_sequence, paged_sequences, rotated_like, sequence_bias
 
 ROWS_AT_A_TIME = 256  # bounds the scores of a long prompt
 
@@ -29,13 +29,13 @@ class ReferenceBackend(AttentionBackend):
 
     def paged(self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool = False) -> Any:
         out = q.new_zeros(*q.shape[:2], kv.value_dim)
-        exact = rotated_like_pages(q.to(torch.promote_types(q.dtype, torch.float32)), kv)
+        exact = rotated_like(q.to(torch.promote_types(q.dtype, torch.float32)), kv.k)
         lse = empty_lse(q, options.sinks)
         for sequence in paged_sequences(ragged, block_size=kv.k.shape[2], window=options.window):
             used = gather_sequence(kv, ragged, sequence, torch.float32)
             rows = exact[sequence.queries].transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]
             part, part_lse = attend(rows, used, sequence_bias(options.bias, sequence, kv.k.shape[2]), options)
-            out[sequence.queries] = rotated_like_pages(part[0].transpose(0, 1), kv).to(q.dtype)
+            out[sequence.queries] = rotated_like(part[0].transpose(0, 1), kv.v).to(q.dtype)
             lse[sequence.queries] = part_lse[0].transpose(0, 1).float()
         return (out, lse) if return_lse else out
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.layouts import KV, AttentionOptions, Ragged
 from .contract import AttentionBackend, AttentionSpec, empty_lse
 from .masking import apply_mask, hidden, restrict, row_blocks, visible
-from .paged_kv import PagedSequence, gather, gather_sequence, paged_sequences, rotated_like_pages, sequence_bias
+from .paged_kv import PagedSequence, gather, gather_sequence, paged_sequences, rotated_like, sequence_bias
 
 
 class SdpaBackend(AttentionBackend):
@@ -121,7 +121,7 @@ def paged_attention(
     q: Tensor, pages: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """q [N, Hq, D] over paged K and V -> [N, Hq, Dv], lse [N, Hq] or None."""
-    out, q = q.new_zeros(*q.shape[:2], pages.value_dim), rotated_like_pages(q, pages)
+    out, q = q.new_zeros(*q.shape[:2], pages.value_dim), rotated_like(q, pages.k)
     lse = empty_lse(q, options.sinks) if return_lse else None
     block_size, block_bytes = pages.k.shape[2], pages.k[:1].nbytes + pages.v[:1].nbytes
     sequences = paged_sequences(ragged, block_size=block_size, window=options.window)
@@ -140,7 +140,7 @@ def paged_attention(
         out[rows] = part.transpose(1, 2).flatten(0, 1)
         if lse is not None and part_lse is not None:
             lse[rows] = part_lse.transpose(1, 2).flatten(0, 1).float()
-    return rotated_like_pages(out, pages), lse
+    return rotated_like(out, pages.v), lse
 
 
 def batches(sequences: Iterable[PagedSequence], *, max_blocks: int, max_padding: int) -> Iterator[list[PagedSequence]]:

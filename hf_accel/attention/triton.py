@@ -58,7 +58,7 @@ class TritonBackend(AttentionBackend):
         return self._attention(q, kv, ragged._replace(block_table=None), options, return_lse=False)[0]
 
     def paged(self, q: Tensor, kv: KV, ragged: Ragged, options: AttentionOptions, *, return_lse: bool = False) -> Any:
-        if must_be_traced(q, options.sinks):
+        if must_be_traced(q, options.sinks) or kv.k.dtype is not kv.v.dtype:
             return self.torch.paged(q, kv, ragged, options, return_lse=return_lse)
         if not kv.is_int4:
             out, lse = self._attention(q, kv, ragged, options, return_lse=return_lse)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels.layouts import KV, Ragged
 from ..tensors import integers
 from .pool import BlockPool, BlockTable, PrefixIndex
+from .quantized import PageDtypes
 from .step import GroupStep, SharedContext, TokenRange, offsets, written_places
 from .storage import KVStorage
 
@@ -45,7 +46,8 @@ class PageGroup:
     window: the layers' sliding window in tokens, None for full attention. index: the blocks that others may find, None
     if sequences share no prefixes. context: the ranks that share out the blocks, set before there are pages; None if
     all blocks are here. The pool and the index are those of all blocks in either case. form: how the pages hold what
-    layers write, set before there are pages. A kind of state with other blocks, tables or steps has a class of its
+    layers write, set before there are pages. kept: the GroupFolder of the blocks
+    that stay on the disk; None without any. A kind of state with other blocks, tables or steps has a class of its
     own (kinds/).
     """
 
@@ -62,7 +64,7 @@ class PageGroup:
         block_size: int,
         growable: bool,
         prefix_sharing: bool,
-        quantized: torch.dtype | None,
+        quantized: PageDtypes | None,
     ) -> None:
         self.window, self.form = window, AS_WRITTEN
         self.context: SharedContext | None = None
@@ -70,6 +72,7 @@ class PageGroup:
         self.pool = BlockPool(num_blocks, block_size=block_size, growable=growable)
         self.index = PrefixIndex(self.pool) if prefix_sharing else None
         self.storages: dict[Any, KVStorage] = {}  # by layer, or by a state of one
+        self.kept: Any = None
         self.has_scratch = False
 
     def table(self, source: Any = None) -> BlockTable:
@@ -94,16 +97,29 @@ class PageGroup:
         """Return the number of the first block that a token behind `num_blocks` full ones needs."""
         return 0 if self.window is None else max(0, num_blocks * block_size - self.window + 1) // block_size
 
-    def num_known(self, digests: Sequence[bytes], block_size: int) -> int:
-        """Return the number of blocks of the longest beginning of `digests` behind which a sequence can go on."""
+    def num_known(self, digests: Sequence[bytes], block_size: int, *, on_disk: bool = False) -> int:
+        """Return the number of blocks of the longest beginning of `digests` behind which a sequence can go on.
+
+        on_disk: whether blocks count that are on the disk alone.
+        """
         assert self.index is not None
+        kept = self.kept if on_disk else None
         length = len(digests)
         for number in reversed(range(length)):
             if number < self.first_needed(length, block_size):
                 break
-            if self.index.find(digests[number]) is None:
+            if self.index.find(digests[number]) is None and (kept is None or digests[number] not in kept):
                 length = number
         return length
+
+    def allocate(self, count: int) -> list[int]:
+        """Return blocks with one reference that no sequence has, and with pages. Raises what `append` raises."""
+        self.make_pages(count)
+        return [self.pool.allocate() for _ in range(count)]
+
+    def blocks_to_keep(self, table: BlockTable, digests: Sequence[bytes], block_size: int) -> list[tuple[bytes, int]]:
+        """Return those of a table's blocks with these digests that are worth a file on the disk, (digest, block)."""
+        return list(zip(digests[table.num_dropped_blocks :], table.blocks, strict=False))
 
     def adopt(self, table: BlockTable, digests: Sequence[bytes], num_tokens: int, block_size: int) -> None:
         """Start an empty table with `num_tokens` tokens of the blocks with these digests, see `num_known`."""
@@ -168,12 +184,15 @@ class PageGroup:
 
         Raises OutOfBlocksError, or torch's error if memory for the pages runs out; the table is then as it was.
         """
-        # The pages grow before the pool does, so that every allocated block has pages.
-        size = self._num_here(self.pool.size_for(table.blocks_needed(num_tokens, each=each)))
+        self.make_pages(table.blocks_needed(num_tokens, each=each))
+        table.append(num_tokens, self.copy, each=each)
+
+    def make_pages(self, num_blocks: int) -> None:
+        """Make the pages for so many more blocks, before the pool grows: so every allocated block has pages."""
+        size = self._num_here(self.pool.size_for(num_blocks))
         for storage in self.storages.values():
             if storage.num_blocks < size:
                 storage.grow(size)
-        table.append(num_tokens, self.copy, each=each)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as (source, destination), in every layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, ItemsView, Sequence
 
 from ..errors import OutOfBlocksError
 
@@ -148,6 +148,10 @@ class PrefixIndex:
 
     def __contains__(self, block: int) -> bool:
         return block in self._digests
+
+    def items(self) -> ItemsView[bytes, int]:
+        """Return the digests with their blocks, those that were added first in front."""
+        return self._blocks.items()
 
     def find(self, digest: bytes) -> int | None:
         """Return the block with this digest. The caller must retain it."""

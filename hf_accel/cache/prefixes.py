@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .group import PageGroup
-from .pool import BlockTable
+from .pool import BlockPool, BlockTable
 
 # With 2^32 blocks, the probability of any collision is about 2^-65, so tokens are not compared.
 DIGEST_BYTES = 16
@@ -48,7 +48,12 @@ class Prefixes:
 
     @property
     def is_empty(self) -> bool:
-        return not any(group.index for group in self.groups)
+        return not self.keeps and not any(group.index for group in self.groups)
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether blocks stay on the disk."""
+        return any(group.kept is not None for group in self.groups)
 
     def match(self, token_ids: Sequence[int], *, keeps_last: bool = False) -> PrefixMatch:
         """Return the longest known prefix of `token_ids`. The caller must retain its blocks.
@@ -59,15 +64,47 @@ class Prefixes:
         self.lookups += len(digests)
         if keeps_last:
             del digests[max(0, len(token_ids) - 1) // self.block_size :]
-        length, held = len(digests), 0
-        while True:
-            known = [group.num_known(digests[:length], self.block_size) for group in self.groups]
-            held = max(held, *known)
-            if min(known) == length:
-                break
-            length = min(known)
+        length, held = self._longest(digests, on_disk=self.keeps)
+        if self.keeps and not self._read(digests[:length]):
+            length, held = self._longest(digests, on_disk=False)
         self.hits += length
         return PrefixMatch(digests[:length], held)
+
+    def _longest(self, digests: Sequence[bytes], *, on_disk: bool) -> tuple[int, int]:
+        """Return the blocks of the longest known prefix, and those that some group knows."""
+        length, held = len(digests), 0
+        while True:
+            known = [group.num_known(digests[:length], self.block_size, on_disk=on_disk) for group in self.groups]
+            held = max(held, *known)
+            if min(known) == length:
+                return length, held
+            length = min(known)
+
+    def _read(self, digests: Sequence[bytes]) -> bool:
+        """Read what groups lack of the blocks of a prefix from the disk; returns whether they have all of it then."""
+        retained: list[tuple[BlockPool, int]] = []  # which must not make room for those that are read
+        try:
+            for group in self.groups:
+                assert group.index is not None
+                missing = []
+                for digest in digests[group.first_needed(len(digests), self.block_size) :]:
+                    block = group.index.find(digest)
+                    if block is None:
+                        missing.append(digest)
+                    else:
+                        group.pool.retain(block)
+                        retained.append((group.pool, block))
+                if missing and not self._read_blocks(group, missing):
+                    return False
+            return True
+        finally:
+            for pool, block in reversed(retained):
+                pool.release(block)
+
+    @staticmethod
+    def _read_blocks(group: PageGroup, digests: Sequence[bytes]) -> bool:
+        has_room = group.pool.growable or group.pool.num_free >= len(digests)
+        return has_room and group.kept is not None and group.kept.read(digests)
 
     def publish(self, tables: Sequence[BlockTable], digests: Sequence[bytes], first: int) -> list[tuple[int, int]]:
         """Add the blocks from number `first` on of a sequence's tables, and return those added as (group, block).
@@ -84,9 +121,15 @@ class Prefixes:
         return added
 
     def publish_states(self, tables: Sequence[BlockTable], digests: Sequence[bytes], num_computed: int) -> None:
-        """Add the states that a sequence holds after full blocks, if the passes that write them are done."""
+        """Add the states that a sequence holds after full blocks, if the passes that write them are done.
+
+        All full blocks go to the disk, if blocks stay there.
+        """
+        done = digests[: num_computed // self.block_size]
         for group, table in zip(self.groups, tables, strict=True):
-            group.publish_states(table, digests[: num_computed // self.block_size], self.block_size)
+            group.publish_states(table, done, self.block_size)
+            if group.kept is not None:
+                group.kept.keep(group.blocks_to_keep(table, done, self.block_size))
 
     def withdraw(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Remove published blocks, given as (group, block), because they will not be written. They stay allocated."""
@@ -96,10 +139,12 @@ class Prefixes:
                 index.remove(block)
 
     def use_salt(self, salt: bytes) -> None:
-        """Clear the indexes if their blocks were computed with another salt."""
+        """Clear the indexes, and leave the disk alone, if their blocks were computed with another salt."""
         if salt != self.salt:
             self.clear()
             self.salt = salt
+            for group in self.groups:
+                group.kept = None
 
     def clear(self) -> None:
         """Remove all blocks, because their content may be wrong (for example, the weights have changed)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,34 @@ from torch import Tensor
 # to 7.5 in steps of 1; the first of the two is in the low bits.
 INT4 = torch.uint8
 LARGEST_LEVELS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, INT4: 7.5}
-# The dtypes of pages by the names that users type.
-QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": INT4}
+
+
+class PageDtypes(NamedTuple):
+    """The dtypes of quantized pages, two of LARGEST_LEVELS."""
+
+    keys: torch.dtype
+    values: torch.dtype
+
+    @property
+    def differ(self) -> bool:
+        return self.keys is not self.values
+
+
+# The dtypes of pages by the names that users type. Scores of a model depend on keys more than results on values: of
+# what is lost with 4 bits, most is lost with the keys.
+QUANTIZED = {
+    "int8": PageDtypes(torch.int8, torch.int8),
+    "fp8": PageDtypes(torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "int4": PageDtypes(INT4, INT4),
+    "int8-int4": PageDtypes(torch.int8, INT4),
+}
 # The dtypes of scales that are not the dtype of K and V: in half precision, those of small K would lose bits.
 SCALE_DTYPES = {torch.float16: torch.float32}
+
+
+def dims_refusal(key_dim: int, value_dim: int, dtypes: PageDtypes) -> str | None:
+    """Return why pages of these dtypes cannot hold keys and values of such heads, as a clause; None if they can."""
+    return dim_refusal(key_dim, dtypes.keys) or dim_refusal(value_dim, dtypes.values)
 
 
 def dim_refusal(dim: int, dtype: torch.dtype | None) -> str | None:

@@ -16,36 +16,39 @@ from ..kernels.cpu import attention as cpu
 from ..kernels.cpu.library import FLOATS
 from ..kernels.layouts import KV
 from ..tensors import is_recorded
-from .quantized import INT4, SCALE_DTYPES, dequantize, dim_refusal, quantize, rotate, stored_columns
+from .quantized import INT4, SCALE_DTYPES, PageDtypes, dequantize, dims_refusal, quantize, rotate, stored_columns
 
 
 class KVStorage:
     """The K and V pages of one layer.
 
     keys [.., H, Dk], values [.., H, Dv]: examples of what will be written. Only their shapes, dtypes and device are
-    used. quantized: a key of LARGEST_LEVELS, or None. Quantized pages have one scale per token and head, of INT4
-    with a shift (see quantize); it is rounded to its stored dtype, that of K and V or what SCALE_DTYPES says, before
-    it is used. A token's head with a non-finite K or V is read back as NaN.
+    used. quantized: the dtypes of pages with scales, or None. Quantized pages have one scale per token and head,
+    of INT4 with a shift (see quantize); it is rounded to its stored dtype, that of K and V or what SCALE_DTYPES says,
+    before it is used. A token's head with a non-finite K or V is read back as NaN.
     Raises UnsupportedError for heads that quantized pages cannot hold.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, keys: Tensor, values: Tensor, *, quantized: torch.dtype | None = None
+        self, num_blocks: int, block_size: int, keys: Tensor, values: Tensor, *, quantized: PageDtypes | None = None
     ) -> None:
         self.block_size = block_size
         self.dtype = torch.promote_types(keys.dtype, values.dtype)
         page = (num_blocks, keys.shape[-2], block_size)
-        stored, device, dims = quantized or self.dtype, keys.device, (keys.shape[-1], values.shape[-1])
+        device, dims = keys.device, (keys.shape[-1], values.shape[-1])
         self.sizes = (keys.shape[-2], *dims)  # heads, and the numbers of a key and of a value
-        columns = list(dims)
-        if quantized:
-            for refusal in filter(None, (dim_refusal(dim, quantized) for dim in dims)):
-                raise UnsupportedError(refusal)
-            columns = [stored_columns(dim, stored) for dim in dims]
-        self.pages = KV(*(_empty((*page, size), dtype=stored, device=device) for size in columns))
-        if quantized:
-            scales, shape = SCALE_DTYPES.get(self.dtype, self.dtype), (*page, 2) if quantized is INT4 else page
-            self.pages = KV(*self.pages[:2], *(_empty(shape, dtype=scales, device=device) for _ in "kv"))
+        if quantized is None:
+            self.pages = KV(*(_empty((*page, size), dtype=self.dtype, device=device) for size in dims))
+            return
+        refusal = dims_refusal(*dims, quantized)
+        if refusal is not None:
+            raise UnsupportedError(refusal)
+        sizes: list[Any] = [
+            ((*page, stored_columns(dim, stored)), stored) for dim, stored in zip(dims, quantized, strict=True)
+        ]
+        scales = SCALE_DTYPES.get(self.dtype, self.dtype)
+        sizes += [((*page, 2) if stored is INT4 else page, scales) for stored in quantized]
+        self.pages = KV(*(_empty(shape, dtype=stored, device=device) for shape, stored in sizes))
 
     @property
     def num_blocks(self) -> int:
@@ -78,7 +81,7 @@ class KVStorage:
         if is_recorded() or self.dtype not in FLOATS or self.pages.k.device.type != device:
             return None
         if triton.refusal(device) is None:
-            return _write_by_triton
+            return _write_by_triton if self.pages.k.dtype is self.pages.v.dtype else None
         return cpu.write_pages if keys.is_cpu and kernels.refusal() is None else None
 
     @staticmethod

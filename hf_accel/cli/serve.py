@@ -57,6 +57,10 @@ def serve(
     adapter_folder: Annotated[
         Path | None, typer.Option(help="Clients may load the adapters in this folder, and unload any.")
     ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="A folder where what prompts begin with stays for the next start.")
+    ] = None,
+    cache_dir_bytes: Annotated[int, typer.Option(min=1, help="Bytes of it at most.")] = 16 * 2**30,
     drain_seconds: Annotated[float, typer.Option(min=0, help="Seconds for requests to end after SIGTERM.")] = 30.0,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Processes of torchrun that share the model.")] = 1,
     rank_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a process of these may be silent.")] = 600.0,
@@ -81,8 +85,11 @@ def serve(
         raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
     place, wanted, keywords = checked_path(path), named_dtype(dtype), with_fit(asked.keywords(), fit)
     keywords |= {} if device is None else {"device_map": device}
-    if not is_row_path(path) and not is_sound_path(path):
+    is_text = not is_row_path(path) and not is_sound_path(path)
+    if is_text:
         check_text_model(path, "serve")
+    if cache_dir is not None:
+        keywords["cache"] = kept_cache(keywords.get("cache", "paged"), cache_dir, cache_dir_bytes, is_text=is_text)
     named_adapters = [named_path(each) for each in adapter or ()]
     template = None if chat_template is None else texts_in_file(chat_template)[0]
     from hf_accel.serving.hf.served_model import follow, join_ranks, leading
@@ -132,6 +139,14 @@ def serve(
         asked.output.write(said, f"{service.name} is served at {said['url']}; {said['page']} chats with it")
         with leading(relay, service, server):
             server.run(sockets=[bound])
+
+
+def kept_cache(cache: Any, directory: Path, most_bytes: int, *, is_text: bool) -> dict[str, Any]:
+    """Return the cache= of a model whose prompts stay in a folder. Raises BadInputError where there are none."""
+    if not is_text or cache is None:
+        why = "--cache none has no pages" if is_text else "this one writes no text"
+        raise BadInputError(f"--cache-dir is for models that write text over pages, and {why}; leave it out")
+    return {**(cache if isinstance(cache, dict) else {}), "directory": str(directory), "directory_bytes": most_bytes}
 
 
 def load_adapters(service: Any, named: list[tuple[str, str]]) -> None:

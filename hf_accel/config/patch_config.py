@@ -23,21 +23,26 @@ from ..keywords import (
 )
 from .weight_config import WeightConfig, parse_weights
 
-KVDtype = Literal["auto", "int8", "fp8", "int4"]
+KVDtype = Literal["auto", "int8", "fp8", "int4", "int8-int4"]
 
 
-@checked_keywords(kv_dtype="dtype=", bits="dtype='int8'", page_size="block_size=", max_length="max_tokens=")
+@checked_keywords(
+    kv_dtype="dtype=", bits="dtype='int8'", page_size="block_size=", max_length="max_tokens=", cache_dir="directory="
+)
 @dataclass(frozen=True)
 class CacheConfig:
     """The paged KV cache. CacheConfig("int8") is CacheConfig(dtype="int8").
 
     dtype: "auto" stores K and V as the model computes them, "int8" or "fp8" (e4m3) with a scale per
         token and head, "int4" rotated, with a scale and a shift, for heads of an even size: it loses little where
-        heads are as large as usual (64 numbers, 128), and a lot where they are small.
+        heads are as large as usual (64 numbers, 128), and a lot where they are small. "int8-int4" stores keys as
+        "int8" and values as "int4" does: keys need their bits more.
     block_size: tokens in a block.
     max_tokens: a fixed capacity in tokens over all sequences; None grows as needed. On a GPU, None gives an Engine
         and generate_batch() as many as fit into its free memory.
     prefix_sharing: keep one copy of blocks whose tokens and history are equal.
+    directory: a folder where what prompts of an Engine and of generate_batch() begin with stays for later processes,
+        with at most about directory_bytes; the least recently used goes first.
     """
 
     dtype: KVDtype = "auto"
@@ -45,6 +50,8 @@ class CacheConfig:
     block_size: int = 16
     max_tokens: int | None = None
     prefix_sharing: bool = True
+    directory: str | None = None
+    directory_bytes: int = 16 * 2**30
 
     def __post_init__(self) -> None:
         positive_int("block_size", self.block_size)
@@ -53,6 +60,7 @@ class CacheConfig:
         if self.max_tokens is not None:
             positive_int("max_tokens", self.max_tokens)
         one_of("prefix_sharing", self.prefix_sharing, (True, False))
+        positive_int("directory_bytes", self.directory_bytes)
 
 
 MEANT_BY_CACHE = dict.fromkeys(  # transformers' words

@@ -63,7 +63,8 @@ def estimate(
         checkpoint that is quantized already, else None, as they are. Linears and experts that patch() knows take the
         bits and scales asked for, the head 8; embeddings stay.
     kv_dtype: None or "auto" for the model's dtype, "int8" or "fp8" for a byte per number and a scale per token, head,
-        "int4" for half a byte; left out, that of a patched model's cache, else None.
+        "int4" for half a byte, "int8-int4" for keys and values of each; left out, that of a patched model's cache,
+        else None.
     dtype: of a model built from a config; None takes the config's, else float32.
     bandwidth, compute: bytes and operations per second of the machine. With neither, both are measured on `device`, on
         a CPU by the products that patch() would run, in a second or two; with one, TYPICAL_BALANCE gives the other.

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from ..cache.hf import kinds_of_layer, layer_names
 from ..cache.kinds import KeysAndValues, Kind
 from ..cache.kinds.kind import TokenNumbers
-from ..cache.quantized import dim_refusal
+from ..cache.quantized import PageDtypes, dims_refusal
 from ..errors import UnsupportedError
 
 
@@ -29,19 +29,19 @@ class StatefulLayer:
     kind: Kind | None
     is_fixed: bool = False
 
-    def kv_bytes(self, *, dtype: torch.dtype, quantized: torch.dtype | None) -> int:
+    def kv_bytes(self, *, dtype: torch.dtype, quantized: PageDtypes | None) -> int:
         """Return the bytes that the layer keeps of one sequence.
 
-        quantized: the dtype of pages with a scale per token and head.
+        quantized: the dtypes of pages with a scale per token and head.
         """
         return self.tokens * self.numbers.token_bytes(dtype, quantized) if self.kind is not None else 0
 
-    def dtype_refusal(self, quantized: torch.dtype | None) -> str | None:
-        """Return why its pages cannot have a quantized dtype, as one clause; None if they can."""
+    def dtype_refusal(self, quantized: PageDtypes | None) -> str | None:
+        """Return why its pages cannot have quantized dtypes, as one clause; None if they can."""
         if quantized is None or self.kind is None or not self.numbers.quantizes:
             return None
-        sizes = (dim_refusal(size, quantized) for size in (self.numbers.keys, self.numbers.values))
-        return self.kind.dtype_refusal(quantized) or next(filter(None, sizes), None)
+        numbers = self.numbers
+        return self.kind.dtype_refusal(quantized) or dims_refusal(numbers.keys, numbers.values, quantized)
 
     @property
     def decode_operations(self) -> int:

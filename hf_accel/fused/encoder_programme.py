@@ -206,7 +206,8 @@ class EncoderProgramme(NativeOperations):
                 *self._fixed, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
                 k, v, 0, 0, 0 if written is None else written.slots[part].data_ptr(), 0, 0,
                 starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
-                0, len(starts) - 1, block, 0, *biases, *places, *NO_SOURCE, 0, dtype, table_dtype, dtype, 0, count,
+                0, len(starts) - 1, block, 0, *biases, *places, *NO_SOURCE, 0,
+                dtype, table_dtype, dtype | dtype << 8, 0, count,
             )  # fmt: skip
         return out
 

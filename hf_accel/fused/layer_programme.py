@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..cache.step import GroupStep
 from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, Columns, LayerOp, run_layer
-from ..kernels.cpu.library import DTYPES, threads
+from ..kernels.cpu.library import DTYPES, page_dtype, threads
 from ..kernels.cpu.low_rank import Adapters, PartTable
 from ..kernels.layouts import KV
 from ..linear.adapters import PassAdapters
@@ -245,7 +245,7 @@ class LayerProgramme(NativeOperations, TracedLayer):
             *self._fixed, *states, *fields.tables,
             *_addresses(pages), *fields.step, *bias, 0, 0, 0, *read,
             0 if added is None else ctypes.addressof(added),
-            dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], DTYPES[pages.k.dtype],
+            dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], page_dtype(pages.k, pages.v),
             dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
         )  # fmt: skip
 

@@ -55,6 +55,29 @@ def replaced_file(file: Path, *, errors: tuple[type[Exception], ...] = ()) -> It
         _to_disk(file.parent)
 
 
+def put_file(file: Path, *parts: bytes | memoryview) -> None:
+    """Write a file of these bytes under another name, and rename it; do not wait for the disk.
+
+    After a loss of power such a file may be torn, so that who reads it must check its content. One that a killed
+    process has left is called as `is_unfinished` says. Raises OSError.
+    """
+    unfinished = file.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
+    try:
+        with open(unfinished, "xb") as opened:
+            for part in parts:
+                opened.write(part)
+        os.replace(unfinished, file)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def is_unfinished(name: str) -> bool:
+    """Return whether `put_file` writes to files of this name."""
+    return name.startswith(".") and name.endswith(UNFINISHED)
+
+
 @contextmanager
 def replaced_folder(folder: Path, *, errors: tuple[type[Exception], ...] = ()) -> Iterator[Path]:
     """Give an empty folder to fill, which becomes `folder` when the block has ended, as in `replaced_file`.

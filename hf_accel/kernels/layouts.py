@@ -14,8 +14,8 @@ class KV(NamedTuple):
 
     dense: k [B, Hkv, T, D], v [B, Hkv, T, Dv]. packed: sequences end to end, k [M, Hkv, D], v [M, Hkv, Dv].
     paged: k [num_blocks, Hkv, block_size, D], v [.., Dv], contiguous; in the dtype of the queries, or in int8 or
-    float8_e4m3fn with k_scales and v_scales [num_blocks, Hkv, block_size]. Pages of uint8 hold int4: K and V that are
-    rotated, two numbers in a byte, with scales [.., 2] (cache/quantized.py).
+    float8_e4m3fn with k_scales and v_scales [num_blocks, Hkv, block_size]. Pages of uint8 hold int4: numbers that are
+    rotated, two in a byte, with scales [.., 2] (cache/quantized.py). K and V may be of two such dtypes.
     """
 
     k: Tensor
@@ -29,11 +29,16 @@ class KV(NamedTuple):
 
     @property
     def key_dim(self) -> int:
-        return self.k.shape[-1] * 2 if self.is_int4 else self.k.shape[-1]
+        return dim_of(self.k)
 
     @property
     def value_dim(self) -> int:
-        return self.v.shape[-1] * 2 if self.is_int4 else self.v.shape[-1]
+        return dim_of(self.v)
+
+
+def dim_of(pages: Tensor) -> int:
+    """Return the numbers of a head in pages of keys or values."""
+    return pages.shape[-1] * 2 if pages.dtype is torch.uint8 else pages.shape[-1]
 
 
 class Ragged(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 
 from ..attention.contract import AttentionBackend, empty_lse
 from ..attention.masking import visible
-from ..attention.paged_kv import gather, rotated_like_pages
+from ..attention.paged_kv import gather, rotated_like
 from ..attention.sdpa import grouped_attention
 from ..cache.hf import sharing_refusal
 from ..cache.pool import BlockTable
@@ -186,7 +186,7 @@ def _attend_sequence(q: Tensor, pages: KV, keys: OwnKeys, options: AttentionOpti
     """q [Q, Hq, D] over the keys of one sequence, whose positions say who sees which. K and V are gathered."""
     block_size, block_bytes = pages.k.shape[2], pages.k[:1].nbytes + pages.v[:1].nbytes
     step = max(1, MOST_BYTES // block_bytes)
-    queries = rotated_like_pages(q, pages).transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]
+    queries = rotated_like(q, pages.k).transpose(0, 1).unsqueeze(0)  # [1, Hq, Q, D]
     parts = []
     for start in range(0, len(keys.blocks), step):
         positions = keys.positions[start * block_size : (start + step) * block_size]
@@ -196,7 +196,7 @@ def _attend_sequence(q: Tensor, pages: KV, keys: OwnKeys, options: AttentionOpti
         own = options if start == 0 else options._replace(sinks=None)
         parts.append(_attend_gathered(queries, used, own, first=keys.first, positions=positions))
     out, lse = parts[0] if len(parts) == 1 else merge_ranks(*zip(*parts, strict=True))
-    return rotated_like_pages(out, pages), lse
+    return rotated_like(out, pages.v), lse
 
 
 def _attend_gathered(

@@ -26,7 +26,7 @@ from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
 from ..cache.hf.kinds import blocks_refusal
 from ..cache.kinds import CompressedKeys, IndexKeys, KeysAndValues, RecurrentStates
 from ..cache.kinds.state_sizes import steps_of_prompts_differ
-from ..cache.quantized import QUANTIZED, dim_refusal
+from ..cache.quantized import QUANTIZED, dims_refusal
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.indexers import is_known_indexer
@@ -34,6 +34,7 @@ from ..fused.hf.operator_models import OperatorModel
 from ..fused.hf.source_layers import is_source_attention
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
+from ..kernels.triton import refusal as triton_refusal
 from ..models import head_dim, is_within, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
 from ..recognition.asked import answer_once
@@ -254,16 +255,16 @@ def pages_refusal(model: PreTrainedModel, cache: CacheConfig | None) -> str | No
     """Return why pages of the requested dtype cannot hold the model's heads, as one clause; None if they can."""
     if cache is not None and (refusal := blocks_refusal(model.config, cache)) is not None:
         return refusal
-    quantized = None if cache is None else QUANTIZED.get(cache.dtype)
-    if quantized is None:
+    if cache is None or (quantized := QUANTIZED.get(cache.dtype)) is None:
         return None
+    if quantized.differ and triton_refusal(model_device(model).type) is None:
+        return "no Triton kernel reads keys and values of two dtypes; take 'int8' or 'int4'"
     clauses = (kind.dtype_refusal(quantized) for kind in model_kinds(model.config).distinct)
     if (clause := next(filter(None, clauses), None)) is not None:
         return clause
     operators, sites = known_operators(model), attention_sites(model, quantized_kv=True)
     specs = [site.spec for site in sites] + ([] if operators is None else operators.specs)
-    refusals = (dim_refusal(dim, quantized) for spec in specs for dim in (spec.head_dim, spec.value_dim))
-    return next(filter(None, refusals), None)
+    return next(filter(None, (dims_refusal(spec.head_dim, spec.value_dim, quantized) for spec in specs)), None)
 
 
 def _has_window(config: Any) -> bool:

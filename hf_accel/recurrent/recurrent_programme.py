@@ -9,7 +9,7 @@ from ..fused.layer_programme import MOST_TOKENS, NativeOperations
 from ..fused.traced_layer import Attention
 from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
-from ..kernels.cpu.library import DTYPES, threads
+from ..kernels.cpu.library import DTYPES, page_dtype, threads
 from ..kernels.layouts import KV
 from ..recognition.operation import OUTPUT, Span
 from ..recognition.trace import Trace
@@ -40,6 +40,6 @@ class RecurrentProgramme(NativeOperations):
             pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, states.slots.data_ptr(), 0,
             *(tensor.data_ptr() for tensor in places),
             0, len(states.before), 1, 0, *NO_BIAS, 0, 0, 0, *NO_SOURCE, 0,
-            dtype, 0, DTYPES[pages.k.dtype], dtype, threads(),
+            dtype, 0, page_dtype(pages.k, pages.v), dtype, threads(),
         )  # fmt: skip
         return out

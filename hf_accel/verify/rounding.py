@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..cache.group import PageForm
-from ..cache.quantized import rotate
+from ..cache.quantized import INT4, QUANTIZED, rotate
 from ..hardware import detect
 from ..kernels.layouts import KV
 from ..linear import QuantModule
@@ -89,10 +89,10 @@ class ReferenceModel:
         without any.
         """
         cache = new_cache(self.model)
-        flip = None if cache is None else FLIPS.get(cache.settings.dtype)
-        if cache is not None and flip is not None:
+        stored = None if cache is None else QUANTIZED.get(cache.settings.dtype)
+        if cache is not None and stored is not None and FLIPS.keys() >= set(stored):
             for group in cache.pages.groups:
-                group.form = FlippedForm(group.form, flip)
+                group.form = FlippedForm(group.form, FLIPS[stored.keys], FLIPS[stored.values])
         elif not rounds_inputs(self.model):
             return None
         with flipped_inputs(self.model):
@@ -164,18 +164,20 @@ def _flip_rotated_head(states: Tensor) -> Tensor:
     return rotate(flipped).to(states.dtype)
 
 
-# For each dtype of a cache whose levels are integers: the function that reverses a decision of each head of K or V.
-FLIPS: dict[str, Callable[[Tensor], Tensor]] = {"int8": _flip_head, "int4": _flip_rotated_head}
+# For each dtype of pages whose levels are integers: the function that reverses a decision of each head of K or V.
+FLIPS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {torch.int8: _flip_head, INT4: _flip_rotated_head}
 
 
 class FlippedForm(PageForm):
     """The form of pages whose keys and values have a rounding decision of each head reversed when they are written."""
 
-    def __init__(self, form: PageForm, flip: Callable[[Tensor], Tensor]) -> None:
-        self.rank, self._form, self._flip = form.rank, form, flip
+    def __init__(self, form: PageForm, *flips: Callable[[Tensor], Tensor]) -> None:
+        """flips: of keys, and of values."""
+        self.rank, self._form, self._flips = form.rank, form, flips
 
     def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return self._form.joined(self._flip(keys), self._flip(values))
+        flip_keys, flip_values = self._flips
+        return self._form.joined(flip_keys(keys), flip_values(values))
 
     def parted(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self._form.parted(keys, values)

@@ -53,11 +53,15 @@ def test_drain() -> None:
 
 
 @pytest.mark.long
-def test_kill_and_restart() -> None:
-    """kill -9: nothing is left that keeps the next server from the same port and the same answers."""
-    with process() as first:
+def test_kill_and_restart(tmp_path: Path) -> None:
+    """kill -9: nothing is left that keeps the next server from the same port and the same answers, and what prompts
+    begin with stays."""
+    with process("--cache-dir", tmp_path) as first:
         until(lambda: ready(first.root))
         whole = answer(first)
+        with first.client() as client:
+            asked: dict[str, Any] = {**LONG, "stream": False, "prompt": LONG["prompt"] + whole, "max_tokens": 20}
+            longer = client.completions.create(**asked).choices[0].text
         with first.client() as client:
             stream = client.completions.create(**LONG, max_tokens=1500)
             next(iter(stream))
@@ -65,9 +69,13 @@ def test_kill_and_restart() -> None:
             with pytest.raises(openai.APIConnectionError):
                 list(stream)
         port = int(first.root.rpartition(":")[2])
-    with process(port=port) as second:
+    with process("--cache-dir", tmp_path, port=port) as second:
         until(lambda: ready(second.root))
+        with second.client() as client:
+            assert client.completions.create(**asked).choices[0].text == longer
         assert answer(second) == whole
+        stats = httpx.get(f"{second.root}/stats").json()
+        assert stats["kept_blocks_read"] > 10 and stats["kept_blocks_refused"] == 0
         refused = command(SHIPPED, "--port", str(port))
         assert refused.returncode == 2 and "Traceback" not in refused.stderr
         assert f":{port}: Address already in use" in refused.stderr.strip().splitlines()[-1]

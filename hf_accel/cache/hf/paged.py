@@ -19,6 +19,7 @@ from ..group import PageGroup
 from ..padded import PaddedBatch, last_columns
 from ..pages import Pages
 from ..step import SharedContext, Step
+from .kept import KeptOnDisk
 from .kinds import FIRST_TOKENS, REMADE, check_windows, model_kinds, page_groups, refuse_sources, windows_of_pages
 from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
 
@@ -102,7 +103,7 @@ class PagedLayer(LayerOverPages):
     prefetch = offload
 
 
-class PagedCache(CacheOverPages):
+class PagedCache(CacheOverPages, KeptOnDisk):
     """A KV cache in blocks, with reference counts, copy-on-write and prefix sharing.
 
     Give it to a model as `past_key_values=`, or let `hf_accel.patch` do it. In a patched model, padding takes no
@@ -163,8 +164,7 @@ class PagedCache(CacheOverPages):
             return
         own = windows_of_pages(self.pages.groups, self.groups_of_layer)
         if is_known and own != model_kinds(config).windows:
-            context = self.pages.groups[0].context
-            groups, groups_of_layer = page_groups(config, self.settings, context=context)
+            groups, groups_of_layer = page_groups(config, self.settings, context=self.pages.groups[0].context)
             self._bind(self.settings, PaddedBatch(Pages(groups)), groups_of_layer)
         elif not is_known:
             check_windows(own, config)
@@ -181,11 +181,11 @@ class PagedCache(CacheOverPages):
     def _bind(self, settings: CacheConfig, padded: PaddedBatch, groups_of_layer: list[tuple[int, ...]]) -> None:
         self.settings, self.padded, self.groups_of_layer = settings, padded, groups_of_layer
         self.step: Step | None = None
-        self._column_slots: dict[int, Tensor] = {}  # for each group, the column slots of the current pass
+        self._column_slots: dict[int, Tensor] = {}  # of each group, those of the current pass
         super().__init__(layers=self._lay_out(PagedLayer, padded.pages.groups, groups_of_layer))
 
     @property
-    def pages(self) -> Pages:
+    def pages(self) -> Pages:  # type: ignore[override]
         return self.padded.pages
 
     # -- a forward pass --------------------------------------------------------------------------------

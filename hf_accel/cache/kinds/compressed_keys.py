@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...kernels.layouts import KV
 from ..group import PageForm, PageGroup
-from ..quantized import INT4
+from ..quantized import INT4, PageDtypes
 from .kind import GroupSettings, Kind, TokenNumbers
 
 RANK = "kv_lora_rank"  # the setting that says how many numbers stand for a token's keys and values
@@ -64,7 +64,9 @@ class CompressedKeys(Kind):
         size = layer.kv_lora_rank + layer.qk_rope_head_dim
         return TokenNumbers(layer.num_attention_heads, 1, size, 0, read=layer.kv_lora_rank)
 
-    def dtype_refusal(self, quantized: torch.dtype) -> str | None:
-        if quantized is not INT4:
+    def dtype_refusal(self, quantized: PageDtypes) -> str | None:
+        if INT4 not in quantized:
             return None
+        if quantized.differ:
+            return "compressed keys hold the values too, so that both have one dtype; take 'int8'"
         return "int4 pages rotate compressed keys whole, and attention reads a part of them as values; take 'int8'"

@@ -10,7 +10,7 @@ import torch
 
 from ...models import head_dim, num_kv_heads
 from ..group import PageGroup
-from ..quantized import head_bytes
+from ..quantized import PageDtypes, head_bytes
 
 
 class GroupSettings(TypedDict):
@@ -20,7 +20,7 @@ class GroupSettings(TypedDict):
     block_size: int
     growable: bool
     prefix_sharing: bool
-    quantized: torch.dtype | None
+    quantized: PageDtypes | None
 
 
 class TokenNumbers(NamedTuple):
@@ -40,11 +40,11 @@ class TokenNumbers(NamedTuple):
     dtype: torch.dtype | None = None
     quantizes: bool = True
 
-    def token_bytes(self, dtype: torch.dtype, quantized: torch.dtype | None, *, heads: int | None = None) -> int:
-        """Return the bytes of a token. quantized: the dtype of pages with scales. heads: if they are fewer here."""
-        quantized = quantized if self.quantizes else None
-        sizes = (head_bytes(each, self.dtype or dtype, quantized) for each in (self.keys, self.values))
-        return (heads or self.heads) * sum(sizes)
+    def token_bytes(self, dtype: torch.dtype, quantized: PageDtypes | None, *, heads: int | None = None) -> int:
+        """Return the bytes of a token. quantized: the dtypes of pages with scales. heads: if they are fewer here."""
+        keys, values = quantized if quantized is not None and self.quantizes else (None, None)
+        dtype = self.dtype or dtype
+        return (heads or self.heads) * (head_bytes(self.keys, dtype, keys) + head_bytes(self.values, dtype, values))
 
     @property
     def pair_operations(self) -> int:
@@ -92,8 +92,8 @@ class Kind(ABC):
         """Return why blocks of so many tokens cannot hold it, as one clause with the way out; None if they can."""
         return None
 
-    def dtype_refusal(self, quantized: torch.dtype) -> str | None:
-        """Return why pages of a quantized dtype cannot hold it, as one clause with the way out; None if they can."""
+    def dtype_refusal(self, quantized: PageDtypes) -> str | None:
+        """Return why pages of quantized dtypes cannot hold it, as one clause with the way out; None if they can."""
         return None
 
 

@@ -207,16 +207,28 @@ class StateGroup(PageGroup):
             self.pool.uncache(block)
         table.latest = digest
 
-    def append(self, table: BlockTable, num_tokens: int, *, each: bool = False) -> None:
-        # The pool gives a block that was never used only if all before it hold something: so these are the first ones.
+    def blocks_to_keep(self, table: BlockTable, digests: Sequence[bytes], block_size: int) -> list[tuple[bytes, int]]:
+        # One for each block of tokens would be many bytes: a state stays where a prompt ends, or parts from another.
         assert isinstance(table, StateTable)
-        needed = self.pool.num_used + self.pool.num_cached + len(table.kept(num_tokens, each=each))
+        pairs = [
+            (divmod(token + 1, block_size), block) for token, block in zip(table.tokens, table.blocks, strict=True)
+        ]
+        ends = [(number, block) for (number, rest), block in pairs if not rest and number * block_size in table.marks]
+        return [(digests[number - 1], block) for number, block in ends if number <= len(digests)]
+
+    def append(self, table: BlockTable, num_tokens: int, *, each: bool = False) -> None:
+        assert isinstance(table, StateTable)
+        self.make_pages(len(table.kept(num_tokens, each=each)))
+        table.append(num_tokens, each=each)
+
+    def make_pages(self, num_blocks: int) -> None:
+        # The pool gives a block that was never used only if all before it hold something: so these are the first ones.
+        needed = self.pool.num_used + self.pool.num_cached + num_blocks
         if needed > self._num_rows:
             rows = max(needed, 2 * self._num_rows)
             for storage in self.storages.values():
                 storage.grow(rows)
             self._num_rows = rows
-        table.append(num_tokens, each=each)
 
     def table(self, source: Tensor | None = None) -> StateTable:
         return StateTable(self.pool)

@@ -214,6 +214,7 @@ class GenerationState:
     inner: that of the part whose generate() the model's own generate() calls; None if it calls none.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
+    identity: the salt of the model's weights when they were read last, and the digest of all that the model is.
     make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
     controllers: the controllers of earlier sessions that no session uses now.
     calls: the current calls of generate(), by thread.
@@ -234,6 +235,7 @@ class GenerationState:
     invariant_rows: int | None = None
     inner: GenerationState | None = None
     make_draft: MakeDraft | None = None
+    identity: tuple[bytes, str] | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
     seen_salt: bytes = b""
     passes: Any = None

@@ -218,12 +218,13 @@ def watched_tensors(packed: Any) -> Iterator[Tensor]:
             yield from watched_tensors(part)
     else:
         kind: Any = type(packed)
-        for name in _stored_fields(kind):
+        for name in stored_fields(kind):
             yield from watched_tensors(getattr(packed, name))
 
 
 @lru_cache(maxsize=4096)
-def _stored_fields(kind: type) -> tuple[str, ...]:
+def stored_fields(kind: type) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass that say what it is, without what it keeps of its last call."""
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     return tuple(field.name for field in fields if field.compare)
 

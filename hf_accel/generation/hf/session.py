@@ -7,13 +7,16 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
+from ...cache.block_folder import BlockFolder
 from ...cache.cached_sequence import CachedSequence
 from ...cache.hf import PagedCache, fixed_settings, model_kinds, page_groups, windows_of_pages
 from ...cache.kinds.once import require_room
 from ...cache.pages import Pages
+from ...cache.step import TokenRange
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
 from ...models import vocabulary_size
@@ -31,6 +34,7 @@ from ..speculation.verifiers import verifier
 from .drafting import keep_controller, make_speculation, refuse_drafts, remake_drafts
 from .encoder_decoder_runner import EncoderDecoderRunner
 from .graphed_runner import GraphedRunner, make_runner
+from .kept_prefixes import KeptPrefixes
 from .model_runner import ModelRunner, weights_salt
 from .prompts import read_inputs
 
@@ -53,8 +57,8 @@ class Session(Batcher):
     cache: the settings for new pages, or a PagedCache whose pages are used. controller: chooses the draft lengths;
     left out, it is a controller with what earlier sessions of the model have learnt.
 
-    Raises UnsupportedError for a drafter that cannot draft for this model, and OutOfBlocksError if a GPU has too
-    little free memory for new pages.
+    Raises UnsupportedError for a drafter that cannot draft for this model, or a model whose prompts cannot stay, and
+    OutOfBlocksError if a GPU has too little free memory for new pages.
     """
 
     def __init__(
@@ -102,6 +106,11 @@ class Session(Batcher):
         self.model, self._groups_of_layer = model, groups_of_layer
         self._looked, self._declared = float("-inf"), state.watch.declared
         self._learns = speculative if controller is None else None
+        self._kept: KeptPrefixes | None = None
+        if isinstance(cache, CacheConfig) and cache.directory is not None:
+            folder = BlockFolder(cache.directory, cache.directory_bytes)
+            self._kept = KeptPrefixes(model, pages, folder, self._first_pass)
+            self._look()
 
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
         """Add a sequence; see Batcher.add. Prefixes of another model are dropped if there is no other sequence.
@@ -112,6 +121,8 @@ class Session(Batcher):
             state_of(self.model).generation.watch.check_files()
             self._fit_windows()
             self._look()
+            if self._kept is not None:
+                self._kept.wait()
         if self.agreement.size > 1:
             self._agree_on(sequence)
         if sequence.constraint is not None:
@@ -155,7 +166,9 @@ class Session(Batcher):
     def _look(self) -> None:
         """Drop the prefixes, and all else that was made from the model, if the model has changed."""
         self._looked, declared = time.monotonic(), state_of(self.model).generation.watch.declared
-        self.pages.use_salt(weights_salt(self.model))
+        self.pages.use_salt(salt := weights_salt(self.model))
+        if self._kept is not None:
+            self._kept.look(salt)
         if declared != self._declared:
             if self.speculation is not None:
                 remake_drafts(self.speculation, self.model)
@@ -186,12 +199,26 @@ class Session(Batcher):
         with contextlib.nullcontext() if self.agreement.size == 1 else self.agreement.watching(A_PASS):
             if self._is_due():
                 self._look()
-            return super().step()
+            progress = super().step()
+            if self._kept is not None and not self.has_work:
+                self._look()  # so that what was computed is written
+            return progress
+
+    @torch.no_grad()
+    def _first_pass(self) -> None:
+        """Compute one token, so that all layers have pages, and forget it."""
+        sequence = self.pages.begin()
+        try:
+            self.pages.append(sequence, 1)
+            self.runner([0], [0], self.pages.step([TokenRange(sequence, 0, 1)]), [0])
+        finally:
+            sequence.release()
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of passes, pages and speculation."""
         speculation = {} if self.speculation is None else self.speculation.statistics.to_dict()
-        return {**super().statistics(), "speculation": speculation, **self.graph_statistics()}
+        kept = {} if self._kept is None else self._kept.folder.statistics()
+        return {**super().statistics(), "speculation": speculation, **kept, **self.graph_statistics()}
 
     def graph_statistics(self) -> dict[str, Any]:
         """Return the statistics of the model's graphs as "graphs", or nothing on a device that has none."""
@@ -212,6 +239,8 @@ class Session(Batcher):
     def close(self) -> None:
         """End all sequences, and keep the controller for the next session."""
         super().close()
+        if self._kept is not None:
+            self._kept.close()
         if self._learns is not None and self.speculation is not None:
             keep_controller(self._learns, self.speculation, self.model)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ..layouts import KV, AttentionOptions, PositionBias, Ragged
-from .library import DTYPES, ScoreBias, fields, kernel, threads
+from .library import DTYPES, ScoreBias, fields, kernel, page_dtype, threads
 
 EVERY_KEY = -1  # of kernels.h
 NO_BIAS = (0, 0, 0, 0)  # the fields of ScoreBias
@@ -262,8 +262,8 @@ def position_bias_fields(bias: PositionBias | None, heads: int, longest: int) ->
 def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
     """Write keys [N, H, Dk] and values [N, H, Dv] to `slots` [N] int64 of contiguous pages; see KVStorage.write.
 
-    Keys and values have one dtype of FLOATS. Pages have this dtype too, or int8, float8_e4m3fn or uint8 (int4) with
-    scales of this dtype, or of float32 for float16.
+    Keys and values have one dtype of FLOATS. Pages of each have this dtype too, or int8, float8_e4m3fn or uint8 (int4)
+    with scales of this dtype, or of float32 for float16.
     """
     k_pages, v_pages, k_scales, v_scales = pages
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
@@ -273,5 +273,5 @@ def write_pages(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> None:
         keys.data_ptr(), k_head, k_token, k_pages.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(), key_dim,
         values.data_ptr(), v_head, v_token, v_pages.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),
         values.shape[2], slots.data_ptr(), 0, num_tokens, heads, k_pages.shape[2],
-        DTYPES[keys.dtype], DTYPES[k_pages.dtype], threads(),
+        DTYPES[keys.dtype], page_dtype(k_pages, v_pages), threads(),
     )  # fmt: skip

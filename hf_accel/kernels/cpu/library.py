@@ -270,6 +270,11 @@ def native(x: object) -> bool:
     )
 
 
+def page_dtype(k_pages: Tensor, v_pages: Tensor) -> int:
+    """Return the number that says the dtypes of both kinds of pages, see page_dtype.h."""
+    return DTYPES[k_pages.dtype] | DTYPES[v_pages.dtype] << 8
+
+
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
     """Return x [..., size] and the stride between its rows in elements. x is copied if it has no single row stride."""
     if x.is_contiguous():

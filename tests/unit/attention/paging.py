@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.attention import AttentionBackend
-from hf_accel.cache.quantized import INT4, dequantize, rotate
+from hf_accel.cache.quantized import INT4, PageDtypes, dequantize, rotate
 from hf_accel.cache.quantized import quantize as stored
 from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 
@@ -69,11 +69,13 @@ class Case:
         ]
         return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts])
 
-    def quantized(self, dtype: torch.dtype = torch.int8) -> Case:
+    def quantized(self, dtype: torch.dtype | PageDtypes = torch.int8) -> Case:
         """int8, fp8 or int4 pages with a scale per token and head; k and v become what they decode to."""
-        k_pages, k_scales = quantize(self.k_pages, dtype)
-        v_pages, v_scales = quantize(self.v_pages, dtype)
-        k, v = ([decoded(x, dtype) for x in xs] for xs in (self.k, self.v))
+        keys, values = dtype if isinstance(dtype, PageDtypes) else (dtype, dtype)
+        k_pages, k_scales = quantize(self.k_pages, keys)
+        v_pages, v_scales = quantize(self.v_pages, values)
+        k_scales = k_scales.to(v_scales.dtype)  # as those of int4 have it, which both have in a cache
+        k, v = [decoded(x, keys) for x in self.k], [decoded(x, values) for x in self.v]
         return replace(self, k=k, v=v, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
 
 

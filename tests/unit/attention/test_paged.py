@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_accel.attention import AttentionBackend
-from hf_accel.cache.quantized import INT4
+from hf_accel.cache.quantized import INT4, QUANTIZED
 from hf_accel.kernels.layouts import PositionBias
 
 from ...devices import device_of
@@ -82,12 +82,12 @@ def test_dtypes_groups_and_layouts(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", ["decode", "decode of similar lengths", "verify, ragged", "mixed", "zero lengths"])
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn, INT4], ids=str)
+@pytest.mark.parametrize("stored", QUANTIZED)
 def test_quantized_pages(
-    backend: AttentionBackend, stored: torch.dtype, lengths: str, window: int | None, dtype: torch.dtype
+    backend: AttentionBackend, stored: str, lengths: str, window: int | None, dtype: torch.dtype
 ) -> None:
-    case = make_case(LENGTHS[lengths], window=window, dtype=dtype).quantized(stored)
-    assert case.k_pages.dtype == stored
+    case = make_case(LENGTHS[lengths], window=window, dtype=dtype).quantized(QUANTIZED[stored])
+    assert (case.k_pages.dtype, case.v_pages.dtype) == QUANTIZED[stored]
     assert_close(case.run(backend), case.expected()[0], dtype=dtype)
 
 

@@ -12,6 +12,7 @@ from hf_accel.cache import storage as storage_module
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.hf import PagedCache
 from hf_accel.cache.pool import BlockPool, BlockTable, PrefixIndex
+from hf_accel.cache.quantized import QUANTIZED, PageDtypes
 from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import OutOfBlocksError, UnsupportedError
 
@@ -48,9 +49,9 @@ def test_partly_filled_last_block_is_never_dropped() -> None:
     assert (table.num_dropped_blocks, len(table.slots(8, 13))) == (2, 5)
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8, torch.uint8])
+@pytest.mark.parametrize("quantized", [None, QUANTIZED["int8"], QUANTIZED["int8-int4"]])
 @pytest.mark.parametrize("grown", [False, True])
-def test_pages_made_in_inference_mode_can_be_written_outside_it(quantized: torch.dtype | None, grown: bool) -> None:
+def test_pages_made_in_inference_mode_can_be_written_outside_it(quantized: PageDtypes | None, grown: bool) -> None:
     with torch.inference_mode():
         storage = KVStorage(2, 4, torch.empty(0, 1, 8), torch.empty(0, 1, 8), quantized=quantized)
         if grown:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_accel.cache.quantized import INT4, dequantize, quantize, rotate
+from hf_accel.cache.quantized import INT4, QUANTIZED, PageDtypes, dequantize, quantize, rotate
 from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import UnsupportedError
 
@@ -11,7 +11,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def storage_of(
-    dtype: torch.dtype = torch.float32, *, quantized: torch.dtype | None = None, num_blocks: int = 5
+    dtype: torch.dtype = torch.float32, *, quantized: PageDtypes | None = None, num_blocks: int = 5
 ) -> KVStorage:
     return KVStorage(num_blocks, 4, *states(0, dtype), quantized=quantized)
 
@@ -40,8 +40,8 @@ def test_a_write_touches_its_slots_alone() -> None:
     assert not storage.pages.k[1, :, [0, 1, 3]].any()
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn, INT4])
-def test_blocks_are_copied_whole_and_survive_growth(quantized: torch.dtype | None) -> None:
+@pytest.mark.parametrize("quantized", [None, *QUANTIZED.values()])
+def test_blocks_are_copied_whole_and_survive_growth(quantized: PageDtypes | None) -> None:
     storage, (keys, values) = storage_of(quantized=quantized), states(4)
     storage.write(keys, values, torch.arange(4, 8))
     before = storage.read(torch.arange(4, 8))
@@ -54,7 +54,7 @@ def test_blocks_are_copied_whole_and_survive_growth(quantized: torch.dtype | Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_error_is_half_a_step_of_each_head(dtype: torch.dtype) -> None:
-    storage, (keys, values) = storage_of(dtype, quantized=torch.int8), states(5, dtype)
+    storage, (keys, values) = storage_of(dtype, quantized=QUANTIZED["int8"]), states(5, dtype)
     keys[2, 0] *= 100  # an outlier spoils its own head only
     slots = torch.arange(5)
     storage.write(keys, values, slots)
@@ -66,7 +66,7 @@ def test_int8_error_is_half_a_step_of_each_head(dtype: torch.dtype) -> None:
 
 
 def test_int8_scale_by_hand() -> None:
-    storage = storage_of(quantized=torch.int8)
+    storage = storage_of(quantized=QUANTIZED["int8"])
     keys, values = torch.zeros(1, 2, 8), torch.zeros(1, 2, 6)
     keys[0, 1, :3] = torch.tensor([1.27, -0.635, 0.005])
     storage.write(keys, values, torch.tensor([2]))
@@ -75,33 +75,33 @@ def test_int8_scale_by_hand() -> None:
     assert storage.pages.k_scales[0, 0, 2] == 0 and not storage.read(torch.tensor([2]))[0][0, 0].any()
 
 
-@pytest.mark.parametrize("quantized", [torch.int8, INT4])
+@pytest.mark.parametrize("quantized", [QUANTIZED["int8"], QUANTIZED["int4"]])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_non_finite_states_stay_in_their_token_and_head(number: float, quantized: torch.dtype) -> None:
+def test_non_finite_states_stay_in_their_token_and_head(number: float, quantized: PageDtypes) -> None:
     storage, (keys, values) = storage_of(quantized=quantized), states(2)
     keys[0, 0, 3] = number
     storage.write(keys, values, torch.tensor([0, 1]))
     read, _ = storage.read(torch.tensor([0, 1]))
-    assert not read[0, 0].isfinite().any() if quantized is INT4 else not read[0, 0, 3].isfinite()
+    assert not read[0, 0].isfinite().any() if INT4 in quantized else not read[0, 0, 3].isfinite()
     assert not read[0, 1].isnan().any() and not read[1].isnan().any()
 
 
 def test_int8_takes_half_the_bytes_and_a_scale() -> None:
     states = torch.empty(0, 2, 64, dtype=torch.bfloat16)
     plain = KVStorage(8, 4, states, states)
-    small = KVStorage(8, 4, states, states, quantized=torch.int8)
+    small = KVStorage(8, 4, states, states, quantized=QUANTIZED["int8"])
     assert small.nbytes == plain.nbytes / 2 + 8 * 2 * 4 * 2 * 2
 
 
 def test_int4_takes_a_quarter_of_the_bytes_and_a_scale_and_a_shift() -> None:
     states = torch.empty(0, 2, 64, dtype=torch.bfloat16)
-    plain, small = KVStorage(8, 4, states, states), KVStorage(8, 4, states, states, quantized=INT4)
+    plain, small = KVStorage(8, 4, states, states), KVStorage(8, 4, states, states, quantized=QUANTIZED["int4"])
     assert small.nbytes == plain.nbytes / 4 + 8 * 2 * 4 * 2 * 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int4_error_is_half_a_step_of_each_rotated_head(dtype: torch.dtype) -> None:
-    storage, (keys, values) = storage_of(dtype, quantized=INT4), states(5, dtype)
+    storage, (keys, values) = storage_of(dtype, quantized=QUANTIZED["int4"]), states(5, dtype)
     slots = torch.arange(5)
     storage.write(keys, values, slots)
     for read, written in zip(storage.read(slots), (keys, values), strict=True):
@@ -139,8 +139,8 @@ def test_a_rotation_is_its_own_inverse_and_keeps_products(dim: int) -> None:
 def test_int4_of_an_odd_head_is_refused(dims: tuple[int, int]) -> None:
     keys, values = (torch.empty(0, 2, dim) for dim in dims)
     with pytest.raises(UnsupportedError, match="holds two numbers, and a head has 7; take 'int8'"):
-        KVStorage(5, 4, keys, values, quantized=INT4)
-    assert KVStorage(5, 4, keys, values, quantized=torch.int8).num_blocks == 5
+        KVStorage(5, 4, keys, values, quantized=QUANTIZED["int4"])
+    assert KVStorage(5, 4, keys, values, quantized=QUANTIZED["int8"]).num_blocks == 5
 
 
 def test_writing_does_not_keep_a_graph() -> None:

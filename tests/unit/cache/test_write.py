@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accel.cache.quantized import INT4, rotate
+from hf_accel.cache.quantized import INT4, QUANTIZED, PageDtypes, rotate
 from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware.device import ISA_LEVELS, instruction_sets
@@ -42,7 +42,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def written(
-    keys: Tensor, values: Tensor, slots: Tensor, *, quantized: torch.dtype | None, native: bool
+    keys: Tensor, values: Tensor, slots: Tensor, *, quantized: PageDtypes | None, native: bool
 ) -> dict[str, Tensor]:
     """What all of the pages hold afterwards; zero where nothing was written."""
     device = triton_device() if native else "cpu"
@@ -57,7 +57,7 @@ def written(
     return {name: tensor.cpu() for name, tensor in pages.items()}
 
 
-def assert_same(keys: Tensor, values: Tensor, quantized: torch.dtype | None) -> None:
+def assert_same(keys: Tensor, values: Tensor, quantized: PageDtypes | None) -> None:
     slots = torch.randperm(36, generator=torch.Generator().manual_seed(0))[: len(keys)]
     expected = written(keys, values, slots, quantized=quantized, native=False)
     for name, actual in written(keys, values, slots, quantized=quantized, native=True).items():
@@ -67,11 +67,11 @@ def assert_same(keys: Tensor, values: Tensor, quantized: torch.dtype | None) -> 
         assert torch.equal(actual.nan_to_num(0), expected[name].nan_to_num(0)), name
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn, INT4], ids=str)
+@pytest.mark.parametrize("quantized", [None, *QUANTIZED.values()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_bits_of_the_torch_path(isa: str, dtype: torch.dtype, quantized: torch.dtype | None) -> None:
+def test_bits_of_the_torch_path(isa: str, dtype: torch.dtype, quantized: PageDtypes | None) -> None:
     generator = torch.Generator().manual_seed(1)
-    odd = [(33, 17), (1, 100)] if quantized is not INT4 else [(34, 18), (2, 100), (96, 128), (512, 20)]
+    odd = [(33, 17), (1, 100)] if INT4 not in (quantized or ()) else [(34, 18), (2, 100), (96, 128), (512, 20)]
     tokens = 10 if isa == "triton" and triton.is_interpreted() else 35  # the interpreter is slow
     for dims in ((64, 64), (8, 6), *odd):
         keys, values = (torch.randn(tokens, 3, dim, generator=generator) for dim in dims)
@@ -79,9 +79,9 @@ def test_bits_of_the_torch_path(isa: str, dtype: torch.dtype, quantized: torch.d
         assert_same((keys * sizes).clamp(-6e4, 6e4).to(dtype), values.to(dtype), quantized)
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8, torch.float8_e4m3fn, INT4], ids=str)
+@pytest.mark.parametrize("quantized", [None, *QUANTIZED.values()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_numbers_that_are_none(isa: str, dtype: torch.dtype, quantized: torch.dtype | None) -> None:
+def test_numbers_that_are_none(isa: str, dtype: torch.dtype, quantized: PageDtypes | None) -> None:
     keys, values = torch.randn(8, 2, 20), torch.zeros(8, 2, 24)
     for token, number in enumerate([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 3e38, 0.0]):
         keys[token, 0, token] = number
@@ -92,8 +92,8 @@ def test_numbers_that_are_none(isa: str, dtype: torch.dtype, quantized: torch.dt
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-5, 1e-7])
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("quantized", [torch.int8, INT4], ids=str)
-def test_small_numbers_in_half_precision_keep_their_levels(quantized: torch.dtype, size: float, native: bool) -> None:
+@pytest.mark.parametrize("quantized", [QUANTIZED["int8"], QUANTIZED["int4"]], ids=str)
+def test_small_numbers_in_half_precision_keep_their_levels(quantized: PageDtypes, size: float, native: bool) -> None:
     """A scale in half precision would be subnormal, and wrong by several percent."""
     if native and kernels.refusal():
         pytest.skip(kernels.refusal())
@@ -105,26 +105,26 @@ def test_small_numbers_in_half_precision_keep_their_levels(quantized: torch.dtyp
             patch.setattr(KVStorage, "_native_write", lambda *_: None)
         storage.write(keys, keys, slots)
     error, numbers = storage.read(slots)[0].float() - keys.float(), keys.float()
-    if quantized is INT4:
+    if INT4 in quantized:
         error, numbers = rotate(error), rotate(numbers)
     steps = numbers.abs().amax(-1, keepdim=True) / 127
-    if quantized is INT4:
+    if INT4 in quantized:
         steps = (numbers.amax(-1, keepdim=True) - numbers.amin(-1, keepdim=True)) / 15
     # of what is read back, in half precision; a rotation adds up those of all numbers of a head
     rounding = (keys.float().abs().amax(-1, keepdim=True) + steps) * 2.0**-11 + 2.0**-25
-    assert (error.abs() <= 0.501 * steps + rounding * (8 if quantized is INT4 else 1)).all()
+    assert (error.abs() <= 0.501 * steps + rounding * (8 if INT4 in quantized else 1)).all()
 
 
 def test_ties_round_to_even(isa: str) -> None:
     levels = torch.arange(-127, 128) / 2  # halves, and a largest of 127 that makes the scale 1
     keys = torch.cat([levels, torch.tensor([127.0])]).view(1, 1, -1)
-    assert_same(keys, keys, torch.int8)
+    assert_same(keys, keys, QUANTIZED["int8"])
     finer = torch.cat([torch.linspace(-448, 448, 3585), torch.linspace(-0.02, 0.02, 2049)]).view(1, 1, -1)
-    assert_same(finer, finer, torch.float8_e4m3fn)
+    assert_same(finer, finer, QUANTIZED["fp8"])
 
 
-@pytest.mark.parametrize("quantized", [None, torch.int8, INT4], ids=str)
-def test_strided_views_and_no_tokens(quantized: torch.dtype | None) -> None:
+@pytest.mark.parametrize("quantized", [None, QUANTIZED["int8"], QUANTIZED["int8-int4"]], ids=str)
+def test_strided_views_and_no_tokens(quantized: PageDtypes | None) -> None:
     wide = torch.randn(2, 12, 5, 40)  # [B, H, Q, ...], as transformers hands it over
     keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (wide[:, :4, :, 3:19], wide[:, 4:8, :, 20:28]))
     assert_same(keys, values, quantized)
@@ -137,7 +137,7 @@ def test_threads_change_nothing(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert_same(torch.randn(36, 4, 64).bfloat16(), torch.randn(36, 4, 64).bfloat16(), torch.int8)
-        assert_same(torch.randn(36, 4, 64).bfloat16(), torch.randn(36, 4, 64).bfloat16(), INT4)
+        assert_same(torch.randn(36, 4, 64).bfloat16(), torch.randn(36, 4, 64).bfloat16(), QUANTIZED["int8"])
+        assert_same(torch.randn(36, 4, 64).bfloat16(), torch.randn(36, 4, 64).bfloat16(), QUANTIZED["int8-int4"])
     finally:
         torch.set_num_threads(before)

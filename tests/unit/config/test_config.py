@@ -106,7 +106,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cache": {"block_size": True}}, "block_size=True must be an integer"),
     ({"cache": {"block_size": 16.0}}, "block_size=16.0 must be an integer"),
     ({"cache": {"max_tokens": -5}}, "max_tokens=-5 must be an integer of at least 1"),
-    ({"cache": {"dtype": "int2"}}, "cache dtype='int2' is not known; choose one of 'auto', 'int8', 'fp8', 'int4'$"),
+    (
+        {"cache": {"dtype": "int2"}},
+        "cache dtype='int2' is not known; choose one of 'auto', 'int8', 'fp8', 'int4', 'int8-int4'$",
+    ),
     ({"cache": {"dtype": "int2"}}, "cache dtype='int2' is not known"),
     ({"cache": {"prefix_sharing": None}}, "prefix_sharing=None is not known"),
     ({"attention": 3}, "attention=3 must be 'auto', a backend's name or None"),

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 from hf_accel.cache.kinds import KeysAndValues
 from hf_accel.cache.kinds.kind import TokenNumbers
-from hf_accel.cache.quantized import INT4
+from hf_accel.cache.quantized import QUANTIZED
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate.layer_bytes import StatefulLayer, attention_layers
 from hf_accel.estimate.workload import AttentionBytes
@@ -31,15 +31,16 @@ def test_decode_multiplies_every_head_with_every_kept_token_twice():
     [
         (torch.float32, None, 256),
         (torch.bfloat16, None, 128),
-        (torch.float32, torch.int8, 68),
-        (torch.bfloat16, torch.float8_e4m3fn, 66),
-        (torch.bfloat16, INT4, 36),
-        (torch.float16, INT4, 40),
+        (torch.float32, "int8", 68),
+        (torch.bfloat16, "fp8", 66),
+        (torch.bfloat16, "int4", 36),
+        (torch.float16, "int4", 40),
+        (torch.bfloat16, "int8-int4", 51),
     ],
 )
 def test_kv_bytes(dtype, quantized, per_vector):
     layer = StatefulLayer(TokenNumbers(8, 2, keys=64, values=64), 10, KeysAndValues(None))
-    assert layer.kv_bytes(dtype=dtype, quantized=quantized) == 2 * 2 * 10 * per_vector
+    assert layer.kv_bytes(dtype=dtype, quantized=QUANTIZED.get(quantized)) == 2 * 2 * 10 * per_vector
 
 
 def test_layers_with_and_without_a_window():

@@ -117,7 +117,7 @@ def test_bits_of_the_modules_one_by_one(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=["float", "int8", "int4"])
-@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4", "int8-int4"])
 def test_weights_dtypes_and_pages(weights: Any, dtype: torch.dtype, kv: Any) -> None:
     model = llama(attention_bias=kv == "auto", mlp_bias=kv == "int8").to(dtype)
     hf_accel.patch(model, weights=weights, cache=hf_accel.CacheConfig(dtype=kv))

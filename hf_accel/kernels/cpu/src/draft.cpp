@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/page_dtype.h"
 #include "layer.h"
 #include "parallel.h"
 
@@ -90,8 +91,9 @@ struct Drafting {
     const LayerCall& layer = call.layer;
     const LayerOp* write = layer.ops;
     while (write->kind != WRITE) ++write;
-    const int64_t per_head = layer.block_size * size_of(layer.page_dtype) * write->kv_heads;
-    const int64_t keys = per_head * write->dim, values = per_head * write->value_dim;
+    const int64_t numbers = layer.block_size * write->kv_heads;
+    const int64_t keys = numbers * write->dim * size_of(key_dtype(layer.page_dtype));
+    const int64_t values = numbers * write->value_dim * size_of(value_dtype(layer.page_dtype));
     for (const Row& row : next) {
       const int64_t filled = held(row.sequence) % layer.block_size + step;
       const int32_t* to = spare(step + 1, row);

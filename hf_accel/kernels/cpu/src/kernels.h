@@ -405,7 +405,8 @@ struct RowConvCall {
 };
 
 // Writes states [tokens, heads, dim] of `dtype` to slots of contiguous pages [blocks, heads, block_size, dim] of
-// page_dtype. page_dtype is `dtype`, or INT8, FP8 or INT4, with scales [blocks, heads, block_size] of `dtype`, or of
+// page_dtype, which says that of keys and that of values (kernels/page_dtype.h). Each is `dtype`, or INT8, FP8 or INT4,
+// with scales [blocks, heads, block_size] of `dtype`, or of
 // float for F16. The numbers of INT4 are two in a byte and rotated; it has scales [.., 2], see cache/quantized.py.
 struct PageWrite {
   const void* states;

@@ -1,6 +1,7 @@
 // Runs the operations of a layer one after the other: the kernels that Python would call one by one, so that
 // the result has the same bits. What this saves is the time between them.
 #include "layer.h"
+#include "kernels/page_dtype.h"
 #include "parallel.h"
 
 const int64_t LAYER_OP_SIZE = sizeof(LayerOp);
@@ -122,8 +123,8 @@ struct Layer {
                          call.block_size, call.dtype, call.page_dtype, call.threads});
   }
 
-  Rows pages(const void* data, int64_t block_size, int64_t heads, int64_t dim) const {
-    const int64_t columns = call.page_dtype == INT4 ? dim / 2 : dim;
+  static Rows pages(const void* data, int32_t dtype, int64_t block_size, int64_t heads, int64_t dim) {
+    const int64_t columns = dtype == INT4 ? dim / 2 : dim;
     return {data, heads * block_size * columns, block_size * columns, columns};
   }
 
@@ -166,14 +167,15 @@ struct Layer {
   template <class P>
   void attend_pages(const LayerOp& op, const P& held) const {
     AttentionCall pages = attention(op);
-    pages.k = this->pages(held.k_pages, held.block_size, op.kv_heads, op.dim);
-    pages.v = this->pages(held.v_pages, held.block_size, op.kv_heads, op.value_dim);
+    pages.k = this->pages(held.k_pages, key_dtype(call.page_dtype), held.block_size, op.kv_heads, op.dim);
+    pages.v = this->pages(held.v_pages, value_dtype(call.page_dtype), held.block_size, op.kv_heads, op.value_dim);
     pages.k_scales = held.k_scales;
     pages.v_scales = held.v_scales;
     pages.block_table = held.block_table;
     pages.cu_q = held.cu_q;
     pages.kv_len = held.kv_len;
-    pages.k_dtype = pages.v_dtype = call.page_dtype;
+    pages.k_dtype = key_dtype(call.page_dtype);
+    pages.v_dtype = value_dtype(call.page_dtype);
     pages.scale_dtype = call.scale_dtype;
     pages.sequences = held.sequences;
     pages.table_stride = held.table_stride;

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_accel.cache.quantized import INT4, rotate
+from hf_accel.cache.quantized import INT4, PageDtypes, rotate
 from hf_accel.cache.storage import KVStorage
 from hf_accel.kernels import triton as kernels
 from tests.devices import triton_device
@@ -150,7 +150,9 @@ def test_rotation_and_write_are_one_after_the_other(batch, heads, tokens, dims, 
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]
     for tables in {1, batch}:
         cos, sin = (on(torch.randn(tables, tokens, dims[0])).to(dtypes[1]) for _ in range(2))
-        both, apart = (KVStorage(5, 4, *flat, quantized=quantized).pages for _ in range(2))
+        both, apart = (
+            KVStorage(5, 4, *flat, quantized=quantized and PageDtypes(quantized, quantized)).pages for _ in range(2)
+        )
         for page in (*both, *apart):
             if page is not None:
                 page.view(torch.uint8).zero_()
@@ -239,7 +241,7 @@ def test_all_fit_every_gpu(dtype, capability):
         launches.append(module.rope_launch(heads, heads, tables, **options))
         for quantized in {16: (INT4,), 128: (torch.int8, torch.float8_e4m3fn, None), 256: (None, INT4)}[size]:
             states, slots = torch.empty(10, 3, size, dtype=dtype), torch.zeros(10, dtype=torch.int64)
-            pages = KVStorage(2, 16, states, states, quantized=quantized).pages
+            pages = KVStorage(2, 16, states, states, quantized=quantized and PageDtypes(quantized, quantized)).pages
             launches.append(rotating_and_writing((*heads, x[:, :3]), tables, pages, slots, **options))
         launches.append(rotating(x[0].transpose(0, 1)))
     launches.append(writing(states, states, pages, slots))

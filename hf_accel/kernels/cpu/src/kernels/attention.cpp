@@ -35,8 +35,8 @@ struct Tile {
   int64_t b, head, first, last, split, part;
 };
 
-// ROTATED: whether keys and values are; then queries are rotated before, and results after.
-template <class W, bool ROTATED>
+// Where keys are rotated, as those of int4 are, queries are rotated before; where values are, results are after.
+template <class W>
 struct Attention {
   const AttentionCall& c;
   KeyFunctions for_keys;
@@ -74,7 +74,7 @@ struct Attention {
     for (int64_t r = 0; r < (t.last - t.first) * group; ++r) {
       const int64_t at = start + (t.first + r / group) * c.q.token + (t.head * group + r % group) * c.q.head;
       Number* const to = reinterpret_cast<Number*>(out + r * words);
-      if constexpr (ROTATED) rotate_query(at, to);
+      if (c.k_dtype == INT4) rotate_query(at, to);
       else for (int64_t i = 0; i < c.head_dim; i += LANES) copy_query(at + i, c.head_dim - i, to + i);
       if (c.head_dim % W::STEP) to[c.head_dim] = Number();
     }
@@ -179,7 +179,7 @@ struct Attention {
 
   void finish(const Tile& t, const Partial* states, float* sums) const {
     for (int64_t r = 0; r < (t.last - t.first) * group; ++r) {
-      if constexpr (ROTATED) rotate(sums + r * padded, c.value_dim);
+      if (c.v_dtype == INT4) rotate(sums + r * padded, c.value_dim);
       finish_row(c, first_query(t.b) + t.first + r / group, t.head * group + r % group, states[r], sums + r * padded);
     }
   }
@@ -320,11 +320,11 @@ ValueFunctions value_functions(int32_t dtype) {
   });
 }
 
-template <class W, bool ROTATED>
+template <class W>
 void run(const AttentionCall& c) {
   const int64_t vector = LANES * W::STEP;
-  Attention<W, ROTATED>{c, key_functions<W>(c.k_dtype), value_functions<W>(c.v_dtype), c.heads / c.kv_heads,
-                        ceil_div(c.head_dim, W::STEP), ceil_div(c.value_dim, vector) * vector}
+  Attention<W>{c, key_functions<W>(c.k_dtype), value_functions<W>(c.v_dtype), c.heads / c.kv_heads,
+               ceil_div(c.head_dim, W::STEP), ceil_div(c.value_dim, vector) * vector}
       .run();
 }
 
@@ -337,7 +337,7 @@ bool fits_pairs(int32_t dtype) { return dtype == BF16 || dtype == INT8 || dtype 
 void HFA_NAMESPACE::attention(const AttentionCall& c) {
 #if defined(HFA_BF16)
   if (c.q_dtype == BF16 && fits_pairs(c.k_dtype) && fits_pairs(c.v_dtype))
-    return c.k_dtype == INT4 ? run<PairWords, true>(c) : run<PairWords, false>(c);
+    return run<PairWords>(c);
 #endif
-  return c.k_dtype == INT4 ? run<FloatWords, true>(c) : run<FloatWords, false>(c);
+  run<FloatWords>(c);
 }

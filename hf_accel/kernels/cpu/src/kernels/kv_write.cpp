@@ -7,6 +7,7 @@
 
 #include "../parallel.h"
 #include "../simd/simd.h"
+#include "page_dtype.h"
 #include "rotate.h"
 
 namespace {
@@ -108,26 +109,30 @@ void write(const WriteCall& c, const PageWrite& w, int64_t token, int64_t slot) 
   }
 }
 
-template <class T, class P>
-void write_all(const WriteCall& c) {
-  const int64_t chunk = 16;  // tokens of a task
-  parallel_for(ceil_div(c.tokens, chunk), c.threads, [&](int64_t task) {
-    for (int64_t i = task * chunk; i < at_most(c.tokens, (task + 1) * chunk); ++i) {
-      const int64_t token = c.written ? c.written[i] : i;
-      write<T, P>(c, c.keys, token, c.slots[i]);
-      write<T, P>(c, c.values, token, c.slots[i]);
-    }
-  });
+typedef void (*Write)(const WriteCall&, const PageWrite&, int64_t, int64_t);
+
+template <class T>
+Write choose_write(int32_t stored) {
+  switch (stored) {
+    case INT8: return write<T, int8_t>;
+    case FP8: return write<T, Fp8>;
+    case INT4: return write<T, Int4>;
+    default: return write<T, T>;
+  }
 }
 
 template <class T>
 void write_as(const WriteCall& c) {
-  switch (c.page_dtype) {
-    case INT8: return write_all<T, int8_t>(c);
-    case FP8: return write_all<T, Fp8>(c);
-    case INT4: return write_all<T, Int4>(c);
-    default: return write_all<T, T>(c);
-  }
+  const Write write_key = choose_write<T>(key_dtype(c.page_dtype));
+  const Write write_value = choose_write<T>(value_dtype(c.page_dtype));
+  const int64_t chunk = 16;  // tokens of a task
+  parallel_for(ceil_div(c.tokens, chunk), c.threads, [&](int64_t task) {
+    for (int64_t i = task * chunk; i < at_most(c.tokens, (task + 1) * chunk); ++i) {
+      const int64_t token = c.written ? c.written[i] : i;
+      write_key(c, c.keys, token, c.slots[i]);
+      write_value(c, c.values, token, c.slots[i]);
+    }
+  });
 }
 
 }  // namespace

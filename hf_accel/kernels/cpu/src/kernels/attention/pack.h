@@ -34,6 +34,15 @@ inline float load_scalar(const void* p, int32_t dtype, int64_t i) {
   }
 }
 
+// Loads the scales of `count` slots of pages of `dtype` from slot `first` on; of int4 also the shifts.
+inline void load_scales(const void* from, int32_t scale_dtype, int32_t dtype, int64_t first, int64_t count, float* scales,
+                        float* shifts) {
+  const int64_t step = dtype == INT4 ? 2 : 1;
+  for (int64_t n = 0; n < count; ++n) scales[n] = load_scalar(from, scale_dtype, step * (first + n));
+  if (dtype == INT4)
+    for (int64_t n = 0; n < count; ++n) shifts[n] = load_scalar(from, scale_dtype, step * (first + n) + 1);
+}
+
 // Fills `rows` for the range `keys`, which lies within [start, start + SPLIT) of sequence b.
 inline void find_rows(const AttentionCall& c, int64_t b, int64_t head, int64_t start, Range keys, KeyRows& rows) {
   const int64_t k_bytes = dtype_bytes(c.k_dtype), v_bytes = dtype_bytes(c.v_dtype);
@@ -60,18 +69,10 @@ inline void find_rows(const AttentionCall& c, int64_t b, int64_t head, int64_t s
     const int64_t count = at_most(c.block_size - offset, end - i);
     for (int64_t n = 0; n < count; ++n, k_row += k_step, v_row += v_step)
       rows.k[i + n] = k_row, rows.v[i + n] = v_row;
-    if (c.k_dtype == INT4)
-      for (int64_t n = 0; n < count; ++n) {
-        rows.k_scales[i + n] = load_scalar(c.k_scales, c.scale_dtype, 2 * (scale + n));
-        rows.v_scales[i + n] = load_scalar(c.v_scales, c.scale_dtype, 2 * (scale + n));
-        rows.k_shifts[i + n] = load_scalar(c.k_scales, c.scale_dtype, 2 * (scale + n) + 1);
-        rows.v_shifts[i + n] = load_scalar(c.v_scales, c.scale_dtype, 2 * (scale + n) + 1);
-      }
-    else if (c.k_scales)
-      for (int64_t n = 0; n < count; ++n) {
-        rows.k_scales[i + n] = load_scalar(c.k_scales, c.scale_dtype, scale + n);
-        rows.v_scales[i + n] = load_scalar(c.v_scales, c.scale_dtype, scale + n);
-      }
+    if (c.k_scales) {
+      load_scales(c.k_scales, c.scale_dtype, c.k_dtype, scale, count, rows.k_scales + i, rows.k_shifts + i);
+      load_scales(c.v_scales, c.scale_dtype, c.v_dtype, scale, count, rows.v_scales + i, rows.v_shifts + i);
+    }
     i += count;
   }
 }
