@@ -21,7 +21,14 @@ from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
 from .attention_survey import attention_sites, cache_refusal, known_operators, loop_refusal, pages_refusal
-from .decoder_survey import counts_padding, most_tokens, reads_ahead, rows_hidden_in, sees_whole_prompts
+from .decoder_survey import (
+    counts_padding,
+    leaves_cache_out,
+    most_tokens,
+    reads_ahead,
+    rows_hidden_in,
+    sees_whole_prompts,
+)
 from .plan import FusedPlan, LinearPlan
 from .sequence_survey import state_sites
 
@@ -84,6 +91,7 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         hides_rows=rows_hidden_in(model) if model.config.is_encoder_decoder else None,
         reads_ahead=model.config.is_encoder_decoder and reads_ahead(model),
         most_tokens=most_tokens(model) if model.config.is_encoder_decoder else None,
+        needs_no_cache=model.config.is_encoder_decoder and leaves_cache_out(model),
         counts_padding=stock_loop is None and _counts_padding(model, operators),
         operators=operators,
         makes_masks=texts is not None and texts.makes_masks,

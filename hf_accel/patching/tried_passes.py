@@ -65,11 +65,12 @@ def _hiding(name: str, mask: Tensor, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def stock_with_source(
-    model: PreTrainedModel, passes: Passes, *, hides: bool, masked: bool = False
+    model: PreTrainedModel, passes: Passes, *, hides: bool, masked: bool = False, cached: bool = True
 ) -> tuple[Tensor, ...]:
     """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides.
 
-    masked: whether the model is given an attention_mask that shows all but the last row.
+    masked: whether the model is given an attention_mask that shows all but the last row. cached: whether it has a
+    cache, and so computes each token once.
     """
     tried = small_copy(model, None)
     outputs = []
@@ -80,18 +81,24 @@ def stock_with_source(
             hiding = partial(_hiding, UpToDecoder(tried).hiding, torch.nn.functional.pad(mask, (0, 2)))
             called = giving_decoder(tried, None, hiding)
             source = torch.cat([source, 10 * torch.ones(2, source.shape[1])])
-        more = {"attention_mask": torch.arange(len(source), 0, -1)[None].gt(1).long()} if masked else {}
-        cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
+        more: dict[str, Any] = {}
+        if masked:
+            more["attention_mask"] = torch.arange(len(source), 0, -1)[None].gt(1).long()
+        if cached:
+            more["past_key_values"] = EncoderDecoderCache(
+                DynamicCache(config=layers_config(tried.config)), DynamicCache()
+            )
+        given: list[int] = []
         for ids in _tokens(model, number, passes):
+            given = ids if cached else given + ids
             output = called(
-                decoder_input_ids=torch.tensor([ids]),
+                decoder_input_ids=torch.tensor([given]),
                 encoder_outputs=rows_as_output(source[None]),
-                past_key_values=cache,
-                use_cache=True,
+                use_cache=cached,
                 return_dict=True,
                 **more,
             )
-            outputs.append(output.logits[0])
+            outputs.append(output.logits[0, -len(ids) :])
     return tuple(outputs)
 
 

@@ -364,12 +364,23 @@ def _is_none(function: ast.FunctionDef, value: ast.expr) -> bool:
 
 
 def _passes_on(function: ast.FunctionDef, mask: ast.expr) -> bool:
-    """Return whether the mask is a given one, unchanged, or does not depend on a given one."""
+    """Return whether the mask is a given one, or such a one without columns of no key, or does not depend on one."""
     masks = {name for name in parameters(function) if "mask" in name}
     if isinstance(mask, ast.Name):
         values = _assigned_to(function, mask.id)
-        return all(isinstance(value, ast.Name) or not (names_in(value) & (masks | {mask.id})) for value in values)
+        return all(
+            isinstance(value, ast.Name) or _is_cut(value, mask.id) or not (names_in(value) & (masks | {mask.id}))
+            for value in values
+        )
     return not (names_in(mask) & masks)
+
+
+def _is_cut(value: ast.expr | None, name: str) -> bool:
+    """Return whether a value is `mask[:, :, :, :n]` of the variable: a CausalMask that keeps all columns is itself."""
+    match value:
+        case ast.Subscript(value=ast.Name(id=found), slice=ast.Tuple(elts=[*others, ast.Slice(lower=None, step=None)])):
+            return found == name and len(others) == 3 and all(ast.unparse(each) == ":" for each in others)
+    return False
 
 
 # -- attention without the interface -----------------------------------------------------------------------

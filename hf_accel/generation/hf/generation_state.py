@@ -168,6 +168,8 @@ class DecoderForm:
     hides_rows: whether the decoder takes a mask of the rows of an encoder's output; None without an encoder.
     reads_ahead: whether stock lets tokens of the prompt of a decoder with an encoder see later ones of that prompt.
     most_tokens: the most tokens of a pass of which experts leave none out; None for any number.
+    needs_no_cache: whether the model's own settings leave out a cache, with which a decoder with an encoder computes the
+        same: it is then given one.
     counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     makes_masks: whether the model around the decoder makes masks of texts that our attention does not understand,
@@ -184,6 +186,7 @@ class DecoderForm:
     hides_rows: bool | None = None
     reads_ahead: bool = False
     most_tokens: int | None = None
+    needs_no_cache: bool = False
     counts_padding: bool = False
     operators: Any = None
     makes_masks: bool = False

@@ -299,6 +299,8 @@ class AcceleratedGeneration(WritesModelCard):
     ) -> None:
         state = self._generation_state
         given = model_kwargs.get(name := state.cache_name)
+        if state.form.needs_no_cache and self.generation_config.use_cache is False:  # type: ignore[attr-defined]
+            generation_config.use_cache = True  # of this call
         wanted = state.cache is not None and generation_config.use_cache is not False
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
