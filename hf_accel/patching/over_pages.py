@@ -95,6 +95,7 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         counts_padding=stock_loop is None and _counts_padding(model, operators),
         operators=operators,
         makes_masks=texts is not None and texts.makes_masks,
+        uncounted=None if texts is None else texts.uncounted,
         whole_prompts=whole,
         source=None if stock_loop is not None else source_argument(model),
     )

@@ -174,6 +174,8 @@ class DecoderForm:
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     makes_masks: whether the model around the decoder makes masks of texts that our attention does not understand,
         though they say no more than those that the decoder makes by itself, which it then does.
+    uncounted: the token that pads, where the decoder counts positions without it if it is given none, so that it stands at
+        the position of its own number; None for any other decoder.
     whole_prompts: whether the tokens of a prompt see all of that prompt, and those behind it all before them: what an
         encoder that is used to generate lets them see.
     source: the argument by which a decoder takes the images that some of its layers attend to; None for one that takes
@@ -190,6 +192,7 @@ class DecoderForm:
     counts_padding: bool = False
     operators: Any = None
     makes_masks: bool = False
+    uncounted: int | None = None
     whole_prompts: bool = False
     source: str | None = None
 

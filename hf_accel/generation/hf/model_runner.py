@@ -26,6 +26,7 @@ from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
 from ..prompt_inputs import Rows, other_input, positions_count_tokens
+from .generation_state import STOCK_FORM
 from .mixed_passes import giving_more, planes_of
 from .pass_states import PassStates, read_outputs
 
@@ -287,10 +288,13 @@ class ModelRunner:
             return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
-        planes = None if (state := find_state(self.model)) is None else state.generation.form.planes
-        planes = planes_of(planes, rows) if rows else planes
+        form = STOCK_FORM if (state := find_state(self.model)) is None else state.generation.form
+        planes = planes_of(form.planes, rows) if rows else form.planes
         positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
-        return _ids(inputs, rows) | {"position_ids": _placed(positions, rows)}
+        positions = _placed(positions, rows)
+        if form.uncounted is not None:
+            positions = positions.where(inputs.ids != form.uncounted, form.uncounted)
+        return _ids(inputs, rows) | {"position_ids": positions}
 
 
 def _ids(inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
