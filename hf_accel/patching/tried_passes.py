@@ -13,11 +13,12 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.stock import set_implementation, stock_implementation
-from ..cache.hf import page_groups
+from ..cache.hf import model_kinds, page_groups
 from ..cache.kinds import SourceRows
 from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
+from ..errors import UnsupportedError
 from ..fused.hf.operator_models import decoder_operators, read_by_operators
 from ..generation.hf.decoder_call import UpToDecoder, giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
@@ -161,12 +162,21 @@ def small_copy(model: PreTrainedModel, implementation: str | None, *, token: int
     ones; None for that which pads.
     """
     decoder = model.get_decoder()
-    lengths = {_name_of(model, decoder): TRIED_LAYERS}
+    lengths = {_name_of(model, decoder): _tried_layers(model)}
     if model.config.is_encoder_decoder:
         lengths[_name_of(model, model.get_encoder())] = 0
     small = first_layers_model(model, lengths, token=padding_token(model) if token is None else token)
     set_implementation(small, implementation or stock_implementation(model, decoder))
     return small
+
+
+def _tried_layers(model: PreTrainedModel) -> int:
+    """Return how many layers are tried: as many as have one of each kind."""
+    try:
+        kinds = model_kinds(model.config).layers
+    except UnsupportedError:
+        return TRIED_LAYERS
+    return max([TRIED_LAYERS, *(kinds.index(own) + 1 for own in kinds)])
 
 
 def _name_of(model: nn.Module, part: nn.Module) -> str:

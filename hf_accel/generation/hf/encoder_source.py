@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -66,7 +66,11 @@ def give_stock_cache(call: LoopCall) -> None:
         return
     config = layers_config(call.model.config)
     if call.has_encoder:
-        call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        kind: Any = original_class(call.model)
+        # A class with a method of its own, as T5Gemma, keeps windows away from the keys of the encoder's output.
+        is_own = kind._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
+        of_source = DynamicCache() if is_own else DynamicCache(config=config)
+        call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), of_source)
     elif call.num_learnt or call.attends_to_sources or call.inputs.get(SOURCE_STATES) is not None:
         call.inputs[call.state.cache_name] = DynamicCache(config=config)
 
