@@ -14,6 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..config import PatchConfig
 from ..fused.hf.dtype_readers import dtype_readers
 from ..fused.hf.operator_models import OperatorModel, operator_sites
+from ..fused.hf.own_masks import own_masks
 from ..fused.hf.part_activations import part_activations
 from ..fused.hf.source_layers import source_argument
 from ..generation.hf.drafting import refuse_drafts
@@ -117,6 +118,7 @@ def _counts_padding(model: PreTrainedModel, operators: OperatorModel | None) -> 
 def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, form: DecoderForm) -> FusedPlan:
     """Add what reads pages by a forward of ours, and what rounds a token by others, whatever fuse= says."""
     sites = (*state_sites(model), *operator_sites(model, form.operators, config))
+    sites += tuple(own_masks(model))
     called = {part for site in fused.sites for part in site.module.modules()}  # by a call of ours
     sites += tuple(site for site in part_activations(model) if site.module not in called)
     taken = {site.module for site in sites}  # a module has one mixin

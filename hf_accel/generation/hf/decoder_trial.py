@@ -15,6 +15,7 @@ from ...errors import NotRaggedError
 from ...models import layer_lists, layers_config
 from ...recognition.call_form import parameter_names
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...undo.journal import original_class
 from ..marked_inputs import MarkedInputs, marked_arguments
 from ..token_arguments import TokenArguments
 
@@ -217,7 +218,7 @@ class _DecoderTrial:
 
     def _stand_in(self, layer: nn.Module) -> Any:
         twin = unwatched_twin(layer)
-        twin.forward = partial(self._called, parameter_names(type(layer).forward)[1:])
+        twin.forward = partial(self._called, parameter_names(original_class(layer).forward)[1:])
         return twin
 
     def _called(self, names: Sequence[str], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
