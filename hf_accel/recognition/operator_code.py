@@ -28,15 +28,6 @@ def attends_without_cache(kind: type) -> bool:
     return by_itself and not CACHE_NAMES & {*parameter_names(forward)}
 
 
-@lru_cache(maxsize=4096)
-def attends_to_joined_keys(kind: type) -> bool:
-    """Return whether modules of a class update two caches, and attend once to the keys of both, end to end."""
-    functions = functions_of(kind, frozenset()) if attention_code(kind).attends else None
-    nodes = [node for function in functions or () for node in ast.walk(function)]
-    called = [node.func.attr for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    return called.count("update") == 2 and called.count("cat") == 2
-
-
 def attends_to_changed_keys(module: Any) -> bool:
     """Return whether a module updates a cache, and makes other keys and values of what that returns, for one or more
     calls of an attention function of transformers' interface."""

@@ -37,7 +37,7 @@ class CachePass(Protocol):
     def attend_as_interface(self, module: nn.Module, query: Tensor, kv: KV, mask: Any, **given: Any) -> Tensor: ...
 
     def attend_in_part(
-        self, query: Tensor, kv: KV, mask: Any, *, scaling: float | None = None, **given: Any
+        self, query: Tensor, kv: Any, mask: Any, *, scaling: float | None = None, **given: Any
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -181,7 +181,7 @@ class Joined:
         if not isinstance(values, Joined):
             raise UntraceableError("it attends to joined keys, and not to values that are joined as they are")
         own: Any = [
-            keys.own.attend_in_part(query, KV(keys, held), mask, **given)  # type: ignore[arg-type]
+            keys.own.attend_in_part(query, (keys, held), mask, **given)
             for keys, held in zip(self.parts, values.parts, strict=True)
         ]
         (first, first_lse), (second, second_lse) = own

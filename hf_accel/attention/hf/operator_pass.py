@@ -198,27 +198,27 @@ class OperatorPass:
         return self._attend(query, kv.k, kv.v, options).transpose(1, 2).contiguous()
 
     def attend_in_part(
-        self, query: Tensor, kv: KV, mask: Any, *, scaling: float | None = None, **given: Any
+        self, query: Tensor, kv: Any, mask: Any, *, scaling: float | None = None, **given: Any
     ) -> tuple[Tensor, Tensor]:
-        """Attend to one of two caches to whose tokens code attends at once; returns [1, N, Hq, Dv], and the log-sum-exp
-        of the scores, [1, N, Hq].
+        """Attend to one of two caches to whose tokens code attends at once; returns [1, N, Hq, Dv], and [1, N, Hq],
+        the log-sum-exp of the scores.
         """
         _refuse_others(given, hides=mask is self.mask)
-        if not all(isinstance(each, Cached) and each.own is self for each in kv[:2]) or self._attended is not None:
+        keys, values = kv[:2]
+        if not _are_of(self, keys, values) or self._attended is not None:
             raise UntraceableError("it attends to other keys or values than those of its cache, or more than once")
         self._attended = query, None, None, None
-        count, held = query.shape[1], kv.k.tensor.shape[1]  # type: ignore[attr-defined]
-        plain = Pairs(*[shared_out(tuple(range(held)), count)] * 2)
-        if Pairs(*(shared_out(each.heads, count) for each in kv[:2])) != plain:  # type: ignore[union-attr]
+        plain = tuple(range(keys.tensor.shape[1]))
+        if not keys.heads == values.heads == plain:
             raise UntraceableError("it joins heads of two caches in another order")
-        self._store(kv.k.tensor, kv.v.tensor, page_heads(plain, held))  # type: ignore[attr-defined]
+        self._store(keys.tensor, values.tensor, page_heads(Pairs(plain, plain), len(plain)))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = self.paged.window if self.causal else None
         return self._lse_over_pages(query, AttentionOptions(scale, causal=self.causal, window=window))
 
     def _attend(self, query: Tensor, keys: Any, values: Any, options: AttentionOptions) -> Tensor:
         """Attend over the pages with queries [1, Hq, N, D]; returns [1, Hq, N, Dv]."""
-        if not all(isinstance(each, Cached) and each.own is self for each in (keys, values)):
+        if not _are_of(self, keys, values):
             raise UntraceableError("it attends to other keys or values than those of its cache")
         if keys.zeros:
             query = query[..., : -keys.zeros]
@@ -292,6 +292,11 @@ def _refuse_others(given: dict[str, Any], *, hides: bool) -> None:
     read = KNOWN_KEYWORDS - {*ATTENDS_OTHERWISE}
     if not hides or any(name not in read and _is_given(value) for name, value in given.items()):
         raise UntraceableError("it attends in another way than causally")
+
+
+def _are_of(own: OperatorPass, keys: Any, values: Any) -> bool:
+    """Return whether keys and values are those of one pass's cache."""
+    return all(isinstance(each, Cached) and each.own is own for each in (keys, values))
 
 
 def _is_computed(x: Any) -> bool:

@@ -61,9 +61,8 @@ def makes_triangles(module: Any) -> bool:
 
 
 def _is_triangle(module: Any, count: int, before: int) -> bool:
-    mask = original_class(module)._prepare_decoder_attention_mask(  # type: ignore[attr-defined]
-        module, None, (1, count), torch.zeros(1, count, 1), before
-    )
+    make: Any = getattr(original_class(module), MAKES)
+    mask = make(module, None, (1, count), torch.zeros(1, count, 1), before)
     columns = torch.ones(1, before + count, dtype=torch.bool)
     meaning = Meaning(None, padded=False, left_out=False)
     seen = CausalMask(columns, (count, before + count), meaning).whole()

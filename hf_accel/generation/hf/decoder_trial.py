@@ -79,9 +79,7 @@ class CountedPositions(NamedTuple):
     uncounted: int | None = None
 
 
-def counted_positions(
-    decoder: nn.Module, given: Mapping[str, Any], shape: tuple[int, int]
-) -> CountedPositions | None:
+def counted_positions(decoder: nn.Module, given: Mapping[str, Any], shape: tuple[int, int]) -> CountedPositions | None:
     """Return the positions at which a decoder that is given none places tokens; None if it counts in an unknown way.
 
     They are their columns behind those of its cache; or such columns without those of padding, which begin behind the
@@ -116,8 +114,8 @@ def merged_embeddings(
     """Return the embeddings into which a decoder puts features by itself; None if it does more with them.
 
     It gives its layers all that it gives them for these embeddings without features: which are what it gives its first
-    layer, or what it puts features in before it scales and places them. given: the arguments of its call. others: those
-    that bring the features. positions: at which it places tokens by itself; None if it is given them.
+    layer, or what it puts features in before it scales and places them. given: the arguments of its call. others:
+    those that bring the features. positions: at which it places tokens by itself; None if it is given them.
     """
     trial = _DecoderTrial(decoder, None)
     expected = trial.entered(given)
@@ -133,7 +131,7 @@ def merged_embeddings(
 
 
 def _put_in(decoder: Any, given: Mapping[str, Any], others: Mapping[str, Any]) -> list[Merged]:
-    """Return the embeddings of a call with features in the place of those tokens that another argument marks.
+    """Return the embeddings of a call with features instead of the tokens that another argument marks.
 
     They may be all that the decoder needs, or it may read the marks besides.
     """

@@ -57,6 +57,16 @@ def pages_serve(config: Any, mode: GenerationMode) -> bool:
     return mode == GenerationMode.ASSISTED_GENERATION and not config.is_encoder_decoder
 
 
+def with_cache(model: PreTrainedModel, config: Any) -> Any:
+    """Return the settings that generate() has made for a call, with a cache if only the model's own leave one out, and
+    it changes no token.
+    """
+    own: Any = model.generation_config
+    if own.use_cache is False and state_of(model).generation.form.needs_no_cache:
+        config.use_cache = True
+    return config
+
+
 def give_stock_cache(call: LoopCall) -> None:
     """Give a call transformers' own cache instead of one that was made for ragged passes, where its pages cannot hold
     what it needs: the keys of sources, or of prompts behind embeddings of an adapter.
