@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -267,6 +268,26 @@ def test_operators_that_compute_something_else_stay_stock(part: str, layer: int)
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(model.generate(pixels, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
     assert hf_accel.stats(model)["loop"].startswith("stock")
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_joined_keys_of_code_that_computes_something_else_stay_stock(layer: int) -> None:
+    model, batch = model_of("T5Gemma2"), padded(prompts())
+    attention = model.model.decoder.layers[layer].self_attn
+
+    class Louder(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            out, *weights = super().forward(hidden_states, *args, **kwargs)
+            return out * hidden_states.shape[1], *weights
+
+    attention.__class__ = Louder
+    given = {**batch, "decoder_input_ids": torch.tensor([[2, 9, 7]] * len(LENGTHS)), "max_new_tokens": NEW_TOKENS}
+    expected = model.generate(**given, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hf_accel.HfAccelWarning)
+        hf_accel.patch(model, weights=None)
+        assert torch.equal(model.generate(**given, do_sample=False), expected)
+    assert hf_accel.stats(model)["loop"] != "ragged"
 
 
 def test_a_layer_with_other_settings_than_those_that_were_tried() -> None:

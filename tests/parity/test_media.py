@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+from hf_accel.generation.hf.prompts import prompt_inputs
 
 from ..families.features import MEDIA
 from ..families.media import alone_with_medium, media_prompts
@@ -199,10 +200,30 @@ def test_tokens_that_pad_are_not_counted() -> None:
         assert loop(model) == "ragged"
         written += int((wanted[:, 6:-1] == 0).sum())
     assert written > 10
+    mask = (torch.arange(6) >= torch.tensor([[2], [0]])).long()
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    short, whole = prompt_inputs(model, torch.tensor([[0, 0, 5, 9, 7, 3], [5, 9, 7, 3, 8, 4]]), mask, given)
+    assert short is not None and whole is not None and short.positions is not None
+    assert short.positions.tolist() == [[1, 2, 3, 4]] and short.shifts == (3,) and whole.shifts == (1,)
+    assert not {*short.contents} & {*whole.contents}  # tokens behind them stand elsewhere: they share nothing
     rows = [ids[0].tolist(), [*ids[0].tolist(), 0], ids[1].tolist()]
     found = model.generate_batch(rows, max_new_tokens=NEW_TOKENS, do_sample=False).values()
     texts = [expected(COUNTED, {"input_ids": torch.tensor([row])}) for row in rows]
     assert [output.generated_tokens for output in found] == texts
+
+
+def test_an_engine_reads_patches() -> None:
+    """Pix2Struct's settings leave out a cache, which a call is given all the same: no token changes."""
+    name = "Pix2StructForConditionalGeneration"
+    (plain, given), model = stock(name), patched(name)
+    rows = [alone_with_medium(given, row) for row in range(3)]
+    wanted = [plain.generate(**row, max_new_tokens=NEW_TOKENS, do_sample=False)[0, 1:].tolist() for row in rows]
+    assert plain.generation_config.use_cache is False and model.generation_config.use_cache is False
+    with Engine(model) as engine:
+        jobs = [engine.submit(row, max_new_tokens=NEW_TOKENS, temperature=0) for row in rows]
+        assert [job.result(WAIT).tokens for job in jobs] == wanted
+    found = model.generate_batch(rows, max_new_tokens=NEW_TOKENS, do_sample=False).values()
+    assert [output.generated_tokens for output in found] == wanted
 
 
 def test_images_among_rows() -> None:
