@@ -36,6 +36,7 @@ WRITERS = {
     "linear.nf4": {"dict"},
     "generation.hf.engine": {"config"},
     "generation.hf.batch": {"config"},
+    "generation.hf.encoder_source": {"config"},  # that generate() has made for a call
     "generation.hf.states_drafters": {"class", "config", "dict"},
     "generation.hf.request_config": {"config", "setattr"},
     "generation.sampling.purity": {"dict"},  # of a processor

@@ -40,6 +40,7 @@ from ..parallel.tensor import TensorParallel
 from ..recognition.asked import answer_once
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
+from ..recognition.joined_code import attends_to_joined_keys
 from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
 from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
@@ -168,9 +169,8 @@ def _unknown_recurrences(model: PreTrainedModel) -> str | None:
 
 def known_operators(model: PreTrainedModel) -> OperatorModel | None:
     """Return what is known of a model that attends by torch's operators, if its pages can be read that way."""
-    is_rare = model_attention_refusal(model) is not None or any(
-        code_of(module).unpaged is not None for module in attention_modules(model)
-    )
+    own = (code_of(each).unpaged is not None or attends_to_joined_keys(each) for each in attention_modules(model))
+    is_rare = model_attention_refusal(model) is not None or any(own)
     if not is_rare or split_of(model) is not None:
         return None
     known = answer_once(tried_operators, model)
@@ -189,7 +189,8 @@ def operator_refusal(model: PreTrainedModel, refusal: str | None) -> str | None:
         kinds = model_kinds(model.config)
     except UnsupportedError as error:
         return str(error).removesuffix(f"; {NOT_PAGED}")
-    if kinds.distinct == (KeysAndValues(None),):
+    takes_windows = any(map(attends_to_joined_keys, attention_modules(model)))  # from its pages
+    if all(isinstance(kind, KeysAndValues) and (takes_windows or kind.window is None) for kind in kinds.distinct):
         return None
     return refusal or f"{type(model).__name__} keeps other things than keys and values of all tokens"
 

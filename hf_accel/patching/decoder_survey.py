@@ -142,6 +142,17 @@ def reads_ahead(model: PreTrainedModel) -> bool:
     return answer_once(_hides_in_prompts, model) is None
 
 
+def leaves_cache_out(model: PreTrainedModel) -> bool:
+    """Return whether the model's own settings of generation leave out a cache, with which its decoder computes the
+    same, as a trial of stock's passes shows.
+    """
+    settings = getattr(model, "generation_config", None)
+    if getattr(settings, "use_cache", None) is not False or model_device(model).type == "meta":
+        return False
+    stock = partial(stock_with_source, model, PASSES, hides=False)
+    return agree(partial(stock, cached=False), stock, CLOSE)
+
+
 def _hides_in_prompts(model: PreTrainedModel) -> bool | None:
     return _tried_mask(model, PASSES)
 

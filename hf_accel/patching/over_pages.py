@@ -14,6 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..config import PatchConfig
 from ..fused.hf.dtype_readers import dtype_readers
 from ..fused.hf.operator_models import OperatorModel, operator_sites
+from ..fused.hf.own_masks import own_masks
 from ..fused.hf.part_activations import part_activations
 from ..fused.hf.source_layers import source_argument
 from ..generation.hf.drafting import refuse_drafts
@@ -21,7 +22,14 @@ from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
 from .attention_survey import attention_sites, cache_refusal, known_operators, loop_refusal, pages_refusal
-from .decoder_survey import counts_padding, most_tokens, reads_ahead, rows_hidden_in, sees_whole_prompts
+from .decoder_survey import (
+    counts_padding,
+    leaves_cache_out,
+    most_tokens,
+    reads_ahead,
+    rows_hidden_in,
+    sees_whole_prompts,
+)
 from .plan import FusedPlan, LinearPlan
 from .sequence_survey import state_sites
 
@@ -84,9 +92,11 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         hides_rows=rows_hidden_in(model) if model.config.is_encoder_decoder else None,
         reads_ahead=model.config.is_encoder_decoder and reads_ahead(model),
         most_tokens=most_tokens(model) if model.config.is_encoder_decoder else None,
+        needs_no_cache=model.config.is_encoder_decoder and leaves_cache_out(model),
         counts_padding=stock_loop is None and _counts_padding(model, operators),
         operators=operators,
         makes_masks=texts is not None and texts.makes_masks,
+        uncounted=None if texts is None else texts.uncounted,
         whole_prompts=whole,
         source=None if stock_loop is not None else source_argument(model),
     )
@@ -108,6 +118,7 @@ def _counts_padding(model: PreTrainedModel, operators: OperatorModel | None) -> 
 def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, form: DecoderForm) -> FusedPlan:
     """Add what reads pages by a forward of ours, and what rounds a token by others, whatever fuse= says."""
     sites = (*state_sites(model), *operator_sites(model, form.operators, config))
+    sites += tuple(own_masks(model))
     called = {part for site in fused.sites for part in site.module.modules()}  # by a call of ours
     sites += tuple(site for site in part_activations(model) if site.module not in called)
     taken = {site.module for site in sites}  # a module has one mixin

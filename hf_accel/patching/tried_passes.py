@@ -13,11 +13,12 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.stock import set_implementation, stock_implementation
-from ..cache.hf import page_groups
+from ..cache.hf import model_kinds, page_groups
 from ..cache.kinds import SourceRows
 from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
+from ..errors import UnsupportedError
 from ..fused.hf.operator_models import decoder_operators, read_by_operators
 from ..generation.hf.decoder_call import UpToDecoder, giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
@@ -65,11 +66,12 @@ def _hiding(name: str, mask: Tensor, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def stock_with_source(
-    model: PreTrainedModel, passes: Passes, *, hides: bool, masked: bool = False
+    model: PreTrainedModel, passes: Passes, *, hides: bool, masked: bool = False, cached: bool = True
 ) -> tuple[Tensor, ...]:
     """Compute the passes of each sequence alone. hides: whether its encoder's output has rows that a mask hides.
 
-    masked: whether the model is given an attention_mask that shows all but the last row.
+    masked: whether the model is given an attention_mask that shows all but the last row. cached: whether it has a
+    cache, and so computes each token once.
     """
     tried = small_copy(model, None)
     outputs = []
@@ -80,18 +82,24 @@ def stock_with_source(
             hiding = partial(_hiding, UpToDecoder(tried).hiding, torch.nn.functional.pad(mask, (0, 2)))
             called = giving_decoder(tried, None, hiding)
             source = torch.cat([source, 10 * torch.ones(2, source.shape[1])])
-        more = {"attention_mask": torch.arange(len(source), 0, -1)[None].gt(1).long()} if masked else {}
-        cache = EncoderDecoderCache(DynamicCache(config=layers_config(tried.config)), DynamicCache())
+        more: dict[str, Any] = {}
+        if masked:
+            more["attention_mask"] = torch.arange(len(source), 0, -1)[None].gt(1).long()
+        if cached:
+            more["past_key_values"] = EncoderDecoderCache(
+                DynamicCache(config=layers_config(tried.config)), DynamicCache()
+            )
+        given: list[int] = []
         for ids in _tokens(model, number, passes):
+            given = ids if cached else given + ids
             output = called(
-                decoder_input_ids=torch.tensor([ids]),
+                decoder_input_ids=torch.tensor([given]),
                 encoder_outputs=rows_as_output(source[None]),
-                past_key_values=cache,
-                use_cache=True,
+                use_cache=cached,
                 return_dict=True,
                 **more,
             )
-            outputs.append(output.logits[0])
+            outputs.append(output.logits[0, -len(ids) :])
     return tuple(outputs)
 
 
@@ -154,12 +162,21 @@ def small_copy(model: PreTrainedModel, implementation: str | None, *, token: int
     ones; None for that which pads.
     """
     decoder = model.get_decoder()
-    lengths = {_name_of(model, decoder): TRIED_LAYERS}
+    lengths = {_name_of(model, decoder): _tried_layers(model)}
     if model.config.is_encoder_decoder:
         lengths[_name_of(model, model.get_encoder())] = 0
     small = first_layers_model(model, lengths, token=padding_token(model) if token is None else token)
     set_implementation(small, implementation or stock_implementation(model, decoder))
     return small
+
+
+def _tried_layers(model: PreTrainedModel) -> int:
+    """Return how many layers are tried: as many as have one of each kind."""
+    try:
+        kinds = model_kinds(model.config).layers
+    except UnsupportedError:
+        return TRIED_LAYERS
+    return max([TRIED_LAYERS, *(kinds.index(own) + 1 for own in kinds)])
 
 
 def _name_of(model: nn.Module, part: nn.Module) -> str:

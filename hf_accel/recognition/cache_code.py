@@ -1,4 +1,6 @@
-"""Code that is read: what a function does with a cache, and with K and V on the way to its attention function."""
+"""Code that is read: what a function does with a cache, and with K, V and its mask on the way to its attention
+function.
+"""
 
 from __future__ import annotations
 
@@ -186,3 +188,30 @@ def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, b
         and (after.end_lineno or after.lineno) < node.lineno < before.lineno
         for node in ast.walk(function)
     )
+
+
+def assigned_to(function: ast.FunctionDef, name: str) -> list[ast.expr | None]:
+    """Return the values that are assigned to a variable, alone or with others."""
+    return [value for value, target in assignments(function) if name in names_in(target)]
+
+
+def passes_on(function: ast.FunctionDef, mask: ast.expr) -> bool:
+    """Return whether the mask is a given one, or such a one without columns of no key, or does not depend on one."""
+    masks = {name for name in parameters(function) if "mask" in name}
+    if isinstance(mask, ast.Name):
+        values = assigned_to(function, mask.id)
+        return all(
+            isinstance(value, ast.Name) or _is_cut(value, mask.id) or not (names_in(value) & (masks | {mask.id}))
+            for value in values
+        )
+    return not (names_in(mask) & masks)
+
+
+def _is_cut(value: ast.expr | None, name: str) -> bool:
+    """Return whether a value is `mask[:, :, :, :n]` of the variable: a CausalMask that keeps all columns is itself."""
+    match value:
+        case ast.Subscript(
+            value=ast.Name(id=found), slice=ast.Tuple(elts=[*others, ast.Slice(lower=None, step=None)])
+        ):
+            return found == name and len(others) == 3 and all(ast.unparse(each) == ":" for each in others)
+    return False

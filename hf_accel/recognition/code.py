@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from .cache_code import (
     CACHE_NAMES,
     POSITION_BIAS,
+    assigned_to,
     assignments,
     cache_refusals,
     counts_tokens,
@@ -26,6 +27,7 @@ from .cache_code import (
     keyword,
     names_in,
     parameters,
+    passes_on,
     takes_given_keys,
     updates_of,
 )
@@ -333,11 +335,6 @@ def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
                 yield name
 
 
-def _assigned_to(function: ast.FunctionDef, name: str) -> list[ast.expr | None]:
-    """Return the values that are assigned to a variable, alone or with others."""
-    return [value for value, target in assignments(function) if name in names_in(target)]
-
-
 def _call_refusals(function: ast.FunctionDef, call: ast.Call, known: frozenset[str]) -> Iterator[str]:
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     unknown = sorted(n for n, value in named.items() if n not in known and not _is_none(function, value))
@@ -346,7 +343,7 @@ def _call_refusals(function: ast.FunctionDef, call: ast.Call, known: frozenset[s
     if len(call.args) > 5 or any(isinstance(argument, ast.Starred) for argument in call.args):
         yield "calls its attention function in a way of its own"
     mask = call.args[4] if len(call.args) > 4 else keyword(call, "attention_mask")
-    if mask is not None and not _passes_on(function, mask):
+    if mask is not None and not passes_on(function, mask):
         yield "changes the mask on the way to its attention function"
     causal = named.get("is_causal")
     meant = [value for value, target in assignments(function) if getattr(target, "id", 0) == getattr(causal, "id", 1)]
@@ -358,18 +355,9 @@ def _is_none(function: ast.FunctionDef, value: ast.expr) -> bool:
     """Return whether an argument is always None."""
     if not isinstance(value, ast.Name):
         return isinstance(value, ast.Constant) and value.value is None
-    values = _assigned_to(function, value.id)
+    values = assigned_to(function, value.id)
     constants = all(isinstance(v, ast.Constant) and v.value is None for v in values)
     return bool(values) and constants and value.id not in parameters(function)
-
-
-def _passes_on(function: ast.FunctionDef, mask: ast.expr) -> bool:
-    """Return whether the mask is a given one, unchanged, or does not depend on a given one."""
-    masks = {name for name in parameters(function) if "mask" in name}
-    if isinstance(mask, ast.Name):
-        values = _assigned_to(function, mask.id)
-        return all(isinstance(value, ast.Name) or not (names_in(value) & (masks | {mask.id})) for value in values)
-    return not (names_in(mask) & masks)
 
 
 # -- attention without the interface -----------------------------------------------------------------------

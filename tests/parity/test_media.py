@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
+from hf_accel.generation.hf.prompts import prompt_inputs
 
 from ..families.features import MEDIA
 from ..families.media import alone_with_medium, media_prompts
@@ -35,19 +36,24 @@ OTHERS = [
         "HyperCLOVAXVisionV2", "MiniCPMV4_7", "Chameleon",
     )
 ]  # fmt: skip
+# Its decoder puts images in its embeddings by itself, marks them, and counts the tokens that do not pad.
+COUNTED = "Kosmos2_5ForConditionalGeneration"
 GATES = ("cross_attn_attn_gate", "cross_attn_mlp_gate")  # closed as long as a model is not trained
-LOUDER = {LAYERED: "model.embed_vision"}
+LOUDER = {LAYERED: "model.embed_vision", COUNTED: "image_to_text_projection"}
 FAINT = ("MiniCPMV4_7ForConditionalGeneration",)  # an image is one token, which changes the logits alone
-TIED = (GEMMA, PALI, LAYERED, UNIFIED)
+TIED = (GEMMA, PALI, LAYERED, UNIFIED, COUNTED)
 # The decoder of the last two counts positions by itself, and one of them adds noise to what it hears.
 VOXTRAL, HEARING, NOISY = (
     f"{name}ForConditionalGeneration" for name in ("Voxtral", "MossTranscribeDiarize", "VibeVoiceAsr")
 )
 SOUNDS = [VOXTRAL, HEARING, *(f"{name}ForConditionalGeneration" for name in ("Qwen2Audio", "GraniteSpeech"))]
 CROSSED = "MllamaForConditionalGeneration"  # some of its layers attend to images, and to no tokens
-CLASSES = [LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED, CROSSED, *OTHERS, *SOUNDS]
+CLASSES = [LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED, CROSSED, COUNTED, *OTHERS, *SOUNDS]
 # Their encoders, or the code around their decoders, make the mask of what the decoder attends to.
-ENCODING = [f"{name}ForConditionalGeneration" for name in ("Speech2Text", "Canary", "Whisper", "PPFormulaNet", "Udop")]
+ENCODING = [
+    f"{name}ForConditionalGeneration"
+    for name in ("Speech2Text", "Canary", "Whisper", "PPFormulaNet", "Udop", "Pix2Struct")
+]
 NEW_TOKENS = 8
 WAIT = 60
 _answers: dict[tuple[Any, ...], list[int]] = {}  # of stock's models
@@ -56,8 +62,9 @@ _answers: dict[tuple[Any, ...], list[int]] = {}  # of stock's models
 def fresh(name: str) -> Any:
     model: Any = build(families()[name], gain=2.0)
     if name in TIED:  # its tied and scaled embedding would only repeat the last token
-        head = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(5))
-        model.lm_head.weight = torch.nn.Parameter(head)
+        head = model.get_output_embeddings()
+        numbers = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(5))
+        head.weight = torch.nn.Parameter(numbers)
     for parameter in (each for key, each in model.named_parameters() if key.endswith(GATES)):
         parameter.data.fill_(1.0)
     for parameter in model.get_submodule(LOUDER[name]).parameters() if name in LOUDER else ():
@@ -129,7 +136,9 @@ def test_requests_together_with_and_without_media(name: str) -> None:
     assert wanted[0] != wanted[1] or name in FAINT
 
 
-@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED, CROSSED, VOXTRAL, HEARING])
+@pytest.mark.parametrize(
+    "name", [LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED, CROSSED, COUNTED, VOXTRAL, HEARING]
+)
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
 def test_random_programmes_of_requests(name: str, seed: int) -> None:
     """Chunks of prompts, preemption, shared prefixes, samples and drafts change no request's tokens."""
@@ -174,6 +183,47 @@ def test_prompts_share_pages_as_far_as_words_and_media_are_equal(name: str) -> N
             hits.append(engine.stats["prefix_hits"])
     found = [now - last for last, now in itertools.pairwise(hits)]
     assert found == [0, before, length - 1, length - 1]
+
+
+def test_tokens_that_pad_are_not_counted() -> None:
+    """Kosmos counts the tokens of a prompt without those that pad, and of later ones all; one that pads has a place of
+    its own, also where it is written.
+    """
+    (plain, _), model = stock(COUNTED), patched(COUNTED, cache=CacheConfig(block_size=2))
+    ids = torch.tensor([[0, 0, 5, 9, 0, 7], [11, 0, 3, 5, 0, 9], [0, 0, 0, 0, 5, 0]])
+    written = 0
+    for hidden, bias in ((0, 8.0), (1, 14.0), (2, 20.0)):
+        mask = (torch.arange(6) >= torch.tensor([[hidden], [0], [2 * hidden]])).long()
+        settings = {"max_new_tokens": 12, "do_sample": False, "sequence_bias": [[[0], bias]]}
+        wanted = plain.generate(input_ids=ids, attention_mask=mask, **settings)
+        assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **settings), wanted)
+        assert loop(model) == "ragged"
+        written += int((wanted[:, 6:-1] == 0).sum())
+    assert written > 10
+    mask = (torch.arange(6) >= torch.tensor([[2], [0]])).long()
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    short, whole = prompt_inputs(model, torch.tensor([[0, 0, 5, 9, 7, 3], [5, 9, 7, 3, 8, 4]]), mask, given)
+    assert short is not None and whole is not None and short.positions is not None
+    assert short.positions.tolist() == [[1, 2, 3, 4]] and short.shifts == (3,) and whole.shifts == (1,)
+    assert not {*short.contents} & {*whole.contents}  # tokens behind them stand elsewhere: they share nothing
+    rows = [ids[0].tolist(), [*ids[0].tolist(), 0], ids[1].tolist()]
+    found = model.generate_batch(rows, max_new_tokens=NEW_TOKENS, do_sample=False).values()
+    texts = [expected(COUNTED, {"input_ids": torch.tensor([row])}) for row in rows]
+    assert [output.generated_tokens for output in found] == texts
+
+
+def test_an_engine_reads_patches() -> None:
+    """Pix2Struct's settings leave out a cache, which a call is given all the same: no token changes."""
+    name = "Pix2StructForConditionalGeneration"
+    (plain, given), model = stock(name), patched(name)
+    rows = [alone_with_medium(given, row) for row in range(3)]
+    wanted = [plain.generate(**row, max_new_tokens=NEW_TOKENS, do_sample=False)[0, 1:].tolist() for row in rows]
+    assert plain.generation_config.use_cache is False and model.generation_config.use_cache is False
+    with Engine(model) as engine:
+        jobs = [engine.submit(row, max_new_tokens=NEW_TOKENS, temperature=0) for row in rows]
+        assert [job.result(WAIT).tokens for job in jobs] == wanted
+    found = model.generate_batch(rows, max_new_tokens=NEW_TOKENS, do_sample=False).values()
+    assert [output.generated_tokens for output in found] == wanted
 
 
 def test_images_among_rows() -> None:
@@ -338,22 +388,27 @@ def test_another_number_of_images_than_the_words_say_is_an_error_of_the_request(
         assert good.result(WAIT).tokens == expected(LLAVA, given, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("Blip2ForConditionalGeneration", "language_model"), ("Kosmos2ForConditionalGeneration", "text_model")],
+)
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 2}], ids=str)
-def test_a_model_whose_generate_calls_that_of_a_part(settings: dict[str, Any]) -> None:
-    """BLIP-2 hands embeddings to the generate() of its language model, which runs ragged; and all is taken back."""
-    name = "Blip2ForConditionalGeneration"
+def test_a_model_whose_generate_calls_that_of_a_part(name: str, part: str, settings: dict[str, Any]) -> None:
+    """BLIP-2 hands embeddings to the generate() of its language model, and Kosmos-2 what its projection has made of an
+    image: that runs ragged; and all is taken back.
+    """
     (plain, given), model = stock(name), patched(name)
     wanted = plain.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False, **settings)
     assert torch.equal(model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False, **settings), wanted)
     assert loop(model) == "ragged" and hf_accel.stats(model)["new_tokens"] == wanted.shape[0] * NEW_TOKENS
     for refused in (hf_accel.patch, hf_accel.unpatch):
-        with pytest.raises(UnsupportedError, match="a part of a patched Blip2ForConditionalGeneration"):
-            refused(model.language_model)
+        with pytest.raises(UnsupportedError, match=f"a part of a patched {name}"):
+            refused(model.get_submodule(part))
     with pytest.raises(UnsupportedError, match="calls that of a part of it"):
         model.generate(**given, speculative="ngram")
     hf_accel.unpatch(model)
-    assert type(model.language_model) is type(plain.language_model)
-    assert vars(model.language_model).keys() == vars(plain.language_model).keys()
+    for own, other in zip(model.get_submodule(part).modules(), plain.get_submodule(part).modules(), strict=True):
+        assert type(own) is type(other) and vars(own).keys() == vars(other).keys()
 
 
 def test_special_tokens_beside_a_prompt_with_an_image() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,10 @@ class CachePass(Protocol):
     def attend_as_sdpa(self, query: Tensor, keys: Any, values: Any, **given: Any) -> Tensor: ...
 
     def attend_as_interface(self, module: nn.Module, query: Tensor, kv: KV, mask: Any, **given: Any) -> Tensor: ...
+
+    def attend_in_part(
+        self, query: Tensor, kv: Any, mask: Any, *, scaling: float | None = None, **given: Any
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class HidingMask:
@@ -131,6 +136,8 @@ class Cached:
             return args[0].chunk(*args[1:], **(kwargs or {}))
         if function is F.pad and args and isinstance(args[0], cls):
             return args[0].padded(*args[1:], **(kwargs or {}))
+        if function is torch.cat and len(args) == 1 and all(isinstance(each, cls) for each in args[0]):
+            return Joined(args[0], **(kwargs or {}))
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
 
@@ -156,6 +163,34 @@ class CachedKeys(Cached):
         if function is F.scaled_dot_product_attention and len(args) == 3 and isinstance(args[1], cls):
             return args[1].own.attend_as_sdpa(*args, **(kwargs or {}))
         return super().__torch_function__(function, types, args, kwargs)
+
+
+class Joined:
+    """Keys, or values, of two caches end to end, to which code attends at once: to each part, with the weights of all.
+
+    parts: those of each cache.
+    """
+
+    def __init__(self, parts: Sequence[Cached], dim: int = 0) -> None:
+        if dim not in (2, -2) or len(parts) != 2 or any(each.flat or each.zeros for each in parts):
+            raise UntraceableError("it joins something else than the tokens of two caches")
+        self.parts = tuple(parts)
+
+    def attended(self, module: nn.Module, query: Tensor, values: Any, mask: Any, **given: Any) -> tuple[Tensor, None]:
+        """Attend as CachedKeys do."""
+        if not isinstance(values, Joined):
+            raise UntraceableError("it attends to joined keys, and not to values that are joined as they are")
+        own: Any = [
+            keys.own.attend_in_part(query, (keys, held), mask, **given)
+            for keys, held in zip(self.parts, values.parts, strict=True)
+        ]
+        (first, first_lse), (second, second_lse) = own
+        return first.lerp(second, torch.sigmoid(second_lse - first_lse)[..., None].to(first.dtype)), None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UntraceableError(f"it calls Tensor.{name}")
 
 
 class CachedValues(Cached):

@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 from ...tensors import is_recorded
 
 aten: Any = torch.ops.aten
+MASK_DIMENSIONS = 4
 
 
 class Meaning(NamedTuple):
@@ -106,7 +107,7 @@ class CausalMask(Tensor):
             if func in _NEED_NO_NUMBERS:
                 return func(*args, **kwargs)
             if func is Tensor.__getitem__ and isinstance(args[0], CausalMask) and isinstance(args[1], tuple):
-                if _takes_all(args[1]):
+                if _takes_all(args[1], columns=args[0].lengths[1]):
                     return args[0]
                 if args[0].is_known and all(isinstance(each, (int, slice)) for each in args[1]):
                     return args[0].whole()[args[1]].clone()  # an indexer reads it, and the mask stays as it is
@@ -146,8 +147,13 @@ _NEED_NO_NUMBERS = {
 }  # fmt: skip
 
 
-def _takes_all(index: Any) -> bool:
-    """Return whether an index takes all of a tensor, as Gemma 4 does where the logits of all tokens are wanted."""
+def _takes_all(index: Any, columns: int) -> bool:
+    """Return whether an index takes all of a mask, as Gemma 4 does where the logits of all tokens are wanted, and
+    Pix2Struct, which takes as many columns as there are keys.
+    """
+    cut = index[-1] if len(index) == MASK_DIMENSIONS else None
+    if isinstance(cut, slice) and cut.start is cut.step is None and isinstance(cut.stop, int) and columns <= cut.stop:
+        index = index[:-1]
     return all(each in (slice(None), slice(0, None)) for each in index)
 
 

@@ -21,6 +21,7 @@ from .cached_stand_ins import CachedKeys, CachedValues, HidingMask
 from .forward import attention_forward
 from .operator_pass import OperatorAttention, OperatorPass, WithoutCache
 from .page_heads import PageHeads
+from .stock import ATTENTION_NAME
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which code finds transformers' attention functions
 
@@ -138,7 +139,7 @@ class OurInterface:
         self.implementation = implementation
 
     def __getitem__(self, name: str) -> Any:
-        if name != self.implementation:
+        if name not in (self.implementation, ATTENTION_NAME):
             raise UntraceableError(f"its attention was set to {name!r}, and was {self.implementation!r}")
         return attention_forward
 

@@ -193,16 +193,32 @@ class OperatorPass:
         hides = (
             (getattr(module, "is_causal", True) if causal is None else causal) if mask is None else mask is self.mask
         )
-        read = KNOWN_KEYWORDS - {*ATTENDS_OTHERWISE}
-        hides = hides or (mask is None and self.is_tried_whole)
-        if not hides or any(name not in read and _is_given(value) for name, value in given.items()):
-            raise UntraceableError("it attends in another way than causally")
+        _refuse_others(given, hides=hides or (mask is None and self.is_tried_whole))
         options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, causal=self.causal)
         return self._attend(query, kv.k, kv.v, options).transpose(1, 2).contiguous()
 
+    def attend_in_part(
+        self, query: Tensor, kv: Any, mask: Any, *, scaling: float | None = None, **given: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to one of two caches to whose tokens code attends at once; returns [1, N, Hq, Dv], and [1, N, Hq],
+        the log-sum-exp of the scores.
+        """
+        _refuse_others(given, hides=mask is self.mask)
+        keys, values = kv[:2]
+        if not _are_of(self, keys, values) or self._attended is not None:
+            raise UntraceableError("it attends to other keys or values than those of its cache, or more than once")
+        self._attended = query, None, None, None
+        plain = tuple(range(keys.tensor.shape[1]))
+        if not keys.heads == values.heads == plain:
+            raise UntraceableError("it joins heads of two caches in another order")
+        self._store(keys.tensor, values.tensor, page_heads(Pairs(plain, plain), len(plain)))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        window = self.paged.window if self.causal else None
+        return self._lse_over_pages(query, AttentionOptions(scale, causal=self.causal, window=window))
+
     def _attend(self, query: Tensor, keys: Any, values: Any, options: AttentionOptions) -> Tensor:
         """Attend over the pages with queries [1, Hq, N, D]; returns [1, Hq, N, Dv]."""
-        if not all(isinstance(each, Cached) and each.own is self for each in (keys, values)):
+        if not _are_of(self, keys, values):
             raise UntraceableError("it attends to other keys or values than those of its cache")
         if keys.zeros:
             query = query[..., : -keys.zeros]
@@ -238,6 +254,15 @@ class OperatorPass:
         )
         return step.columns(out, 1).transpose(1, 2)
 
+    def _lse_over_pages(self, query: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+        step, spec = self.paged.step, self._spec(query, options)
+        self.used = spec if self.causal else None  # what stands for the module is its attention to tokens
+        self.paged.check_values(self.stored)
+        tokens, pages = step.tokens(query.to(self.dtype)), self.paged.storage.pages
+        ragged = self.paged.group_step.ragged
+        out, lse = self._backend(spec).paged(tokens, pages, ragged, options, return_lse=True)
+        return step.columns(out, 1), lse[None]
+
     def _backend(self, spec: AttentionSpec) -> AttentionBackend:
         """Return the planned backend, or another if the model has another dtype by now, for example."""
         planned = self.known.backend
@@ -260,6 +285,18 @@ class OperatorPass:
             value_dim=self.stored.shape[-1], num_heads=query.shape[1], num_kv_heads=self.stored.shape[1],
             window=options.window, quantized_kv=pages.k_scales is not None, bias=options.bias is not None,
         )  # fmt: skip
+
+
+def _refuse_others(given: dict[str, Any], *, hides: bool) -> None:
+    """Raise UntraceableError for keywords of attention that change what is computed, or a mask that is not known."""
+    read = KNOWN_KEYWORDS - {*ATTENDS_OTHERWISE}
+    if not hides or any(name not in read and _is_given(value) for name, value in given.items()):
+        raise UntraceableError("it attends in another way than causally")
+
+
+def _are_of(own: OperatorPass, keys: Any, values: Any) -> bool:
+    """Return whether keys and values are those of one pass's cache."""
+    return all(isinstance(each, Cached) and each.own is own for each in (keys, values))
 
 
 def _is_computed(x: Any) -> bool:

@@ -36,6 +36,7 @@ from ...models import padding_token
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
 from ...recognition.code import code_of
+from ...recognition.joined_code import attends_to_joined_keys
 from ...recognition.operator_code import attends_by_operators, attends_to_changed_keys, attends_without_cache
 from ...recognition.small_model import LAYER_INDICES, ROWS, one_layer_model
 from ...recognition.trial import RandomNumbers, Tolerance, agree
@@ -179,9 +180,9 @@ def decoder_operators(model: PreTrainedModel) -> OperatorModel | None:
     Those that call transformers' attention functions are given ours in a ragged pass alone. None if the attention of
     the model can be ours, other modules than those of layers attend, or not each layer has the same of them.
     """
-    if refused_attention(model) is None:
-        return None
     decoder = {*model.get_decoder().modules()}
+    if refused_attention(model) is None and not any(map(attends_to_joined_keys, decoder)):
+        return None
     sites, indices = {}, defaultdict(list)  # indices of layers, by the place of modules in them
     for name, module in model.named_modules():
         code = code_of(module)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,9 @@ from transformers import DynamicCache
 from ...attention.hf.mask import numbers_of
 from ...errors import NotRaggedError
 from ...models import layer_lists, layers_config
+from ...recognition.call_form import parameter_names
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...undo.journal import original_class
 from ..marked_inputs import MarkedInputs, marked_arguments
 from ..token_arguments import TokenArguments
 
@@ -65,34 +68,90 @@ def refuse_planes(decoder: nn.Module, planes: int, like: Tensor) -> None:
         raise NotRaggedError(f"{type(decoder).__name__} places tokens in another way where it is given one position")
 
 
-def counted_positions(decoder: nn.Module, given: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:
-    """Return the positions [1, T] at which a decoder that is given none places tokens, if these are their columns
-    behind those of its cache; None for any others.
+class CountedPositions(NamedTuple):
+    """The positions of tokens as a decoder that is given none counts them, [B, T].
 
-    given: the arguments of its call. shape: (B, T).
+    uncounted: the id of the token that it does not count in a prompt, and that stands at the position of this number
+    wherever it is; None if it counts all tokens.
+    """
+
+    positions: Tensor
+    uncounted: int | None = None
+
+
+def counted_positions(decoder: nn.Module, given: Mapping[str, Any], shape: tuple[int, int]) -> CountedPositions | None:
+    """Return the positions at which a decoder that is given none places tokens; None if it counts in an unknown way.
+
+    They are their columns behind those of its cache; or such columns without those of padding, which begin behind the
+    number of the token that pads, as fairseq counted. given: the arguments of its call. shape: (B, T).
     """
     cache = given.get("past_key_values")
     before = 0 if cache is None else int(cache.get_seq_length())
-    trial, positions = _DecoderTrial(decoder, None), torch.arange(before, before + shape[1])[None]
-    expected = trial.placed(given)
-    found = trial.placed({**given, "position_ids": positions.to(expected[0].device)}) if expected else []
-    same = len(found) == len(expected) and all(map(_same_places, expected, found))
-    return positions if expected and same else None
+    trial = _DecoderTrial(decoder, None)
+    columns = torch.arange(before, before + shape[1]).repeat(shape[0], 1)
+    if trial.places_as(given, columns):
+        return CountedPositions(columns)
+    padding = getattr(trial.config, "pad_token_id", None)
+    if padding is None:
+        return None
+    positions, ids = columns + padding + 1, given.get("input_ids")
+    if ids is not None:
+        counts = (ids != padding).cpu()
+        positions = (counts.long().cumsum(1) + before) * counts + padding
+    return CountedPositions(positions, padding) if trial.places_as(given, positions) else None
 
 
-def merged_embeddings(decoder: nn.Module, given: Mapping[str, Any], others: Collection[str]) -> Tensor | None:
-    """Return the embeddings [B, T, D] into which a decoder puts features by itself; None if it does more with them.
+class Merged(NamedTuple):
+    """The embeddings [B, T, D] into which a decoder puts features by itself, and what else it takes for each token."""
 
-    It gives its layers the embeddings as they are, and all else that it gives them for embeddings without features.
-    given: the arguments of its call. others: the names of those that bring the features.
+    embeddings: Tensor
+    arguments: dict[str, Tensor]
+
+
+def merged_embeddings(
+    decoder: nn.Module, given: Mapping[str, Any], others: Mapping[str, Any], positions: Tensor | None = None
+) -> Merged | None:
+    """Return the embeddings into which a decoder puts features by itself; None if it does more with them.
+
+    It gives its layers all that it gives them for these embeddings without features: which are what it gives its first
+    layer, or what it puts features in before it scales and places them. given: the arguments of its call. others:
+    those that bring the features. positions: at which it places tokens by itself; None if it is given them.
     """
     trial = _DecoderTrial(decoder, None)
     expected = trial.entered(given)
-    embeddings = expected[0]
     plain = {name: value for name, value in given.items() if name not in others and name != "input_ids"}
-    found = trial.entered({**plain, "inputs_embeds": embeddings})
-    same = len(found) == len(expected) and all(map(_same_places, expected, found))
-    return embeddings if same else None
+    if positions is not None:
+        plain["position_ids"] = positions.to(expected[0].device)
+    tried = [Merged(expected[0], {}), *_put_in(decoder, given, others)]
+    for each in tried:
+        found = trial.entered({**plain, **each.arguments, "inputs_embeds": each.embeddings.clone()})
+        if _all_same(expected, found):
+            return each
+    return None
+
+
+def _put_in(decoder: Any, given: Mapping[str, Any], others: Mapping[str, Any]) -> list[Merged]:
+    """Return the embeddings of a call with features instead of the tokens that another argument marks.
+
+    They may be all that the decoder needs, or it may read the marks besides.
+    """
+    tensors = {name: value for name, value in others.items() if isinstance(value, Tensor)}
+    features = [value for value in tensors.values() if value.is_floating_point()]
+    marks = {name: value for name, value in tensors.items() if not value.is_floating_point()}
+    if len(others) != 2 or len(features) != 1 or len(marks) != 1 or "input_ids" not in given:
+        return []
+    (name, mark), table = next(iter(marks.items())), decoder.get_input_embeddings()
+    embeddings = table(given["input_ids"]).clone()
+    rows = features[0].reshape(-1, features[0].shape[-1])
+    chosen = mark != 0
+    if chosen.shape != embeddings.shape[:2] or rows.shape != (int(chosen.sum()), embeddings.shape[-1]):
+        return []
+    embeddings[chosen] = rows.to(embeddings.dtype)
+    return [Merged(embeddings, {}), Merged(embeddings, {name: mark})]
+
+
+def _all_same(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(_same_places, expected, found))
 
 
 def _same_places(expected: Tensor, found: Tensor) -> bool:
@@ -149,6 +208,7 @@ class _DecoderTrial:
         self.planes = planes
         self.seen: list[Tensor] = []
         self.places: list[Tensor] = []
+        self.numbers: list[Tensor] = []
         self.masks: list[Tensor] = []
         lists = layer_lists(decoder, self.config.num_hidden_layers)
         parts = {name: nn.ModuleList(map(self._stand_in, found)) for name, found in lists.items() if "." not in name}
@@ -156,11 +216,12 @@ class _DecoderTrial:
 
     def _stand_in(self, layer: nn.Module) -> Any:
         twin = unwatched_twin(layer)
-        twin.forward = self._called
+        twin.forward = partial(self._called, parameter_names(original_class(layer).forward)[1:])
         return twin
 
-    def _called(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        others = [*args, *(value for name, value in kwargs.items() if name not in KNOWN)]
+    def _called(self, names: Sequence[str], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kwargs |= dict(zip(names, args, strict=False))
+        others = [*args[len(names) :], *(value for name, value in kwargs.items() if name not in KNOWN)]
         if any(isinstance(each, Tensor | Sequence) and not isinstance(each, str) for each in others):
             raise NotRaggedError(f"{type(self.decoder).__name__} gives its layers more than hidden states")
         self.seen.append(hidden)
@@ -168,13 +229,26 @@ class _DecoderTrial:
         self.masks += [mask] if isinstance(mask, Tensor) else []
         place = kwargs.get("position_embeddings")
         self.places += [place] if isinstance(place, Tensor) else place or ()
+        numbers = kwargs.get("position_ids")
+        self.numbers += [numbers] if isinstance(numbers, Tensor) else []
         return hidden * FACTOR
 
-    def placed(self, given: Mapping[str, Any]) -> list[Tensor]:
-        """Return what each layer is given of the places of tokens in a call of the decoder."""
-        self.places = []
+    def places_as(self, given: Mapping[str, Any], positions: Tensor) -> bool:
+        """Return whether a call of the decoder gives its layers what it gives them with these positions, and something
+        else with others.
+        """
+        expected = self._placed(given)
+        here, others = (
+            self._placed({**given, "position_ids": each.to(expected[0].device)})
+            for each in (positions, torch.where(positions > 0, positions - 1, 1))
+        )
+        return _all_same(expected, here) and not _all_same(expected, others)
+
+    def _placed(self, given: Mapping[str, Any]) -> list[Tensor]:
+        """Return what each layer is given of states and places in a call of the decoder."""
+        self.seen, self.places, self.numbers = [], [], []
         self.decoder(**given)
-        return self.places
+        return [*self.seen, *self.places, *self.numbers]
 
     def entered(self, given: Mapping[str, Any]) -> list[Tensor]:
         """Return what each layer is given in a call of the decoder, of states, places and masks, and the result."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -57,6 +57,16 @@ def pages_serve(config: Any, mode: GenerationMode) -> bool:
     return mode == GenerationMode.ASSISTED_GENERATION and not config.is_encoder_decoder
 
 
+def with_cache(model: PreTrainedModel, config: Any) -> Any:
+    """Return the settings that generate() has made for a call, with a cache if only the model's own leave one out, and
+    it changes no token.
+    """
+    own: Any = model.generation_config
+    if own.use_cache is False and state_of(model).generation.form.needs_no_cache:
+        config.use_cache = True
+    return config
+
+
 def give_stock_cache(call: LoopCall) -> None:
     """Give a call transformers' own cache instead of one that was made for ragged passes, where its pages cannot hold
     what it needs: the keys of sources, or of prompts behind embeddings of an adapter.
@@ -66,7 +76,11 @@ def give_stock_cache(call: LoopCall) -> None:
         return
     config = layers_config(call.model.config)
     if call.has_encoder:
-        call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        kind: Any = original_class(call.model)
+        # A class with a method of its own, as T5Gemma, keeps windows away from the keys of the encoder's output.
+        is_own = kind._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
+        of_source = DynamicCache() if is_own else DynamicCache(config=config)
+        call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), of_source)
     elif call.num_learnt or call.attends_to_sources or call.inputs.get(SOURCE_STATES) is not None:
         call.inputs[call.state.cache_name] = DynamicCache(config=config)
 

@@ -168,10 +168,14 @@ class DecoderForm:
     hides_rows: whether the decoder takes a mask of the rows of an encoder's output; None without an encoder.
     reads_ahead: whether stock lets tokens of the prompt of a decoder with an encoder see later ones of that prompt.
     most_tokens: the most tokens of a pass of which experts leave none out; None for any number.
+    needs_no_cache: whether the model's own settings leave out a cache, with which a decoder with an encoder computes
+        the same: it is then given one.
     counts_padding: whether the decoder counts positions by itself, and padding in front of a prompt with them.
     operators: the OperatorModel of a model that attends by torch's operators; None for any other model.
     makes_masks: whether the model around the decoder makes masks of texts that our attention does not understand,
         though they say no more than those that the decoder makes by itself, which it then does.
+    uncounted: the token that pads, where the decoder counts positions without it if it is given none, so that it
+        stands at the position of its own number; None for any other decoder.
     whole_prompts: whether the tokens of a prompt see all of that prompt, and those behind it all before them: what an
         encoder that is used to generate lets them see.
     source: the argument by which a decoder takes the images that some of its layers attend to; None for one that takes
@@ -184,11 +188,18 @@ class DecoderForm:
     hides_rows: bool | None = None
     reads_ahead: bool = False
     most_tokens: int | None = None
+    needs_no_cache: bool = False
     counts_padding: bool = False
     operators: Any = None
     makes_masks: bool = False
+    uncounted: int | None = None
     whole_prompts: bool = False
     source: str | None = None
+
+    def placed(self, positions: Tensor, ids: Tensor) -> Tensor:
+        """Return the positions of tokens [..., N] with those of tokens that the decoder does not count."""
+        assert self.uncounted is not None
+        return positions.where(ids != self.uncounted, self.uncounted)
 
     @property
     def reads_prompts(self) -> bool:

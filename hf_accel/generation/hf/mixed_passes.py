@@ -60,3 +60,15 @@ def planes_of(planes: int | None, rows: Rows) -> int | None:
     """Return how many coordinates the positions of a pass have: those of texts, or more that a token is given."""
     given = max((len(each.positions) for each in rows if each.positions is not None), default=1)
     return given if planes is None and given > 1 else planes
+
+
+def placed(positions: Tensor, rows: Rows) -> Tensor:
+    """Return the positions [..., N] of a pass, with those that some of its tokens have been given."""
+    given = [each for each in rows if each.positions is not None]
+    positions = positions.clone() if given else positions
+    for each in given:
+        assert each.positions is not None
+        own = each.positions.to(positions.device)
+        own = own if positions.ndim < 3 else own[:, None]
+        positions[..., each.first : each.first + each.count] = own
+    return positions

@@ -27,7 +27,7 @@ from ..prompt_inputs import other_input
 from .batch import generate_batch, refuse_own_keywords, with_configs, with_fields
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
-from .encoder_source import give_stock_cache, pages_serve, with_encoder
+from .encoder_source import give_stock_cache, pages_serve, with_cache, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .grammars import apply_constraint
@@ -299,7 +299,7 @@ class AcceleratedGeneration(WritesModelCard):
     ) -> None:
         state = self._generation_state
         given = model_kwargs.get(name := state.cache_name)
-        wanted = state.cache is not None and generation_config.use_cache is not False
+        wanted = state.cache is not None and with_cache(self, generation_config).use_cache is not False  # type: ignore[arg-type]
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         mask, has_beams = model_kwargs.get("attention_mask"), (generation_config.num_beams or 1) > 1

@@ -26,7 +26,8 @@ from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
 from ..prompt_inputs import Rows, other_input, positions_count_tokens
-from .mixed_passes import giving_more, planes_of
+from .generation_state import STOCK_FORM
+from .mixed_passes import giving_more, placed, planes_of
 from .pass_states import PassStates, read_outputs
 
 # PEFT binds these to hooks on its layers during a call.
@@ -248,7 +249,7 @@ class ModelRunner:
         if self.operators is None:
             given = self._tokens(inputs, rows)
         else:
-            given = self.operators.inputs(self.cache, inputs.ids, _placed(inputs.positions, rows))
+            given = self.operators.inputs(self.cache, inputs.ids, placed(inputs.positions, rows))
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         reading: Any = read_outputs(taps) if taps else nullcontext([])
         passing = nullcontext() if self.operators is None else self.operators.passing(self.cache)
@@ -282,15 +283,18 @@ class ModelRunner:
         cache.
         """
         if self._counts:
-            self.cache.before = TokensBefore(_placed(inputs.positions, rows))
+            self.cache.before = TokensBefore(placed(inputs.positions, rows))
             given = _ids(inputs, rows)
             return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
-        planes = None if (state := find_state(self.model)) is None else state.generation.form.planes
-        planes = planes_of(planes, rows) if rows else planes
+        form = STOCK_FORM if (state := find_state(self.model)) is None else state.generation.form
+        planes = planes_of(form.planes, rows) if rows else form.planes
         positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
-        return _ids(inputs, rows) | {"position_ids": _placed(positions, rows)}
+        positions = placed(positions, rows) if rows else positions
+        if form.uncounted is not None:
+            positions = form.placed(positions, inputs.ids)
+        return _ids(inputs, rows) | {"position_ids": positions}
 
 
 def _ids(inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
@@ -300,18 +304,6 @@ def _ids(inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
         if each.embeddings is not None:
             ids[each.first : each.first + each.count] = 0
     return {"input_ids": ids[None]}
-
-
-def _placed(positions: Tensor, rows: Rows) -> Tensor:
-    """Return the positions [..., N] of a pass, with those that some of its tokens have been given."""
-    placed = [each for each in rows if each.positions is not None]
-    positions = positions.clone() if placed else positions
-    for each in placed:
-        assert each.positions is not None
-        own = each.positions.to(positions.device)
-        own = own if positions.ndim < 3 else own[:, None]
-        positions[..., each.first : each.first + each.count] = own
-    return positions
 
 
 def weights_changed(model: Any) -> None:

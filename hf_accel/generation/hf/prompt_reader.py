@@ -38,7 +38,7 @@ from .given_source import GivenSource, read_sources, refuse_other_source, source
 from .model_runner import counts_positions
 from .prompt_masks import tokens_seen
 
-PROBE = 1  # any token, for the second pass
+PROBES = (1, 2)  # tokens for the second pass, of which one does not pad
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Call:
     positions: None if it counts them by itself. source: what its layers attend to besides tokens; None for nothing.
     planes: P where it was given positions [P, B, T]; None if they were
     [B, T]. marked: the features that it was given for some of the B * T tokens; None for none. arguments: what it was
-    given for each token, [B, T, ...].
+    given for each token, [B, T, ...]. uncounted: see CountedPositions.
     """
 
     embeddings: Tensor
@@ -58,6 +58,7 @@ class _Call:
     marked: MarkedInputs | None
     arguments: TokenArguments
     source: GivenSource | None = None
+    uncounted: int | None = None
 
 
 class PromptReader:
@@ -84,7 +85,9 @@ class PromptReader:
             raise NotRaggedError("tokens see later ones or bring features, and ranks share out its cache")
         if bool((ids >= num_embedded(calls.model)).any()):
             raise NotRaggedError("the prompt holds token ids that have no embedding")
-        probes = ids.new_full((rows, 1), PROBE)
+        if self.first.uncounted is not None and not ids.shape[1]:
+            raise NotRaggedError("its decoder counts the tokens that do not pad, and is given embeddings alone")
+        probes = ids.new_full((rows, 1), next(token for token in PROBES if token != self.first.uncounted))
         self.second = self._call(calls.second(torch.cat([ids, probes], dim=1), inputs, self.columns))
         if self.first.embeddings.dtype is not self.second.embeddings.dtype:
             raise NotRaggedError(f"it is given embeddings of {self.first.embeddings.dtype}")
@@ -198,6 +201,8 @@ class PromptReader:
             contents = contents_of_wholes(contents, seen)
         if source is not None:
             contents = contents_with(contents, source_bytes(source))
+        if self.first.uncounted is not None:  # of equal prompts, those behind padding go on at other positions
+            contents = contents_with(contents, repr(shifts.tolist()).encode())
         return PromptInputs(
             embeddings, places, tuple(shifts.tolist()), contents, seen, marked, arguments or None,
             seen_in_windows=self.seen.in_windows, source=source,
@@ -223,8 +228,10 @@ class PromptReader:
         if embeddings is None:
             embeddings = self._embedded(given["input_ids"])
         rows, columns = embeddings.shape[:2]
+        counted = None
         if positions is None and not self.counts:
-            positions = counted_positions(self.calls.decoder, given, (rows, columns))
+            counted = counted_positions(self.calls.decoder, given, (rows, columns))
+            positions = None if counted is None else counted.positions
         if (positions is None) is not self.counts:
             how = "no positions, and counts tokens in a way of its own" if positions is None else "positions at times"
             raise NotRaggedError(f"its decoder is given {how}")
@@ -234,11 +241,15 @@ class PromptReader:
         marked = read_marked(others, (rows, columns))
         arguments = {} if marked is not None else read_arguments(others, (rows, columns))
         if arguments is None:
-            merged, arguments = merged_embeddings(self.calls.decoder, given, others), {}
+            own = None if counted is None else counted.positions
+            merged = merged_embeddings(self.calls.decoder, given, others, own)
             if merged is None:
                 raise NotRaggedError(f"its decoder is given {next(iter(others))}")
-            embeddings = merged
-        return _Call(embeddings, positions, planes, given.get("attention_mask"), marked, arguments, source)
+            embeddings, arguments = merged
+        uncounted = None if counted is None else counted.uncounted
+        return _Call(
+            embeddings, positions, planes, given.get("attention_mask"), marked, arguments, source, uncounted=uncounted
+        )
 
     def _is_as_ids_say(self, row: int) -> Tensor:
         """Return for each token of a row whether the decoder is given for it what its id says, [n] bool."""

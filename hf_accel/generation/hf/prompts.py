@@ -156,12 +156,13 @@ class TextForm:
 
     planes: P where it is given P coordinates for the position of each token; None for one. is_ids: whether it is given
     no more than what follows from the token ids; if not, the model's own code reads each text before it runs.
-    makes_masks: see DecoderForm.
+    makes_masks, uncounted: see DecoderForm.
     """
 
     planes: int | None
     is_ids: bool
     makes_masks: bool
+    uncounted: int | None
 
 
 def text_form(model: PreTrainedModel) -> TextForm:
@@ -170,18 +171,19 @@ def text_form(model: PreTrainedModel) -> TextForm:
     This is found by calling the model's own code with random texts, one of them with padding. Raises NotRaggedError if
     the decoder is given what ragged passes do not hand on, in passes of a text or behind it.
     """
-    planes, is_ids, makes_masks = None, True, False
+    planes, is_ids, makes_masks, uncounted = None, True, False, None
     for lengths in TEXT_LENGTHS:
         ids, mask = _texts(model, lengths)
         calls = UpToDecoder(model, prepare_step)
         inputs: dict[str, Any] = {"attention_mask": mask}
         read = PromptReader(calls, ids, mask, inputs | _placed(calls, ids, inputs))
         planes, makes_masks = read.first.planes, makes_masks or read.makes_masks
+        uncounted = read.first.uncounted
         for row, count in enumerate(lengths):
             padding = max(lengths) - count
             found = read.row(row)
             is_ids &= found is None or bool(padding and read.is_moved_text(row, padding))
-    return TextForm(planes, is_ids, makes_masks)
+    return TextForm(planes, is_ids, makes_masks, uncounted)
 
 
 def _placed(calls: UpToDecoder, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:

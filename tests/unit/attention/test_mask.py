@@ -52,6 +52,17 @@ def test_its_numbers_are_stock_s(padded: bool, queries: int, keys: int, window: 
     assert torch.equal(mask & True, stock(columns, window=window, queries=queries))
 
 
+@pytest.mark.parametrize("count", range(1, KEYS + 3))
+def test_a_cut_to_as_many_columns_as_there_are_keys(count: int) -> None:
+    """Pix2Struct cuts its mask; where that leaves a column out, the mask is what its numbers say."""
+    mask = made()
+    cut = mask[:, :, :, :count]
+    assert torch.equal(cut & True, stock()[..., :count])
+    assert (cut is mask) == (count >= KEYS)
+    assert torch.equal(made()[:, :, :, 1:] & True, stock()[..., 1:])
+    assert torch.equal(made()[:, :, :, :count:2] & True, stock()[..., :count:2])
+
+
 @pytest.mark.parametrize("window", [None, 2, 20])
 @pytest.mark.parametrize("first", [0, 2, torch.tensor(2)])
 @pytest.mark.parametrize("offset", [0, 2])

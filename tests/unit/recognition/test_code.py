@@ -140,6 +140,22 @@ class OtherMask(nn.Module):
         return attend(self, x, x, x, own, scaling=1.0, **kwargs)
 
 
+class CutMask(nn.Module):
+    def forward(self, x: Tensor, attention_mask: Any, past_key_values: Any, **kwargs: Any) -> Any:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :, :, : x.shape[-2]]
+        return attend(self, x, x, x, attention_mask, scaling=1.0, **kwargs)
+
+
+class OtherCut(nn.Module):
+    def forward(self, x: Tensor, attention_mask: Any, past_key_values: Any, **kwargs: Any) -> Any:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :, :, 1:]
+        return attend(self, x, x, x, attention_mask, scaling=1.0, **kwargs)
+
+
 class OtherKeyword(nn.Module):
     def forward(self, x: Tensor, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any) -> Any:
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
@@ -211,6 +227,8 @@ class WithIndexer(nn.Module):
         (WithoutEncoder, None, None),
         (OtherValues, None, "changes K or V"),
         (OtherMask, "changes the mask", None),
+        (CutMask, None, None),
+        (OtherCut, "changes the mask", None),
         (OtherKeyword, "passes position_bias=", None),
         (ByItself, None, None),
         (SoftmaxAttention, "computes attention by itself", None),
@@ -253,6 +271,7 @@ def test_code_that_cannot_be_read_is_not_known() -> None:
         ("doge", "DogeAttention", "changes the mask"),
         ("inkling", "InklingAttention", "passes position_bias="),
         ("hy_v4", "HYV4Attention", None),
+        ("pix2struct", "Pix2StructTextAttention", "passes position_bias="),
         ("git", "GitSelfAttention", "computes attention by itself"),
         ("mllama", "MllamaTextCrossAttention", "uses past_key_values.layers"),
         ("deepseek_v3", "DeepseekV3Attention", None),
