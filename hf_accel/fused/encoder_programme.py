@@ -14,7 +14,7 @@ from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.call_form import BIAS
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
 from ..recognition.position_attention import BOTH, rows_of_positions
-from ..recognition.stand_ins import Computed
+from ..recognition.symbols import Computed
 from ..recognition.trace import WEIGHTS, Trace
 from .encoder_rows import (
     NOTHING,

@@ -22,7 +22,7 @@ from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm,
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import QuantLinear
 from ..recognition.operation import Kind, Operation, UntraceableError
-from ..recognition.stand_ins import Vector
+from ..recognition.symbols import Vector
 from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
