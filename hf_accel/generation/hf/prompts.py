@@ -208,7 +208,9 @@ def assisted_refusal(model: PreTrainedModel) -> str | None:
     if not form.reads_prompts:
         return None
     if form.whole_prompts and getattr(model.config, "is_decoder", None) is False:
-        return None  # transformers' fails: it asks for the cache in what the model returns, and an encoder returns none
+        return (
+            None  # transformers' fails: it asks for the cache in what the model returns, and an encoder returns none
+        )
     try:
         causal = UpToDecoder(model, prepare_step).is_causal
     except NotRaggedError as error:
