@@ -29,7 +29,9 @@ def check(
     if not error <= tolerance:
         tolerance += own_error(stock, prompt)
     if not error <= tolerance:
-        raise WrongResultError(f"{name}: logits differ from stock's by {error:.3f} of their norm, above {tolerance:.3f}")
+        raise WrongResultError(
+            f"{name}: logits differ from stock's by {error:.3f} of their norm, above {tolerance:.3f}"
+        )
     result = {"setup": name, "logits_error": error, "correlation": correlation, "tolerance": tolerance}
     result |= {"choices": choices(model)} if hf_accel.is_patched(model) else {}
     if not exact:

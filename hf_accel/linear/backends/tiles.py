@@ -171,9 +171,7 @@ def for_experts(tile: LinearTile) -> LinearTile:
     return replace(tile, splits=1, num_stages=2)
 
 
-def tile_for(
-    rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never"
-) -> Tile:
+def tile_for(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> Tile:
     """dtype: of the rows."""
     measured = MEASURED.get(key_of(weight, dtype, rounding))
     if measured is not None:
@@ -203,9 +201,7 @@ def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[Line
     return [tile for tile in tiles if bool(tile.rounded) == (rows > FEW_ROWS)]
 
 
-def candidates(
-    rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding
-) -> list[Tile]:
+def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> list[Tile]:
     """Return the tiles that are worth measuring for so many rows, that of the rule first.
 
     Left out are tiles of which most would be empty, and those of few rows, which would read the weight many times.
