@@ -21,6 +21,7 @@ import torch
 from hf_accel.kernels import triton
 
 from .interpreter import correct_interpreter
+from .selection import mark_others_long
 
 if triton.is_interpreted():
     correct_interpreter()
@@ -39,6 +40,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # libraries count at the end what was not freed, and complain
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is long
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_others_long(items)
 
 
 @pytest.fixture(autouse=True)

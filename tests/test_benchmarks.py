@@ -62,6 +62,7 @@ from benchmarks.topics import (
     never_slower,
     patch_memory,
     scale_out,
+    structured,
     students,
     tiles,
     weight_formats,
@@ -203,6 +204,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setattr(encoders, name, value)
         for name, value in {"SIZES": sizes, "STEPS": 16, "TESTED": 256}.items():
             patch.setattr(encoder_accuracy, name, value)
+        patch.setattr(structured, "MOST_TOKENS", 40)
+        patch.setattr(structured, "coverage", partial(structured.coverage, count=40))
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
         for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():
             patch.setattr(experts, name, value)

@@ -47,7 +47,7 @@ def test_no_block_is_overlooked() -> None:
 def test_snippets_run_in_order_and_print_what_is_shown(
     page: str, clone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft, "measure_acceptance", partial(draft.measure_acceptance, max_tokens=256))
+    monkeypatch.setattr(draft, "measure_acceptance", partial(draft.measure_acceptance, max_tokens=64))
     namespace: dict[str, Any] = {"__name__": page}
     for block in blocks(page, "python"):
         if block.needs:

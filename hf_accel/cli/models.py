@@ -83,7 +83,7 @@ def explained(path: str) -> Iterator[None]:
             raise BadInputError(
                 f"{path} is no folder or file here, and not read from the hub: {_first(said)}"
             ) from error
-        raise BadInputError(f"no causal language model can be loaded from {path}: {_first(said)}") from error
+        raise BadInputError(f"what {path} holds cannot be loaded: {_first(said)}") from error
 
 
 def _first(text: str) -> str:

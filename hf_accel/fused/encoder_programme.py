@@ -15,7 +15,7 @@ from ..recognition.call_form import BIAS
 from ..recognition.distance_attention import DistanceAttention
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
 from ..recognition.position_attention import BOTH, rows_of_positions
-from ..recognition.stand_ins import Computed
+from ..recognition.symbols import Computed
 from ..recognition.trace import WEIGHTS, Trace
 from .encoder_rows import (
     NOTHING,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..cache.storage import KVStorage
 from ..recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError
-from ..recognition.stand_ins import Opaque
+from ..recognition.symbols import Opaque
 from ..recognition.trace import Trace
 from ..undo.state import FUSED
 from .modules import add_rms_norm, gate_and_multiply, rope, rope_and_write

@@ -17,7 +17,7 @@ from ..kernels.cpu.low_rank import Adapters, PartTable
 from ..kernels.layouts import KV
 from ..linear.adapters import PassAdapters
 from ..recognition.operation import OUTPUT, Operation, Span
-from ..recognition.stand_ins import Computed
+from ..recognition.symbols import Computed
 from ..recognition.trace import Trace
 from .layer_tail import LayerTail, split
 from .native_operation import NativeParts

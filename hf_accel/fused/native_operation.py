@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..kernels.cpu.library import FLOATS
 from ..kernels.cpu.row_conv import RowNorm
 from ..recognition.operation import INPUT, Operation, Span, UntraceableError
-from ..recognition.stand_ins import Vector
+from ..recognition.symbols import Vector
 from .encoder_rows import NOTHING, CallTensors, RowLayout
 from .projections import NativeCall
 from .traced_layer import Attention, Traced

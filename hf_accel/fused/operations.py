@@ -23,7 +23,7 @@ from ..kernels.layouts import KV, AttentionOptions
 from ..linear import QuantLinear
 from ..recognition.operation import Kind, Operation, UntraceableError
 from ..recognition.row_convolution import sizes_of_linear
-from ..recognition.stand_ins import Vector
+from ..recognition.symbols import Vector
 from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED

@@ -18,7 +18,8 @@ from ..undo.journal import original_class
 from .call_form import DISTANCES, MASK, TABLES
 from .gated_bias import small_linear
 from .operation import Operation, UntraceableError
-from .stand_ins import ATTENTION_KEPT, BATCH, TOKENS, Opaque, StandIn, Vector, require
+from .stand_ins import ATTENTION_KEPT, StandIn, require
+from .symbols import BATCH, TOKENS, Opaque, Vector
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from .unchanged import PLAIN_TYPES
 

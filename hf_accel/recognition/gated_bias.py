@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..undo.journal import original_class
 from .operation import UntraceableError
-from .stand_ins import BATCH, TOKENS, Computed, Opaque, StandIn, require
+from .stand_ins import StandIn, require
+from .symbols import BATCH, TOKENS, Computed, Opaque
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
 PROJECTIONS, OUT = ("q_proj", "k_proj", "v_proj"), "out_proj"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .operation import UntraceableError
-from .stand_ins import ATTENTION, ATTENTION_KEPT, Opaque, Recorder, StandIn
+from .stand_ins import ATTENTION, ATTENTION_KEPT, Recorder, StandIn
+from .symbols import Opaque
 from .unchanged import PLAIN_TYPES
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .call_form import STARTS
 from .operation import UntraceableError
-from .stand_ins import BATCH, TOKENS, Count, Opaque, StandIn
+from .stand_ins import StandIn
+from .symbols import BATCH, TOKENS, Count, Opaque
 
 FIRST, SECOND = Count(), Count()  # the tokens of each of the two
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .call_form import EMBEDDINGS, POSITIONS
 from .operation import UntraceableError
-from .stand_ins import BATCH, TOKENS, StandIn, Vector
+from .stand_ins import StandIn
+from .symbols import BATCH, TOKENS, Vector
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
 POSITION_ATTENTION = "DisentangledSelfAttention"

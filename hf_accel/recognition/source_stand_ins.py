@@ -14,7 +14,8 @@ from torch import nn
 from .call_form import CACHE
 from .model_stand_ins import CacheStandIn
 from .operation import Operation, Span, UntraceableError
-from .stand_ins import SOURCE, SOURCE_WIDTH, TOKENS_BEFORE, Opaque, Recorder, StandIn
+from .stand_ins import Recorder, StandIn
+from .symbols import SOURCE, SOURCE_WIDTH, TOKENS_BEFORE, Opaque
 
 KEYS, VALUES = -1, -2  # the buffers of keys and values that the cache keeps of an encoder's output
 FIRST_OF_SOURCE = -3  # and those of the numbers that are computed of it, which go down from here

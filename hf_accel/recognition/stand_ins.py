@@ -5,16 +5,16 @@ A stand-in knows only what is written here. Whatever else the code asks of it ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from .operation import Span, UntraceableError
 from .scores import Scores, TransposedKeys
+from .symbols import ALL_TOKENS, BATCH, SOURCE, TOKENS, Count, Opaque, Product, is_shape
 
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
 ATTENTION_KEPT = f"{ATTENTION}_internal"  # where the config keeps the name
@@ -55,104 +55,6 @@ class Recorder(Protocol):
     def choose(self, condition: Any, scores: Scores, other: Any) -> Scores: ...
 
     def keep(self, scores: Scores, kept: Any, others: Any) -> Scores: ...
-
-
-class Count:
-    """The number of rows of a pass, or of tokens of a row, which the code may only pass on."""
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        raise UntraceableError("it looks at the number of tokens")
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __mul__(self, number: Any) -> Any:
-        return Product(self, number) if type(number) is int else NotImplemented
-
-    def __gt__(self, number: Any) -> Any:
-        return Opaque("whether there are more tokens than a number")
-
-
-@dataclass(frozen=True)
-class Product:
-    """A Count times a number, as the rows of tensors whose rows and heads are one dimension."""
-
-    count: Count
-    number: int
-
-
-BATCH: Any = Count()
-TOKENS: Any = Count()
-ALL_TOKENS: Any = Count()  # of all rows of a pass
-SOURCE: Any = Count()  # of the output of an encoder
-SOURCE_WIDTH: Any = Count()  # of the numbers of each of its rows
-ROW_COUNTS = (BATCH, TOKENS, ALL_TOKENS, SOURCE)
-
-
-class Opaque:
-    """A value that a layer may only pass on, such as the mask."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __getattr__(self, name: str) -> Any:
-        raise UntraceableError(f"it reads {self.name}.{name}")
-
-    def __bool__(self) -> bool:
-        raise UntraceableError(f"it looks at {self.name}")
-
-    def __eq__(self, other: object) -> bool:  # those of another run of the code are the same
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class MaskStandIn(Opaque):
-    """A mask [B, 1, T, keys], of which the code may also read the shape. keys: what stands for the number of keys."""
-
-    def __init__(self, name: str, keys: Count) -> None:
-        super().__init__(name)
-        self.shape = (BATCH, 1, TOKENS, keys)
-
-    def size(self) -> tuple[Any, ...]:
-        return self.shape
-
-
-TOKENS_BEFORE: Any = Opaque("the number of tokens before")  # those of a pass, which code may only pass on
-
-
-class Zeros(Opaque):
-    """Zeros, of a shape that depends on the number of tokens."""
-
-
-class ZerosOfTokens(TorchFunctionMode):
-    """Gives code Zeros where it asks torch for zeros of a shape that depends on the number of tokens."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sizes = args[0] if function is torch.zeros and args else ()
-        if isinstance(sizes, (tuple, list)) and any(each is count for each in sizes for count in ROW_COUNTS):
-            return Zeros("zeros")
-        return function(*args, **(kwargs or {}))
-
-
-class Computed(Opaque):
-    """A tensor that a method of a module computes of the number of tokens, and of plain values."""
-
-    def __init__(self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
-        super().__init__(method.__name__)
-        vars(self).update(_module=module, _method=method, _args=args, _kwargs=kwargs)
-
-    def is_call_of(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether this is what a module's method of this name makes of these arguments."""
-        same = self._module is module and self._method.__name__ == name
-        return bool(same and self._args == args and self._kwargs == kwargs)
-
-    def __call__(self, tokens: int) -> Any:
-        """Return what the method does with this number of tokens."""
-        args = [tokens if each is TOKENS else each for each in self._args]
-        kwargs = {name: tokens if each is TOKENS else each for name, each in self._kwargs.items()}
-        return self._method(self._module, *args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -251,10 +153,10 @@ class StandIn:
         """Make one dimension of rows and heads, or two again."""
         apart, together = replace(self, merged=False), replace(self, merged=True)
         if self.transposed and not self.zeros:
-            if self.merged and _is_shape(sizes, apart.shape):
+            if self.merged and is_shape(sizes, apart.shape):
                 return apart
             sizes = tuple(self.rows if type(size) is int and size == -1 else size for size in sizes)
-            if not self.merged and _is_shape(sizes, together.shape):
+            if not self.merged and is_shape(sizes, together.shape):
                 return together
         raise UntraceableError("it reshapes in another way than into heads and back")
 
@@ -391,28 +293,6 @@ class StandIn:
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
         """Return the result of the attention function for a query that is a stand-in."""
         return self.trace.attend(module, (self, key, value), mask, options), None
-
-
-def _is_shape(sizes: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
-    known = (int, Product)
-    pairs = zip(sizes, shape, strict=False)
-    same = all(a is b or (isinstance(a, known) and isinstance(b, known) and a == b) for a, b in pairs)
-    return len(sizes) == len(shape) and same
-
-
-@dataclass(frozen=True, eq=False)
-class Vector:
-    """A parameter [width] by which the code may multiply the columns of a tensor. owner, name: where it was read."""
-
-    owner: Mapping[str, Any]
-    name: str
-    parameter: nn.Parameter
-
-    def __mul__(self, other: Any) -> Any:
-        return other * self
-
-    def __getattr__(self, name: str) -> Any:
-        raise UntraceableError(f"it reads {self.name}.{name}")
 
 
 class SideBySide:

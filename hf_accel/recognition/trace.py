@@ -19,6 +19,7 @@ from torch import nn
 
 from ..undo.journal import original_class
 from ..undo.state import FUSED
+from .attention_record import AttentionRecord
 from .call_form import (
     BIAS,
     CACHE,
@@ -40,25 +41,12 @@ from .gated_bias import attends_with_gates, recorded_gates
 from .model_stand_ins import CacheStandIn, ConfigStandIn
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .position_attention import POSITION_ATTENTION, position_attention
-from .record import Record
 from .row_convolution import recorded_convolution, row_convolution
 from .scores import Scores
 from .source import results_of
 from .source_stand_ins import PairStandIn, source_states
-from .stand_ins import (
-    BATCH,
-    SOURCE,
-    TOKENS,
-    TOKENS_BEFORE,
-    Computed,
-    MaskStandIn,
-    ModuleStandIn,
-    Opaque,
-    StandIn,
-    Vector,
-    ZerosOfTokens,
-    require,
-)
+from .stand_ins import ModuleStandIn, StandIn, require
+from .symbols import BATCH, SOURCE, TOKENS, TOKENS_BEFORE, Computed, MaskStandIn, Opaque, Vector, ZerosOfTokens
 from .trial import (
     PLAIN_ACTIVATIONS,
     GatedNames,
@@ -74,7 +62,7 @@ CPU = torch.device("cpu")
 WEIGHTS = "attention_weights"  # the name of those that a layer returns with its states
 
 
-class Trace(Record):
+class Trace(AttentionRecord):
     """One run of the code of a layer, or of an encoder.
 
     attention: the name of the attention function that the model will have; None for its own. equals: names of

@@ -56,7 +56,7 @@ def test_a_damaged_file(run: Run, folder: Path) -> None:
 
 def test_a_missing_file(run: Run, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert "no causal language model can be loaded" in one_line(run("generate", folder, "--prompt", "x"))
+    assert "holds cannot be loaded" in one_line(run("generate", folder, "--prompt", "x"))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 GENERATES_NOT = "does not generate text; hf-accel plan, bench, verify and quantize take it"
 TWO_CLASSES = "chooses among 2 classes; a score needs a head of one"
-NO_EXTRACTOR = "Can't load feature extractor"  # which the folder lacks; the tests of the server serve one that has it
+NO_EXTRACTOR = "holds cannot be loaded: Can't load feature extractor"  # the tests of the server serve one with it
 FROM_SOUND = "starts from input_features and not from a text"
 COMMANDS: dict[str, list[object]] = {
     "plan": [],

@@ -107,6 +107,7 @@ def _ends_after_even_tokens(ids: Tensor, scores: Any, **_: Any) -> Tensor:
     return (ids[:, -1] % 4 == 0) & (ids[:, -1] > 10)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", DECODERS + ENCODER_DECODERS)

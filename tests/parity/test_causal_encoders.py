@@ -60,6 +60,7 @@ def test_stock_windows_and_causality_matter_here() -> None:
     torch.testing.assert_close(narrow[:, :9], first, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()

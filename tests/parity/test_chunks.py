@@ -18,6 +18,7 @@ from hf_accel.attention.hf.mask import CausalMask, as_known, chunk_of
 from hf_accel.cache.kinds.chunks import chunks_of
 from hf_accel.fused.hf.counted_positions import CountedAttention
 
+from ..selection import seeds
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .together import (
@@ -62,7 +63,7 @@ def test_prompts_of_one_batch() -> None:
     check_together(model_of())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, 6))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Chunks, layers without positions, temperatures, preemption, drafts and pools change no request's tokens."""
     numbers = random.Random(seed)

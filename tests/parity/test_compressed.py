@@ -18,6 +18,7 @@ from hf_accel.attention.hf.latents import Expansion, is_known_expansion
 from hf_accel.fused.hf.compressed import PagedLatents
 from hf_accel.kernels.layouts import Ragged
 
+from ..selection import seeds
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .together import (
@@ -76,7 +77,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     check_together(model)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, 6))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption, drafts and other sizes change no request's tokens."""
     numbers = random.Random(seed)
@@ -162,6 +163,7 @@ def test_int4_pages_are_refused() -> None:
         hf_accel.patch(model_of(), weights=None, cache={"dtype": "int4"})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", ["int8", "fp8", {"bits": 4, "group_size": 32}])
 @pytest.mark.parametrize("kind", ["MiniCPM3", "DeepseekV3"])
 def test_quantized_weights_batch_exactly(kind: str, weights: Any) -> None:

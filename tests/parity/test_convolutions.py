@@ -16,6 +16,7 @@ from hf_accel import PagedCache, UnsupportedError
 from hf_accel.cache.hf import model_kinds
 from hf_accel.recurrent.hf.convolutions import PagedConvolution, is_known_convolution
 
+from ..selection import seeds
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .together import (
@@ -46,6 +47,7 @@ def model_of(kind: str = "lfm2", layers: Sequence[str] = LAYERS, tokens: int = 3
     return Lfm2MoeForCausalLM(Lfm2MoeConfig(**sizes, **experts)).eval()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
 @pytest.mark.parametrize("tokens", [2, 3, 5])
 def test_requests_together_give_the_tokens_of_each_alone(kind: str, tokens: int) -> None:
@@ -53,7 +55,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str, tokens: int)
     check_together(model)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)

@@ -70,6 +70,7 @@ def checked_drafts(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead
     return seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma2"])
 @pytest.mark.parametrize("tokens", [None, range(3, VOCABULARY, 2)])
 def test_drafts_are_what_the_head_says(family: str, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,7 @@ def test_float64_is_computed_by_stock_and_torch(family: str, weights: str | None
     assert hf_accel.stats(model)["loop"] == "ragged"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize(("before", "after"), [(F32, BF16), (F32, F16), (BF16, F32), (F32, F64), (F64, F32)])
 def test_another_dtype_after_patch(family: str, before: torch.dtype, after: torch.dtype) -> None:

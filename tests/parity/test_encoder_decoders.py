@@ -30,6 +30,7 @@ from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.trace import Trace
 from hf_accel.undo.state import FUSED
 
+from ..selection import seeds
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import requests
@@ -385,6 +386,7 @@ def calls_of(model: Any) -> list[LayerCalls[Any]]:
     return [vars(module)[FUSED] for module in model.modules() if isinstance(module, TracedForward)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", IN_ONE_CALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_decoder_layer_is_one_call(kind: str, dtype: torch.dtype) -> None:
@@ -540,7 +542,7 @@ def test_an_engine_says_what_an_encoder_needs() -> None:
             engine.submit({"input_features": features[:1], "decoder_input_ids": [2, 0]})
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(3, 8))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of recomputed tokens, samples and preemption change no request's tokens."""
     numbers = random.Random(seed)

@@ -17,6 +17,7 @@ from hf_accel.recognition.trial import Tolerance, agree
 from hf_accel.recurrent.hf import state_pass
 from hf_accel.recurrent.hf.gated_units import PagedUnit, known_gated_unit
 
+from ..selection import seeds
 from .families import VOCABULARY
 from .recurrent_models import gated_unit_of
 from .snapshot import snapshot
@@ -45,6 +46,7 @@ def unit_of(model: Any) -> Any:
     return model.model.layers[0].temporal_block
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("blocks", [BLOCKS, ("recurrent", "attention"), ("attention", "recurrent")], ids=str)
 @pytest.mark.parametrize(("tokens", "heads"), [(2, 1), (3, 2), (4, 8)])
 def test_requests_together_give_the_tokens_of_each_alone(blocks: tuple[str, ...], tokens: int, heads: int) -> None:
@@ -77,7 +79,7 @@ def test_padding_and_beams_stay_on_transformers_loop(settings: dict[str, Any]) -
         model(padded("left")[0], attention_mask=mask, past_key_values=PagedCache(model.config))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)

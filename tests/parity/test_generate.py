@@ -88,6 +88,7 @@ def audit_bfloat16(family: str, mode: str, layout: str, attention: str) -> None:
     audit.assert_near_ties(actual, noise)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("mode", "layout"), [("greedy", "single"), ("n-best", "left"), ("sampling", "right")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_differs_only_at_near_ties(family: str, mode: str, layout: str) -> None:

@@ -29,6 +29,7 @@ def alone(family: str, prompt: list[int], config: GenerationConfig) -> list[int]
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafter", [None, "near model", "free cascade"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_prompts(family: str, drafter: str | None) -> None:

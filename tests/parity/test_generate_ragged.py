@@ -157,6 +157,7 @@ def talk(family: str, *, rows: int, turns: int, speculative_turns: int, drafts: 
         mask = torch.cat([mask, said, torch.ones_like(user)], 1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafter", ["suffix", "near model", "self-int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_turns_of_one_row(family: str, drafter: str) -> None:
@@ -284,6 +285,7 @@ def test_a_stateful_processor() -> None:
     assert_equal("single", {}, logits_processor=[Stateful()])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [
     {"repetition_penalty": 1.6}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9, "eos_token_id": ENDS},
     {"bad_words_ids": [[5], [7, 8]]}, {"suppress_tokens": [5, 6, 7, 46]}, {"forced_eos_token_id": 3},

@@ -61,6 +61,7 @@ def run(session: Session, prompts: list[list[int]], new_tokens: int = NEW_TOKENS
 # -- what is captured --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", [by_generate, by_generate_batch, lambda *args: by_engine(*args)[0]])
 def test_decode(family: str, way: Any, makers: list[TapeMaker]) -> None:

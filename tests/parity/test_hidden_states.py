@@ -105,6 +105,7 @@ def made(kind: str) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, Any], S
     return make(), hf_accel.patch(make(), weights=None), settings, SpeculativeConfig(drafter=drafter, num_draft=count)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("columns", [4, 7, 40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_and_tokens_are_those_of_stock(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hf_accel import PagedCache
 from hf_accel.attention.hf.selected import masked
 from hf_accel.fused.hf.indexers import PagedIndexer, is_known_indexer
 
+from ..selection import seeds
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .together import (
@@ -63,7 +64,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str, most: int) -
     check_together(model)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(4, 6))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption, drafts and other sizes change no request's tokens."""
     numbers = random.Random(seed)

@@ -19,6 +19,7 @@ from hf_accel.generation.hf.prompts import prompt_inputs
 from ..families.features import MEDIA
 from ..families.media import alone_with_medium, media_prompts
 from ..families.models import build, families
+from ..selection import seeds
 from .speculating import OracleDrafter
 
 pytestmark = pytest.mark.skipif(
@@ -139,7 +140,7 @@ def test_requests_together_with_and_without_media(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED, CROSSED, COUNTED, VOXTRAL, HEARING]
 )
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
+@pytest.mark.parametrize("seed", seeds(1, 40))
 def test_random_programmes_of_requests(name: str, seed: int) -> None:
     """Chunks of prompts, preemption, shared prefixes, samples and drafts change no request's tokens."""
     numbers = random.Random(seed)

@@ -54,6 +54,7 @@ import hf_accel
 from hf_accel import PagedCache, UnsupportedError
 from hf_accel.fused.hf.operator_models import OperatorModel, PagedOperators, operator_model
 
+from ..selection import seeds
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .together import (
@@ -171,7 +172,7 @@ def test_positions_that_count_padding(settings: dict[str, Any]) -> None:
     assert together(model) == expected
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", seeds(9, 18))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks, shared prefixes, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)

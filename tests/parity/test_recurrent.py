@@ -23,6 +23,7 @@ from hf_accel.recurrent.hf.lightning import PagedLightning
 from hf_accel.recurrent.hf.recurrences import known_recurrence
 from hf_accel.recurrent.hf.state_pass import PagedRecurrence
 
+from ..selection import seeds
 from .families import VOCABULARY
 from .recurrent_models import DELTA_RULES, FULL, LAYERS, LINEAR, STATE_SPACES, delta_rule_of, state_space_of
 from .snapshot import snapshot
@@ -84,7 +85,7 @@ def test_a_model_of_recurrent_layers_alone() -> None:
     assert together(model) == expected
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(4, 12))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)

@@ -100,6 +100,7 @@ def test_later_requests_go_on_behind_what_others_have_computed(kind: str) -> Non
     assert min(hit - len(first) // 4 for hit, first in zip(found[6:], prompts[:6], strict=True)) >= -1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_programmes_of_requests(kind: str, seed: int) -> None:

@@ -13,7 +13,7 @@ from ...attention.cpu import CpuBackend
 from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
 from ...attention.hf.operator_pass import OperatorAttention
 from ...recognition.operation import Operation, UntraceableError
-from ...recognition.stand_ins import TOKENS, TOKENS_BEFORE
+from ...recognition.symbols import TOKENS, TOKENS_BEFORE
 from ...recognition.trace import Trace
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
 from ..native_operation import sinks_of

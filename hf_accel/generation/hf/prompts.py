@@ -206,8 +206,13 @@ def text_refusal(model: PreTrainedModel) -> str | None:
 
 def assisted_refusal(model: PreTrainedModel) -> str | None:
     """Return why transformers' assisted decoding must run by itself, as one clause; None if it need not."""
-    if not state_of(model).generation.form.reads_prompts:
+    form = state_of(model).generation.form
+    if not form.reads_prompts:
         return None
+    if form.whole_prompts and getattr(model.config, "is_decoder", None) is False:
+        return (
+            None  # transformers' fails: it asks for the cache in what the model returns, and an encoder returns none
+        )
     try:
         causal = UpToDecoder(model, prepare_step).is_causal
     except NotRaggedError as error:

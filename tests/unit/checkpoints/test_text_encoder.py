@@ -42,6 +42,7 @@ def found(path: Path, **keywords: Any) -> Tensor:
     return vectors
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("save", [save_encoder, save_decoder])
 @pytest.mark.parametrize("mode", NAMES)
 def test_poolings(tmp_path: Path, save: Any, mode: str) -> None:

@@ -189,6 +189,7 @@ def test_bits_of_the_modules_one_by_one(name: str, device: str) -> None:
     assert ("add" in joined) is (calls["add_rms_norm"] > 0)
 
 
+@pytest.mark.covering(3)
 @pytest.mark.parametrize("kv", ["auto", "int8", "fp8", "int4"])
 @pytest.mark.parametrize(
     ("dtype", "weights", "deterministic"),

@@ -48,6 +48,7 @@ def assert_as_by_vectors(linear: IntegerLinear, x: Tensor) -> None:
     torch.testing.assert_close(linear(x), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.covering(3)
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("outputs", [1, 70])
 @pytest.mark.parametrize(("bits", "group", "symmetric"), FORMATS)
@@ -67,6 +68,7 @@ def test_inputs_that_do_not_fill_a_group(inputs: int) -> None:
     assert_as_by_vectors(linear, torch.randn(33, inputs).bfloat16())
 
 
+@pytest.mark.covering(3)
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("rows", [5, 64, 70])
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 32), (3, 32), (2, 64)])
@@ -82,6 +84,7 @@ def test_more_rows_than_are_summed_at_once(bits: int) -> None:
     assert_as_by_vectors(linear, torch.randn(1030, 64))
 
 
+@pytest.mark.covering(3)
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
@@ -99,6 +102,7 @@ def test_any_number_of_threads(bits: int, threads: int, monkeypatch: pytest.Monk
         torch.set_num_threads(before)
 
 
+@pytest.mark.covering(3)
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("epilogue", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
@@ -170,6 +174,7 @@ def sums_of_tiles(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.covering(3)
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("outputs", [1, 31, 32, 33, 64, 65, 150])
 @pytest.mark.parametrize("inputs", [1, 2, 31, 32, 33, 511, 513, 1100])

@@ -102,6 +102,7 @@ def test_the_bits_are_those_of_linears_one_by_one(name, weights, dtype):
                 torch.testing.assert_close(got.float(), expected.float(), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", CONFIGS)

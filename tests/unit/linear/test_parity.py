@@ -96,6 +96,7 @@ def as_rounded(backend, x: np.ndarray, bits: int | str, group_size: int) -> np.n
     return rounded_groups(x, group_size if bits < 8 else 128)
 
 
+@pytest.mark.covering(3)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("backend", "bits", "outputs", "inputs", "group_size"), PAIRS)

@@ -259,6 +259,7 @@ def train(model: Any, steps: int = 6) -> list[float]:
     return losses
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_trained_saved_loaded_and_merged(order: str, weights: str, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def pair(name: str, weights: str, dtype: torch.dtype = torch.bfloat16) -> tuple[
 # -- the gguf package ----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_file_holds_what_the_model_computes_with(name: str, weights: str, tmp_path: Path) -> None:

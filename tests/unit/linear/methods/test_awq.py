@@ -35,6 +35,7 @@ def by_group(weight: Tensor, found: Any, statistics: Statistics, group_size: int
     return torch.einsum("ogi,gij,ogj->og", change, statistics.blocks(group_size).double(), change)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.label} {config.group_size}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_group_loses_more_than_rounded_to_nearest(config: WeightConfig, dtype: Any, correlated: Any) -> None:

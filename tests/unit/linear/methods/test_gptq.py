@@ -54,6 +54,7 @@ def column_by_column(
     return integers
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("outputs", "inputs", "rows"), [(5, 128, 700), (1, 256, 300), (7, 160, 60), (33, 96, 2)])
 @pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (3, True), (2, False)])
 def test_against_column_by_column(
@@ -73,6 +74,7 @@ def test_against_column_by_column(
     assert (found.integers() - expected).abs().max() <= 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.label} {config.group_size}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_loses_less_than_rounding_to_nearest(

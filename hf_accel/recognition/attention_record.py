@@ -1,0 +1,173 @@
+"""The record of a trace that also attends: what is written to a cache, and how the code attends to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from .call_form import BIAS
+from .operation import Operation, UntraceableError
+from .packed import as_row, attended_again, is_packed, is_second
+from .position_attention import ABSENT_PARTS, READ_SETTINGS, PositionAttention
+from .record import Record
+from .scores import Scores
+from .source_stand_ins import KEYS, VALUES, SourceKeys
+from .stand_ins import ModuleStandIn, StandIn, require
+from .symbols import BATCH, SOURCE, TOKENS, Computed, Zeros
+
+
+class AttentionRecord(Record):
+    """A Record whose code may write keys and values, and attend."""
+
+    def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
+        require(key, heads=True)
+        require(value, heads=True)
+        if self.layer_idx is not None or type(layer_idx) is not int or key.heads != value.heads:
+            raise UntraceableError("it writes to the cache in a way of its own")
+        self.layer_idx = layer_idx
+        values = {"heads": key.heads, "dim": key.shape[3], "value_dim": value.shape[3]}
+        self.operations.append(Operation("write", [key.span, value.span], [], values=values))
+        return replace(key, cached=True), replace(value, cached=True)
+
+    def write_source(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
+        if self.knows_source or self.source is not None:
+            raise UntraceableError("it computes keys of an encoder's output that the cache has")
+        self.source = SourceKeys.of(self.source_operations, key, value, layer_idx)
+        return self.source.kept(self)  # type: ignore[arg-type]
+
+    def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        attended = self._recorded(module, qkv, mask, options)
+        return replace(attended, zeros=getattr(qkv[2], "zeros", 0))
+
+    def _recorded(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        if any(isinstance(x, StandIn) and x.rows is SOURCE for x in qkv):
+            return self._attend_source(module, qkv, mask, options)
+        if is_second(qkv):
+            return attended_again(self, module, qkv, mask, options)
+        given = {name: value for name, value in options.items() if name != BIAS}
+        bias = options.get(BIAS)
+        if isinstance(bias, Computed):
+            self.bias = bias
+        if not isinstance(module, ModuleStandIn) or mask not in (None, self.mask) or bias not in (None, self.bias):
+            raise UntraceableError("it attends in a way of its own")
+        values = {"options": given, "masked": mask is not None, "biased": bias is not None, "adds_mask": False}
+        return self._attend(qkv, (module._module,), values)
+
+    def _attend_source(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn:
+        """Record attention to all keys that a cache keeps of an encoder's output; what a mask hides has no keys."""
+        query, key, value = self._without_zeros(qkv, options)
+        factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
+        require(replace(query, factor=1.0) if factor != 1 else query, heads=True)
+        kept = isinstance(key, StandIn) and isinstance(value, StandIn)
+        kept = kept and (key.span.buffer, value.span.buffer) == (KEYS, VALUES) and key.transposed and value.transposed
+        known = isinstance(module, ModuleStandIn) and (mask is None or mask is self.source_mask)
+        if not kept or not known or query.rows is not TOKENS or query.cached or query.heads % key.heads:
+            raise UntraceableError("it attends to an encoder's output in a way of its own")
+        if query.shape[3] != key.shape[3]:
+            raise UntraceableError("it attends to an encoder's output in a way of its own")
+        bias = options.get(BIAS)
+        if isinstance(bias, Zeros):
+            self.source_bias = bias
+        if bias not in (None, self.source_bias):
+            raise UntraceableError("it adds a bias to the scores of an encoder's output")
+        values = {
+            "options": {name: value for name, value in options.items() if name != BIAS}, "factor": factor,
+            "heads": query.heads, "kv_heads": key.heads, "dim": key.shape[3], "value_dim": value.shape[3],
+            "biased": bias is not None,
+        }  # fmt: skip
+        width = query.heads * value.shape[3]
+        attended = self.put("attend_source", [query], width, modules=(module._module,), **values)
+        return replace(attended, transposed=False, factor=1.0)
+
+    def attend_by(self, scores: Scores, value: Any) -> StandIn:
+        if not isinstance(value, StandIn) or value.merged is not scores.key.merged:
+            raise UntraceableError("it multiplies values by other numbers than weights")
+        merged = value.merged
+        query, key, value = (replace(each, merged=False) for each in (scores.query, scores.key, value))
+        qkv = query, key, value
+        if scores.key.rows is SOURCE or self.layer_idx is not None:
+            return self._attend_by_operators(scores, qkv, merged=merged)
+        values = {
+            "options": {"scaling": scores.factor, "is_causal": False}, "masked": scores.is_masked,
+            "biased": scores.is_biased, "adds_mask": True,
+        }  # fmt: skip
+        attended = replace(self._attend(qkv, (), values), transposed=True)
+        return replace(attended, merged=merged)
+
+    def _attend_by_operators(self, scores: Scores, qkv: tuple[Any, Any, Any], *, merged: bool) -> StandIn:
+        """Record attention to the keys of a cache by code that computes the scores, and was tried over pages."""
+        if not self.tried or scores.is_biased:
+            raise UntraceableError("it computes the scores of a cache by itself")
+        mask = scores.mask if scores.is_masked else None
+        return replace(
+            self.attend(self.running[-1], qkv, mask, {"scaling": scores.factor}), transposed=True, merged=merged
+        )
+
+    def choose(self, condition: Any, scores: Scores, other: Any) -> Scores:
+        raise UntraceableError("it calls where")
+
+    def keep(self, scores: Scores, kept: Any, others: Any) -> Scores:
+        raise UntraceableError("it multiplies scores by more than a number")
+
+    def attend_positions(
+        self, known: tuple[nn.Module, PositionAttention], x: StandIn, mask: Any, output_attentions: bool = False,
+        **given: Any,
+    ) -> tuple[StandIn, None]:  # fmt: skip
+        """Record attention whose scores depend on the positions of tokens too. known: the module and its parts."""
+        module, parts = known
+        given = {name: value for name, value in given.items() if value is not None}
+        if given != self.positions or output_attentions is not False or mask is not self.mask:
+            raise UntraceableError("it attends in a way of its own")
+        own, held = vars(module), vars(module)["_modules"]
+        self.visit(module)
+        for name in READ_SETTINGS:
+            self.note(own, name, own.get(name))
+        for name in (*held, *ABSENT_PARTS):
+            self.note(held, name, held.get(name))
+        heads, dim = own["num_attention_heads"], own["attention_head_size"]
+        position_key, position_query = held[parts.position_key], held[parts.position_query]
+        for each in (position_key, position_query):
+            self.visit(each)
+        q, k, v = parts.recorded(self, x, module, (heads, dim))
+        scale = (3 * dim) ** -0.5
+        values = {
+            "heads": heads, "dim": dim, "scale": scale, "span": own[parts.span], "kinds": own["pos_att_type"],
+            "by_tokens": parts.by_tokens,
+        }  # fmt: skip
+        self.operations.append(
+            Operation("position_scores", [q.span, k.span], [], (position_key, position_query), values)
+        )
+        options = {"scaling": scale, "is_causal": False}
+        values = {"options": options, "masked": True, "biased": False, "adds_mask": False}
+        return self._attend((q, k, v), (), values).view(BATCH, TOKENS, heads * dim), None
+
+    def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
+        query, key, value = qkv = self._without_zeros(qkv, values["options"])
+        factor = getattr(query, "factor", 1.0)  # of queries that are scaled ahead of the scores
+        rows = [as_row(replace(query, factor=1.0) if factor != 1 else query), as_row(key), as_row(value)]
+        for x in rows:
+            require(x, heads=True)
+        if any(map(is_packed, rows)) or (values["biased"] and is_packed(query)):
+            raise UntraceableError("it attends in a way of its own")
+        same = query.shape[3] == key.shape[3] and key.heads == value.heads and query.heads % key.heads == 0
+        if not same or not key.cached is value.cached is (self.layer_idx is not None):
+            raise UntraceableError("it attends in a way of its own")
+        values["own_bias"] = self.bias if values["biased"] and isinstance(self.bias, Computed) else None
+        values |= {
+            "heads": query.heads, "kv_heads": key.heads, "dim": query.shape[3], "value_dim": value.shape[3],
+            "factor": factor,
+        }  # fmt: skip
+        attended = self.put("attend", qkv, query.heads * value.shape[3], modules=modules, **values)
+        return replace(attended, transposed=False, factor=1.0)
+
+    def _without_zeros(self, qkv: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Return queries, keys and values without the zeros behind their heads, which change no score."""
+        zeros = {getattr(each, "zeros", 0) for each in qkv}
+        if zeros == {0}:
+            return qkv
+        if len(zeros) > 1 or options.get("scaling") is None:
+            raise UntraceableError("it attends in a way of its own")
+        query, key, value = (replace(each, zeros=0) for each in qkv)
+        return query, key, value

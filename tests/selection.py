@@ -1,0 +1,76 @@
+"""Choose from the product of a test's parameters the tests that `make test` runs; `make test-all` runs the product.
+
+Of a test of three parameters or more, any two of their values meet in a test that is chosen. What depends on three
+values at once takes `@pytest.mark.covering(3)`; where the parameters have nothing to do with each other,
+`@pytest.mark.covering(1)` says that each value in one test will do. A machine may have to skip all tests of an
+instruction set or of a backend: so those of each are chosen by themselves. What is not chosen is marked `long`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+STRENGTH = 2  # how many values meet
+BY_THEMSELVES = ("isa", "backend")  # parameters of which a machine may have to skip values
+Row = tuple[int, ...]  # the place of the value of each parameter among its values
+
+
+def mark_others_long(items: Iterable[pytest.Item]) -> None:
+    """Mark the tests as long that are not chosen from those of their function."""
+    groups: dict[str, list[Any]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("long") is None:
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in groups.values():
+        chosen = chosen_of(group)
+        for place, item in enumerate(group):
+            if place not in chosen:
+                item.add_marker(pytest.mark.long)
+
+
+def chosen_of(items: list[Any]) -> set[int]:
+    """Return the places of the tests of one function that are chosen."""
+    rows, mark = rows_of(items), items[0].get_closest_marker("covering")
+    strength = STRENGTH if mark is None else mark.args[0]
+    if len(rows[0]) <= strength:
+        return set(range(len(items)))
+    parts: dict[Any, list[int]] = {}
+    for place, item in enumerate(items):
+        parts.setdefault(tuple(id(item.callspec.params.get(name)) for name in BY_THEMSELVES), []).append(place)
+    return {part[place] for part in parts.values() for place in covering([rows[each] for each in part], strength)}
+
+
+def rows_of(items: list[Any]) -> list[Row]:
+    """Return the row of each test of one function. What one parametrize mark gives together is one parameter."""
+    together: dict[str, str] = {}
+    for mark in items[0].iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        together |= dict.fromkeys(names, names[0])
+    places: dict[tuple[str, Any], int] = {}
+    rows = []
+    for item in items:
+        values: dict[str, list[int]] = {}  # those of a parameter are the same objects in each test
+        for name, value in item.callspec.params.items():
+            values.setdefault(together.get(name, name), []).append(id(value))
+        rows.append(tuple(places.setdefault((name, tuple(ids)), len(places)) for name, ids in values.items()))
+    return rows
+
+
+def covering(rows: list[Row], strength: int) -> set[int]:
+    """Return the places of few rows in which each combination of so many values is that any row has."""
+    wanted = [set(combinations(enumerate(row), strength)) for row in rows]
+    left, chosen = set().union(*wanted), set()
+    while left:
+        best = max(range(len(rows)), key=lambda place: len(wanted[place] & left))
+        chosen.add(best)
+        left -= wanted[best]
+    return chosen
+
+
+def seeds(now: int, most: int) -> list[Any]:
+    """Return the seeds of random programmes: the first ones, and behind the mark `long` as many as there are."""
+    return [*range(now), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(now, most))]
