@@ -78,5 +78,5 @@ class NativeExperts(Mixin):
             weights = state.weights_for(self, args[0], args[1].numel())  # type: ignore[arg-type]
             gate = None if weights is None else state.gate.of(self, original_class(self))  # type: ignore[arg-type]
             if weights is not None and gate is not None:
-                return mixture(weights, gate, *args)
+                return mixture(weights, gate, args[0], args[1:])
         return super().forward(*args, **kwargs)  # type: ignore[misc]

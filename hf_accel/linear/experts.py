@@ -196,7 +196,7 @@ class QuantExperts(Replacement, nn.Module):
             calls = up[1].native(self._biases(up[0])), down[1].native(self._biases(down[0]))
             gate = None if None in calls else self._gate.of(self, self.original_class)
             if gate is not None:
-                return mixture(calls, gate, hidden_states, top_k_index, top_k_weights)
+                return mixture(calls, gate, hidden_states, (top_k_index, top_k_weights))
 
         def compute(rows: Tensor, starts: Tensor) -> Tensor:
             if is_one_call:

@@ -88,7 +88,7 @@ def _by_kernel(gate: Gate, x: Tensor) -> Tensor:
     """Compute the gate by one expert whose weights change nothing."""
     wide, inner = (FloatExperts(torch.eye(size, device="cpu")[None], None) for size in (x.shape[1], INNER))
     chosen, scores = torch.zeros(len(x), 1, dtype=torch.int64, device="cpu"), torch.ones(len(x), 1, device="cpu")
-    return mixture((wide, inner), gate, x, chosen, scores)
+    return mixture((wide, inner), gate, x, (chosen, scores))
 
 
 def _reads(module: nn.Module) -> Iterator[Read]:

@@ -335,8 +335,7 @@ def _on_rank(spec: AttentionSpec, name: str, split: TensorParallel) -> Attention
     divisor = split.heads_divisor(name)
     if spec.num_kv_heads % divisor:
         raise UnsupportedError(
-            f"the {spec.num_kv_heads} K/V heads of {name!r} do not divide by tp_size={divisor}; load the model with "
-            "a tp_size that divides them"
+            f"the {spec.num_kv_heads} K/V heads of {name!r} do not divide by tp_size={divisor}; take one that does"
         )
     return replace(spec, num_heads=spec.num_heads // divisor, num_kv_heads=spec.num_kv_heads // divisor)
 

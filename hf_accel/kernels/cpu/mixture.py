@@ -47,15 +47,16 @@ class Gate:
 Experts = IntegerExperts | FloatExperts
 
 
-def mixture(weights: tuple[Experts, Experts], gate: Gate, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+def mixture(weights: tuple[Experts, Experts], gate: Gate, x: Tensor, routes: tuple[Tensor, Tensor]) -> Tensor:
     """Return the sums of what the chosen experts of each token say, times their scores, [tokens, out] of x's dtype.
 
-    weights: those that read x, and those that read what `gate` makes. x: [tokens, in] of a dtype of FLOATS. chosen:
-    int64 [tokens, k]. scores: [tokens, k] of a dtype of FLOATS. The results are multiplied by the scores as torch
-    multiplies them, and added up in float32, in the order of k. A token's result depends on no other token. Raises
-    UnsupportedError if an expert is chosen that is not there.
+    weights: those that read x, and those that read what `gate` makes. x: [tokens, in] of a dtype of FLOATS.
+    routes: the experts chosen, int64 [tokens, k], and their scores, [tokens, k] of a dtype of FLOATS.
+
+    The results are multiplied by the scores as torch multiplies them, and added up in float32, in the order of k. A
+    token's result depends on no other token. Raises UnsupportedError if an expert is chosen that is not there.
     """
-    up, down = weights
+    (up, down), (chosen, scores) = weights, routes
     x, stride = as_rows(x)
     chosen, scores, known = chosen.contiguous(), scores.contiguous(), ctypes.c_uint8()
     out = x.new_empty(len(x), down.out_features)

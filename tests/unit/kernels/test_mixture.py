@@ -58,10 +58,13 @@ def expected(gate, floats, biases, given):
 def test_results_are_those_of_float64_and_depend_on_no_other_token(isa, dtype, gate, by_inputs):
     for tokens in (1, 6, 33):
         floats, biases, weights, given = make(gate, dtype, by_inputs=by_inputs, tokens=tokens)
-        got, wanted = mixture(weights, gate, *given), expected(gate, floats, biases, given)
+        got, wanted = mixture(weights, gate, given[0], given[1:]), expected(gate, floats, biases, given)
         assert got.dtype is dtype
         assert float((got - wanted).abs().max() / wanted.abs().max()) < TOLERANCES[dtype]
-        rows = [mixture(weights, gate, *(each[i : i + 1] for each in given)) for i in range(tokens)]
+        rows = [
+            mixture(weights, gate, given[0][i : i + 1], tuple(each[i : i + 1] for each in given[1:]))
+            for i in range(tokens)
+        ]
         assert torch.equal(got, torch.cat(rows))
 
 
@@ -72,7 +75,7 @@ def test_any_number_of_threads_gives_the_same_bits():
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            results.append(mixture(weights, GATES[1], *given))
+            results.append(mixture(weights, GATES[1], given[0], given[1:]))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
@@ -81,10 +84,10 @@ def test_any_number_of_threads_gives_the_same_bits():
 @torch.no_grad()
 def test_weights_are_read_where_they_are_now():
     _, _, weights, given = make(GATES[1], torch.float32, by_inputs=False, tokens=4)
-    before = mixture(weights, GATES[1], *given)
+    before = mixture(weights, GATES[1], given[0], given[1:])
     weights[1].weights.data = weights[1].weights.data * 2
     weights[1].biases.data = weights[1].biases.data * 2
-    torch.testing.assert_close(mixture(weights, GATES[1], *given), before * 2)
+    torch.testing.assert_close(mixture(weights, GATES[1], given[0], given[1:]), before * 2)
 
 
 @torch.no_grad()
@@ -92,7 +95,7 @@ def test_an_expert_that_is_not_there_is_an_error():
     _, _, weights, (x, chosen, scores) = make(GATES[1], torch.float32, by_inputs=False, tokens=4)
     for wrong in (chosen + EXPERTS, chosen - EXPERTS):
         with pytest.raises(UnsupportedError, match=f"there are {EXPERTS}"):
-            mixture(weights, GATES[1], x, wrong, scores)
+            mixture(weights, GATES[1], x, (wrong, scores))
 
 
 @torch.no_grad()

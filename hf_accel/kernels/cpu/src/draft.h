@@ -8,7 +8,7 @@
 // that the step before has given. All numbers but weights and pages are of layer.dtype.
 //
 // A draft is a chain, or with `parents` a tree (EAGLE-2, 2406.16858): each step goes on from the `width` tokens of the
-// step before that are likeliest to be accepted, as the head has it, and of all tokens the likeliest are drafted. Each of
+// step before that are likeliest to be accepted, by the head, and of all tokens the likeliest are drafted. Each of
 // the `width` branches has its last tokens in blocks of its own, which a step copies for the next.
 struct DraftCall {
   LayerCall fuse;   // of [embedding, state] of a row, what the layer reads

@@ -42,6 +42,17 @@ def _weights(integers, scale, zero_point, minimum, BITS: tl.constexpr, NUMBERS: 
 
 
 @triton.jit
+def _factors(scale, place, is_there, NUMBERS: tl.constexpr, IS_SHIFTED: tl.constexpr):
+    """Read the scales of what `_weights` gives. IS_SHIFTED: whether numbers of 4 bits come 16 times too large."""
+    factor = tl.load(scale + place, mask=is_there, other=0).to(tl.float32)
+    if IS_SHIFTED:
+        factor *= 0.0625  # shifting both halves to the right would take longer
+    if NUMBERS == "fp8":
+        factor *= 256.0
+    return factor
+
+
+@triton.jit
 def rows_of_expert(starts, row_tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr):
     """Return (expert, rows, the mask of its rows) of a tile, if each expert has as many tiles as it needs; EXPERTS for
     a tile of none.
@@ -178,6 +189,7 @@ def multiply_row(
     bytes by each thread, in programs of one warp, whose threads never wait for each other.
     """
     BYTES: tl.constexpr = BLOCK * BITS // 8
+    IS_SHIFTED: tl.constexpr = BITS == 4 and NUMBERS == "int" and zero_point is None
     PARTS: tl.constexpr = BYTES // 16
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCKS * OUTPUTS * PARTS)  # block, output, part: neighbours read neighbours
@@ -203,11 +215,7 @@ def multiply_row(
         least = None
         if PER_GROUP:
             group = (block * 2 if IS_HALVED else block // PER_GROUP) * wide + output
-            factor = tl.load(scale + group, mask=is_lane, other=0).to(tl.float32)
-            if BITS == 4 and NUMBERS == "int" and zero_point is None:
-                factor *= 0.0625
-            if NUMBERS == "fp8":
-                factor *= 256.0
+            factor = _factors(scale, group, is_lane, NUMBERS, IS_SHIFTED)
             if zero_point is not None:
                 zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_lane)
             if minimum is not None:
@@ -217,7 +225,7 @@ def multiply_row(
             added = tl.sum(low * values, 1)
             if IS_HALVED:
                 total += added * factor
-                factor = tl.load(scale + group + wide, mask=is_lane, other=0).to(tl.float32)
+                factor = tl.load(scale + (block * 2 + 1) * wide + output, mask=is_lane, other=0).to(tl.float32)
                 added = tl.zeros_like(total)
             if IS_CUT:
                 is_there = is_lane[:, None] & (first * BLOCK + BYTES + there < inputs)
@@ -251,6 +259,7 @@ def numbers(
 ):  # fmt: skip
     """Write the weight itself, [outputs, inputs], rounded to out's dtype; the program is (block, output tile)."""
     BYTES: tl.constexpr = BLOCK * BITS // 8
+    IS_SHIFTED: tl.constexpr = BITS == 4 and NUMBERS == "int" and zero_point is None
     block = tl.program_id(0)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     byte = tl.arange(0, BYTES)
@@ -263,18 +272,14 @@ def numbers(
     least = None
     if PER_GROUP:
         group += (block * 2 if IS_HALVED else block // PER_GROUP) * wide
-    factor = tl.load(scale + group, mask=is_output, other=0).to(tl.float32)
-    if BITS == 4 and NUMBERS == "int" and zero_point is None:
-        factor *= 0.0625
-    if NUMBERS == "fp8":
-        factor *= 256.0
+    factor = _factors(scale, group, is_output, NUMBERS, IS_SHIFTED)
     if zero_point is not None:
         zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_output)
     if minimum is not None:
         least = tl.load(minimum + group, mask=is_output, other=0).to(tl.float32)
     others = factor
     if IS_HALVED:
-        others = tl.load(scale + group + wide, mask=is_output, other=0).to(tl.float32)
+        others = tl.load(scale + (block * 2 + 1) * wide + output, mask=is_output, other=0).to(tl.float32)
     if divisor is not None:
         by = tl.load(divisor)
         factor = factor / by
