@@ -189,6 +189,8 @@ class Controller:
         if not known.tally.verified or not known.costs.widths or not self.verify_costs.is_measured(1):
             return None
         cost, rate = known.costs.seconds(1) / self.verify_costs.seconds(1), known.tally.acceptances([None], 0)[0]
+        if rate > cost + self.verify_costs.seconds(2) / self.verify_costs.seconds(1) - 1:
+            return None  # the few trials say that they would
         return f"drafts of {source!r} do not pay: a token costs {cost:.2f} of a pass, and {rate:.0%} are accepted"
 
     def _add_trials(
