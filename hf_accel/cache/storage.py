@@ -114,8 +114,8 @@ class KVStorage:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as (source, destination)."""
-        tensors = [tensor for tensor in self.pages if tensor is not None]
-        if tensors[0].is_cpu:
+        tensors = [tensor for tensor in self.pages if tensor is not None and tensor.numel()]  # compressed keys: no V
+        if self.pages.k.is_cpu and all(tensor.is_contiguous() for tensor in tensors):
             for tensor in tensors:  # of a fork a few blocks in each layer, which takes less than a call of torch
                 size, start = tensor.stride(0) * tensor.itemsize, tensor.data_ptr()
                 for source, destination in pairs:

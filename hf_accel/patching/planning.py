@@ -318,7 +318,7 @@ def _plan_fused(
         reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
     if reason is not None:
         return FusedPlan(reason=reason)
-    has_kernels = has_library(device_type)  # beside a GPU they need not have been built
+    has_kernels = has_library(device_type)  # next to a GPU they need not have been built
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype) if has_kernels else 0
     candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
     split = split_of(model)

@@ -23,6 +23,8 @@ LEFT_OUT = {  # fields without an option, and why
     "weights.format": "--weights fp8, --weights nf4",
     "weights.only_if_faster": "--weights auto",
     "weights.eight_bits": "--fit and --average-bits choose them",
+    "cache.directory": "--cache-dir of serve",
+    "cache.directory_bytes": "--cache-dir-bytes of serve",
     "speculative.drafter": "--speculative",
     "speculative.max_draft": "for programs",
     "speculative.max_nodes": "for programs",

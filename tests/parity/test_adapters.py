@@ -184,7 +184,7 @@ def learnt(family: str, kind: str) -> Any:
         ("llama", "prompt", "single", "ragged"),
         ("mistral", "prompt", "single", "ragged"),
         ("mistral", "prompt", "left", "stock: padding stands between the embeddings of its adapter and its prompt"),
-        ("gpt2", "prompt", "left", "stock: GPT2Model gives its layers more than hidden states"),
+        ("gpt2", "prompt", "left", "ragged"),
         ("llama", "prefix", "left", "stock: its adapter puts keys and values in front of each prompt"),
     ],
 )

@@ -108,7 +108,7 @@ def test_what_needs_a_name_is_said(
 
 def test_the_signature_stays() -> None:
     assert list(inspect.signature(hf_accel.CacheConfig).parameters) == [
-        "dtype", "block_size", "max_tokens", "prefix_sharing"
+        "dtype", "block_size", "max_tokens", "prefix_sharing", "directory", "directory_bytes"
     ]  # fmt: skip
     with pytest.raises(AssertionError):
         checked_keywords()(lambda **anything: None)

@@ -155,6 +155,7 @@ def launches(
     if tile.rounded:
         return _rounded_launches(x, weight, bias, out, tile=tile, starts=starts)
     if tile.inputs is not None:
+        assert starts is None, "a tile of one row serves one weight"
         return [_row_launch(x, weight, bias, out, tile=tile)]
     rows, outputs = out.shape
     share = -(-weight.num_blocks // tile.splits)

@@ -77,7 +77,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             pytest.skip(cpu.refusal() or "Triton's interpreter takes the place of the library")
         for planner in (planning, sites):
             monkeypatch.setattr(planner, "has_library", lambda device_type: False)
-        # Beside a GPU the library need not have been built.
+        # Next to a GPU the library need not have been built.
         monkeypatch.setattr(planning, "native_rows", lambda dtype: pytest.fail("the library is asked"))
         monkeypatch.setattr(joined_calls, "by_library", lambda x: False)
         monkeypatch.setattr(modules, "gated", lambda gate, up, activation: ACTIVATIONS[activation](gate) * up)

@@ -273,15 +273,27 @@ def _is_quantized(module: nn.Module) -> bool:
     return isinstance(module, QuantLinear)
 
 
-def test_a_router_multiplies_by_itself() -> None:
+def test_routers_and_experts_round_each_row_as_one_alone() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=3)
-    model = AutoModelForCausalLM.from_config(config)
-    for weights in ("int8", None):
-        with pytest.raises(hf_accel.UnsupportedError, match="products of MixtralTopKRouter are torch's"):
-            hf_accel.plan(model, weights=weights, deterministic=True)
-    assert "MixtralExperts" in str(hf_accel.plan(model, weights=None).variant)
+    model = AutoModelForCausalLM.from_config(config).eval()
     assert "MixtralExperts" not in str(hf_accel.plan(model).variant)
+    if kernels.refusal() is not None:
+        with pytest.raises(hf_accel.UnsupportedError, match="products of MixtralTopKRouter are torch's"):
+            hf_accel.plan(model, weights="int8", deterministic=True)
+        return
+    ids = torch.randint(64, (7, 9))
+    for weights in ("int8", None):
+        hf_accel.patch(model, weights=weights, deterministic=True)
+        with torch.no_grad():
+            together, alone = (model.generate(each, **GREEDY).logits for each in (ids, ids[2:3]))
+        assert all(torch.equal(many[2:3], one) for many, one in zip(together, alone, strict=True))
+        hf_accel.unpatch(model)
+
+
+GREEDY: dict[str, Any] = {
+    "do_sample": False, "max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
