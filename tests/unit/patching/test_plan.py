@@ -292,7 +292,8 @@ def test_routers_and_experts_round_each_row_as_one_alone() -> None:
 
 
 GREEDY: dict[str, Any] = {
-    "do_sample": False, "max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None,
+    "do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "output_logits": True,
+    "return_dict_in_generate": True,
 }  # fmt: skip
 
 
