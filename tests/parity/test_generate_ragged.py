@@ -171,24 +171,6 @@ def test_a_batch_goes_on_after_rows_ended_early(family: str, drafter: str | None
     talk(family, rows=3, turns=2, speculative_turns=1, drafts=drafts)
 
 
-@pytest.mark.parametrize("max_tokens", [None, 120])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_without_padding_go_on_in_ragged_passes(family: str, max_tokens: int | None) -> None:
-    model, plain = hf_accel.patch(build(family), weights=None), stock(family)
-    cache = hf_accel.PagedCache(model.config, block_size=4, max_tokens=max_tokens)
-    ids = prompts(3, 9)
-    for turn in range(3):
-        settings = {"do_sample": False, "max_new_tokens": 5, "attention_mask": torch.ones_like(ids)}
-        expected = plain.generate(ids, **settings)
-        config = speculative("ngram", family, 3) if turn == 1 else None
-        assert torch.equal(model.generate(ids, **settings, past_key_values=cache, speculative=config), expected)
-        assert hf_accel.stats(model)["loop"] == "ragged" and cache.get_seq_length() == expected.shape[1] - 1
-        ids = torch.cat([expected, prompts(3, 1 + turn, seed=turn + 5)], 1)
-    less = expected[:, :-3]
-    model.generate(less, **settings | {"attention_mask": torch.ones_like(less)}, past_key_values=cache)
-    assert hf_accel.stats(model)["loop"] == "ragged", "the cache holds more than the prompt"
-
-
 def test_blocks_of_a_failed_turn_are_free_again() -> None:
     model = hf_accel.patch(build("llama"), weights=None)
     cache = hf_accel.PagedCache(model.config, block_size=4, max_tokens=64)

@@ -134,17 +134,6 @@ def test_types_of_tokens() -> None:
     assert torch.equal(model.generate(ids, **settings, do_sample=False), expected)
 
 
-def test_stocks_drafts_stay_stocks() -> None:
-    """A prompt sees the first draft of transformers' assisted decoding, which needs the cache that these keep."""
-    model, ids = model_of("bert"), torch.tensor([PROMPTS[0]])
-    hf_accel.patch(model, weights=None)
-    with pytest.raises(AttributeError), pytest.warns(hf_accel.HfAccelWarning, match="first draft"):
-        model.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=2)
-    assert model.generate(ids, max_new_tokens=9, do_sample=False, speculative="ngram").tolist() == (
-        model.generate(ids, max_new_tokens=9, do_sample=False).tolist()
-    )
-
-
 def test_eager_attention() -> None:
     model = model_of("bert")
     model.set_attn_implementation("eager")

@@ -88,7 +88,6 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
         stop = replace(stop, others=(answers, *stop.others))
     # If the number of pages is fixed, other sequences need the pages of those that have ended.
     keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
-    keeps = keeps or (call.state.call is not None and not call.state.call.own_cache)  # the next turn needs it
     keeps = keeps and not (call.has_beams and not call.config.return_dict_in_generate)
     seeds = (
         [0] * len(call.input_ids)
@@ -133,12 +132,12 @@ def _is_same(first: PromptInputs | None, second: PromptInputs | None) -> bool:
 
 
 def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
-    beginnings = _beginnings(call, session, sequences)
-    for sequence, cached in zip(sequences, beginnings, strict=False):
-        if len(sequence.tokens) - cached.num_tokens == 1:  # which transformers computes as a generated one
-            sequence.num_prefilled = cached.num_tokens
-        session.add(sequence, cached)
-    if not beginnings:
+    cached = _beginning(call, session, sequences)
+    if cached is not None:
+        if len(sequences[0].tokens) - cached.num_tokens == 1:  # which transformers computes as a generated one
+            sequences[0].num_prefilled = cached.num_tokens
+        session.add(sequences[0], cached)
+    else:
         followers = {each for leader in sequences for each in leader.followers}
         for leader in sequences:
             if leader not in followers:
@@ -156,38 +155,34 @@ def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
         call.streams.end()
 
 
-def _beginnings(call: LoopCall, session: Session, sequences: list[Sequence]) -> list[CachedSequence]:
-    """Return the tokens of each sequence that the user's cache holds; none if it has none that can be used."""
+def _beginning(call: LoopCall, session: Session, sequences: list[Sequence]) -> CachedSequence | None:
+    """Return the tokens of the only sequence that the user's cache holds; None if it has none that can be used."""
     past = call.cache.padded.sequences
     if not past:
-        return []
-    for sequence in sequences:
-        session.scheduler.require_room(sequence)  # this may raise, so it comes before the forks, which hold blocks
-    counts = [min(old.num_tokens, len(new.tokens) - 1) for old, new in zip(past, sequences, strict=True)]
-    if any(session.pages.missing(old, count) is not None for old, count in zip(past, counts, strict=True)):
-        return []  # the cache is past this token, and layers no longer have what it needs
-    forks: list[CachedSequence] = []
+        return None
+    session.scheduler.require_room(sequences[0])  # this may raise, so it comes before the fork, which holds blocks
+    count = min(past[0].num_tokens, len(sequences[0].tokens) - 1)
+    if session.pages.missing(past[0], count) is not None:
+        return None  # the cache is past this token, and layers no longer have what it needs
+    cached = past[0].fork()
     try:
-        for old, count in zip(past, counts, strict=True):
-            forks.append(old.fork())
-            forks[-1].truncate(count)
-        _leave_last_block(call.cache, forks)
+        cached.truncate(count)
+        _leave_last_block(call.cache, cached)
     except BaseException:
-        for fork in forks:
-            fork.release()
+        cached.release()
         raise
-    return forks
+    return cached
 
 
-def _leave_last_block(cache: PagedCache, forks: list[CachedSequence]) -> None:
-    """Remove a partly filled last block from the cache, so that the sequences can write to it without a copy.
+def _leave_last_block(cache: PagedCache, cached: CachedSequence) -> None:
+    """Remove a partly filled last block from the cache, so that the sequence can write to it without a copy.
 
-    This is done if the number of blocks is fixed, because there may be no block for a copy. Rows are of one length.
+    This is done if the number of blocks is fixed, because there may be no block for a copy.
     """
-    extra = forks[0].num_tokens % cache.settings.block_size
+    extra = cached.num_tokens % cache.settings.block_size
     if extra and cache.settings.max_tokens is not None:
         with contextlib.suppress(UnsupportedError):  # crop() raises if a sliding window has released blocks
-            cache.crop(forks[0].num_tokens - extra - cache.padded.sequences[0].num_tokens)
+            cache.crop(cached.num_tokens - extra - cache.padded.sequences[0].num_tokens)
 
 
 def _result(call: LoopCall, sequences: list[Sequence]) -> Tensor:

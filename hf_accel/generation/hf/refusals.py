@@ -143,8 +143,8 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return states_refusal(call.model, mask, has_beams=call.has_beams) or NO_PAGES
     if call.has_encoder and (refusal := encoder_refusal(call, own_cache=own_cache)) is not None:
         return refusal
-    if not own_cache and len(input_ids) > 1 and not _is_full(call):
-        return "a cache that is passed along holds padding, or other rows than the call"
+    if not own_cache and len(input_ids) > 1:
+        return "a cache that is passed along holds columns, padding included"
     if call.synced_gpus:
         return "synced_gpus=True needs the same passes on all ranks"
     if not input_ids.shape[0] or not call.prompt_columns:
@@ -175,13 +175,6 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if call.has_beams:
         return beams_refusal(call)
     return together_refusal(call)
-
-
-def _is_full(call: LoopCall) -> bool:
-    """Return whether the cache that is passed along holds the rows of this call, one each, none with padding."""
-    padded = call.cache.padded
-    rows = len(padded.sequences) in (0, len(call.input_ids)) and call.repeats == 1 and not call.has_beams
-    return rows and padded.token_mask is None and (call.mask is None or bool(call.mask.all()))
 
 
 def _behind_refusal(call: LoopCall, own_cache: bool) -> str | None:

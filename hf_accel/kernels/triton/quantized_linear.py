@@ -27,6 +27,7 @@ from .programs.multiply_integers import multiply_integers, round_rows
 REDUCED = 1024  # numbers that one program adds up over the splits
 ROUNDED = 1024  # numbers that one program rounds
 MOST_BLOCKS = 64  # that a program of one row reads at a time; more would need more registers
+MOST_BLOCKS_OF_FLOATS = 16  # of 4 bits
 WRITTEN = 32  # outputs of which one program writes a block
 TENSORS = ("integers", "scale", "zero_point", "minimum", "divisor")  # of a BlockedWeight
 
@@ -187,13 +188,14 @@ def launches(
 
 def _row_launch(x: Tensor, weight: BlockedWeight, bias: Tensor | None, out: Tensor, *, tile: LinearTile) -> Launch:
     assert tile.inputs is not None
+    most = MOST_BLOCKS_OF_FLOATS if weight.layout.is_float4 else MOST_BLOCKS
     return Launch(
         kernel=multiply_row,
         grid=(len(x), -(-weight.out_features // tile.outputs)),
         arguments={**weight.operands, "x": x, "bias": bias, "out": out},
         constants={
             **weight.constants, "IS_CUT": bool(weight.in_features % weight.block), "OUTPUTS": tile.outputs,
-            "BLOCKS": max(1, min(MOST_BLOCKS, tile.inputs // weight.block)),
+            "BLOCKS": max(1, min(most, tile.inputs // weight.block)),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

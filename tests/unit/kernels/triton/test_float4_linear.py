@@ -91,7 +91,8 @@ def test_every_tile_fits_every_gpu(kind: str, dtype: torch.dtype, capability: in
     for tile in tiles_of(weight, dtype):
         x, out, bias = *(torch.empty(tile.rows, 4096, dtype=dtype) for _ in range(2)), torch.empty(4096, dtype=dtype)
         found = launches(x, weight, bias, out, tile=replace(tile, splits=4))
-        found += launches(x, experts, bias.expand(2, 4096), out, tile=for_experts(tile), starts=starts)
+        if tile.inputs is None:  # a tile of one row serves one weight
+            found += launches(x, experts, bias.expand(2, 4096), out, tile=for_experts(tile), starts=starts)
         for launch in found:
             compile_for(launch, capability).assert_fits(capability)
 
