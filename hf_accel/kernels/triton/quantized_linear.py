@@ -27,7 +27,7 @@ from .programs.multiply_integers import multiply_integers, round_rows
 REDUCED = 1024  # numbers that one program adds up over the splits
 ROUNDED = 1024  # numbers that one program rounds
 MOST_BLOCKS = 64  # that a program of one row reads at a time; more would need more registers
-MOST_BLOCKS_OF_FLOATS = 16  # of 4 bits
+MOST_BLOCKS_OF_FLOATS = 8  # of 4 bits
 WRITTEN = 32  # outputs of which one program writes a block
 TENSORS = ("integers", "scale", "zero_point", "minimum", "divisor")  # of a BlockedWeight
 
