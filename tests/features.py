@@ -18,14 +18,15 @@ ATTENTION = [
     f"{PAGED}::test_lse[mixed-sinks-triton]",
     f"{PAGED}::test_dtypes_groups_and_layouts[dims1-3-(8, 1)-torch.bfloat16-triton]",
     f"{PAGED}::test_dtypes_groups_and_layouts[dims2-16-(4, 2)-torch.float16-triton]",
-    f"{PAGED}::test_quantized_pages[torch.int8-mixed-None-torch.bfloat16-triton]",
-    f"{PAGED}::test_quantized_pages[torch.float8_e4m3fn-verify, ragged-3-torch.bfloat16-triton]",
-    f"{PAGED}::test_quantized_pages[torch.uint8-mixed-None-torch.float32-triton]",
+    f"{PAGED}::test_quantized_pages[int8-mixed-None-torch.bfloat16-triton]",
+    f"{PAGED}::test_quantized_pages[fp8-verify, ragged-3-torch.bfloat16-triton]",
+    f"{PAGED}::test_quantized_pages[int4-mixed-None-torch.float32-triton]",
     f"{PAGED}::test_parts_over_disjoint_keys_merge[sinks-triton]",
     "tests/unit/attention/test_packed.py::test_equals_oracle[sinks-False-with a past-triton]",
-    f"{WRITE}::test_bits_of_the_torch_path[triton-torch.bfloat16-torch.int8]",
-    f"{WRITE}::test_bits_of_the_torch_path[triton-torch.float16-torch.float8_e4m3fn]",
-    f"{WRITE}::test_numbers_that_are_none[triton-torch.float32-torch.uint8]",
+    f"{WRITE}::test_bits_of_the_torch_path[triton-torch.bfloat16-PageDtypes(keys=torch.int8, values=torch.int8)]",
+    f"{WRITE}::test_bits_of_the_torch_path[triton-torch.float16-PageDtypes(keys=torch.float8_e4m3fn, "
+    "values=torch.float8_e4m3fn)]",
+    f"{WRITE}::test_numbers_that_are_none[triton-torch.float32-PageDtypes(keys=torch.uint8, values=torch.uint8)]",
     f"{KERNELS}/test_attention.py",
 ]
 LINEARS = [
