@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
 from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
-from ..kernels.cpu.library import DTYPES, threads
+from ..kernels.cpu.library import DTYPES, dtypes_of_pages, threads
 from ..recognition.call_form import BIAS
 from ..recognition.distance_attention import DistanceAttention
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
@@ -207,7 +207,7 @@ class EncoderProgramme(NativeOperations):
                 k, v, 0, 0, 0 if written is None else written.slots[part].data_ptr(), 0, 0,
                 starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
                 0, len(starts) - 1, block, 0, *biases, *places, *NO_SOURCE, 0,
-                dtype, table_dtype, dtype | dtype << 8, 0, count,
+                dtype, table_dtype, dtypes_of_pages(dtype, dtype), 0, count,
             )  # fmt: skip
         return out
 

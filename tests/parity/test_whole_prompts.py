@@ -90,6 +90,7 @@ def test_tokens_looked_up_in_the_prompt(kind: str) -> None:
     hf_accel.patch(model, weights=None)
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **settings), expected)
     assert hf_accel.stats(model)["loop"] == "ragged" and hf_accel.stats(model)["drafted"] > 0
+    assert torch.equal(model.generate(ids, speculative="ngram", **settings), expected)
 
 
 @pytest.mark.parametrize("kind", FEW)

@@ -272,7 +272,12 @@ def native(x: object) -> bool:
 
 def page_dtype(k_pages: Tensor, v_pages: Tensor) -> int:
     """Return the number that says the dtypes of both kinds of pages, see page_dtype.h."""
-    return DTYPES[k_pages.dtype] | DTYPES[v_pages.dtype] << 8
+    return dtypes_of_pages(DTYPES[k_pages.dtype], DTYPES[v_pages.dtype])
+
+
+def dtypes_of_pages(keys: int, values: int) -> int:
+    """Return the number that says both of these, each a value of DTYPES."""
+    return keys | values << 8
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

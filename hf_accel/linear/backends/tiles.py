@@ -45,10 +45,7 @@ INTEGERS = [
     LinearTile(outputs=32, rows=16, num_warps=2, rounded="int8"), _ROUNDED,
     LinearTile(outputs=64, rows=128, num_warps=4, num_stages=3, rounded="int8"),
 ]  # fmt: skip
-INTEGERS4 = [
-    LinearTile(outputs=64, rows=16, num_stages=3, rounded="int8"),
-    _ROUNDED,
-]  # of 4 bits, which take registers
+INTEGERS4 = [LinearTile(outputs=64, rows=16, num_stages=3, rounded="int8"), _ROUNDED]  # 4 bits take more registers
 FLOATS8 = [replace(tile, rounded="fp8") for tile in INTEGERS]
 
 MOST_NUMBERS = 2**28  # of a weight that is held as numbers while a call lasts: half a gigabyte

@@ -142,7 +142,8 @@ class Triton(Backend):
     def note(self, spec: LinearSpec) -> str | None:
         if self.rounding != "many rows":
             return None
-        return f"calls with more than {FEW_ROWS} rows may round activations to {self.rounded_to.upper()}"
+        rounded = f"activations to {self.rounded_to.upper()}, or the weight to 16 bits"
+        return f"calls with more than {FEW_ROWS} rows may round {rounded}"
 
     def pack(self, weight: QuantizedWeight) -> Any:
         from ...kernels.triton.quantized_linear import BlockedWeight

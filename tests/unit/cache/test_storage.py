@@ -52,6 +52,15 @@ def test_blocks_are_copied_whole_and_survive_growth(quantized: PageDtypes | None
         assert all(torch.equal(a, b) for a, b in zip(storage.read(slots), before, strict=True))
 
 
+def test_blocks_of_compressed_keys_are_copied() -> None:
+    """They have no values, and so no memory for these."""
+    storage = KVStorage(3, 4, torch.empty(1, 1, 6), torch.empty(1, 1, 0))
+    keys = torch.randn(4, 1, 6)
+    storage.write(keys, keys[..., :0], torch.arange(4))
+    storage.copy([(0, 2), (0, 1)])
+    assert all(torch.equal(storage.read(torch.arange(4 * b, 4 * b + 4))[0], keys) for b in range(3))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_error_is_half_a_step_of_each_head(dtype: torch.dtype) -> None:
     storage, (keys, values) = storage_of(dtype, quantized=QUANTIZED["int8"]), states(5, dtype)

@@ -86,6 +86,7 @@ def multiply(
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     BYTES: tl.constexpr = BLOCK * BITS // 8
+    IS_SHIFTED: tl.constexpr = BITS == 4 and NUMBERS == "int" and zero_point is None
     row_tile = tl.program_id(0)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -121,11 +122,7 @@ def multiply(
         least = None
         if PER_GROUP:
             group = (block * 2 if IS_HALVED else block // PER_GROUP) * wide + output
-            factor = tl.load(scale + group, mask=is_output, other=0).to(tl.float32)
-            if BITS == 4 and NUMBERS == "int" and zero_point is None:
-                factor *= 0.0625  # shifting both halves to the right would take longer
-            if NUMBERS == "fp8":
-                factor *= 256.0
+            factor = _factors(scale, group, is_output, NUMBERS, IS_SHIFTED)
             if zero_point is not None:
                 zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_output)
             if minimum is not None:
@@ -185,8 +182,8 @@ def multiply_row(
 ):  # fmt: skip
     """Compute OUTPUTS outputs of one row, without a product of tiles; the program is (row, output tile).
 
-    Memory is the limit: what counts is how much is asked of it at once. BLOCKS blocks of inputs are read at a time, 16
-    bytes by each thread, in programs of one warp, whose threads never wait for each other.
+    Memory is the limit: what counts is how much is asked of it at once. BLOCKS blocks of inputs are read at a time, in
+    pieces of 16 bytes, and the threads of a program wait for each other at its end alone.
     """
     BYTES: tl.constexpr = BLOCK * BITS // 8
     IS_SHIFTED: tl.constexpr = BITS == 4 and NUMBERS == "int" and zero_point is None
