@@ -34,7 +34,7 @@ from transformers import (
 
 import hf_accel
 from benchmarks import plots, run
-from benchmarks.harness import kind_shapes, quiet, results_folder
+from benchmarks.harness import checks, kind_shapes, quiet, results_folder
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.checks import check
 from benchmarks.harness.machine import NoKernelsError, loaded_kernels, machine
@@ -668,11 +668,22 @@ def test_not_a_number_is_wrong(model: PreTrainedModel) -> None:
         check("x", broken, model, tolerance=9, exact=False)
 
 
+def test_a_model_that_rounding_has_changed_is_held_against_its_own_weights(model: PreTrainedModel) -> None:
+    """In a deep random model little is left of stock's logits."""
+    rounded = hf_accel.patch(load_model("tiny"), weights="int4")
+    found = check("x", rounded, model, tolerance=0.0, exact=False)
+    assert found["error_to_same_weights"] < 0.1 < found["logits_error"] and 0 < found["weights_error"] < 0.2
+    rounded.lm_head.write(-rounded.lm_head.weight)
+    with pytest.raises(WrongResultError, match="x: a weight differs from stock's by 2"):
+        check("x", rounded, model, tolerance=0.0, exact=False)
+
+
 def test_an_entrant_is_checked_before_it_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_of()
     setup = next(s for s in SETUPS if s.name == "hf_accel int8")
     monkeypatch.setattr(setup, "tolerance", 0.0)
-    with pytest.raises(WrongResultError, match="hf_accel int8"):
+    monkeypatch.setattr(checks, "ROUNDED", 0.0)
+    with pytest.raises(WrongResultError, match="hf_accel int8: a weight differs"):
         bench.entrant(setup)
 
 
@@ -701,7 +712,7 @@ def test_generate_goes_on_from_a_filled_cache(name: str, monkeypatch: pytest.Mon
     filled_cache = bench.filled_cache
     monkeypatch.setattr(bench, "filled_cache", lambda *a, **k: caches.append(filled_cache(*a, **k)) or caches[-1])
     entrant.model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: forwards.append(inputs[0].shape))
-    assert decode.run_filled(bench, entrant, batch=3, context=20).per_step > 0
+    assert decode.run_one(bench, entrant, batch=3, context=20).per_step > 0
     assert forwards == [(3, 1)] * 4
     assert caches[0].get_seq_length() == 24
 

@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 import hf_accel
 from hf_accel.cli.measurement import WrongResultError
 from hf_accel.undo.state import state_of
+from tests.parity.dequantize import dequantized
 
+ROUNDED = 0.2  # of the norm of a weight, more than 4 bits change it
+SAME_WEIGHTS = 0.15  # of the norm of logits, that rounded activations and other sums make of the same weights
 PROMPT_TOKENS = 16
 NEW_TOKENS = 8
 
@@ -22,17 +25,28 @@ def check(
     """What was compared and how it came out; raises WrongResultError if it is out of bounds.
 
     tolerance: of the logits' difference, relative to their norm; logits that have nothing in common differ by 1.41.
-    On top of it comes what stock differs from itself with another attention of its own, by rounding alone.
+    On top of it comes what stock differs from itself with another attention of its own, by rounding alone. Many layers
+    of random weights leave little in common after a rounding of each weight; such a model is held against stock's
+    modules with its own rounded weights.
     """
     prompt = random_tokens(stock, batch=1, length=PROMPT_TOKENS)
     error, correlation = compare_logits(model, stock, prompt)
+    result = {"setup": name, "logits_error": error, "correlation": correlation}
     if not error <= tolerance:
         tolerance += own_error(stock, prompt)
+    if not error <= tolerance and hf_accel.is_patched(model) and not exact:
+        same = dequantized(stock, model)
+        result["weights_error"] = rounded = weights_error(same, stock)
+        error, _ = compare_logits(model, same, prompt)
+        tolerance = SAME_WEIGHTS + own_error(same, prompt)
+        result["error_to_same_weights"] = error
+        if not rounded <= ROUNDED:
+            raise WrongResultError(f"{name}: a weight differs from stock's by {rounded:.3f} of its norm")
     if not error <= tolerance:
         raise WrongResultError(
             f"{name}: logits differ from stock's by {error:.3f} of their norm, above {tolerance:.3f}"
         )
-    result = {"setup": name, "logits_error": error, "correlation": correlation, "tolerance": tolerance}
+    result["tolerance"] = tolerance
     result |= {"choices": choices(model)} if hf_accel.is_patched(model) else {}
     if not exact:
         return result
@@ -67,6 +81,14 @@ def own_error(stock: PreTrainedModel, prompt: Tensor) -> float:
         stock.set_attn_implementation(before)
     expected = stock(input_ids=prompt).logits.float()
     return float((plain - expected).norm() / expected.norm())
+
+
+@torch.no_grad()
+def weights_error(model: PreTrainedModel, stock: PreTrainedModel) -> float:
+    """The largest norm of a weight's difference, relative to its own."""
+    ours, theirs = (dict(one.named_parameters(remove_duplicate=False)) for one in (model, stock))
+    pairs = ((ours[name], weight) for name, weight in theirs.items())
+    return max(float((one.float() - other.float()).norm() / other.float().norm()) for one, other in pairs)
 
 
 def random_tokens(model: PreTrainedModel, *, batch: int, length: int, seed: int = 0) -> Tensor:

@@ -252,7 +252,8 @@ class Settings:
     setups: names of setups to take beside stock; none: all that work here.
     context: tokens before the first generated one; new_tokens: of a whole generate() at batch 1.
     prompt: tokens of a prefill; None: as many as context.
-    batch_tokens: of one that starts from a filled cache; naive_tokens: of the steps of the ladder without a KV cache.
+    batch_tokens: of one that starts from a filled cache, or from a prompt if `prompted`; naive_tokens: of the steps of
+        the ladder without a KV cache.
     long_factor, long_batches: of the decode steps with many keys and values, after so many contexts.
     widths: rows whose cost is compared with that of one.
     attention_factors: contexts in the prompts whose attention memory is measured.
@@ -280,6 +281,7 @@ class Settings:
     quality_tokens: int = 8192
     kv_contexts: tuple[int, ...] = (2048, 4096, 8192)
     device: str = "cpu"
+    prompted: bool = False
     seed: int = 0
     waste: Waste = field(default_factory=Waste)
     serving: Serving = field(default_factory=Serving)
@@ -309,8 +311,8 @@ class Settings:
         )
         oracle = replace(self.oracle.quicker(), new_tokens=self.oracle.new_tokens)
         return replace(
-            self, device="cuda", batches=(1, 8, 32), prompt=8192, batch_tokens=33, new_tokens=128, naive_tokens=4,
-            rounds=2, serving=serving, oracle=oracle,
+            self, device="cuda", prompted=True, batches=(1, 8, 32), prompt=8192, batch_tokens=33, new_tokens=128,
+            naive_tokens=4, rounds=2, serving=serving, oracle=oracle,
         )  # fmt: skip
 
     def quicker(self) -> Settings:

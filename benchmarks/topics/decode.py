@@ -15,10 +15,8 @@ from ..harness.tables import Row, Table
 from ..setups import accel
 
 Runs = dict[str, list[Generation]]
-NOTE = (
-    "Share of the measured read bandwidth that the step's weights and KV cache come to. generate() starts from a "
-    "cache of random keys and values."
-)
+NOTE = "Share of the measured read bandwidth that the step's weights and KV cache come to."
+FILLED = "generate() starts from a cache of random keys and values."
 
 
 def measure(bench: Bench) -> list[Table]:
@@ -32,7 +30,7 @@ def measure_long(bench: Bench) -> list[Table]:
     if accel.INT8.name in entrants:
         entrants[accel.INT8_KV.name] = Entrant(accel.INT8_KV, entrants[accel.INT8.name].model, 0.0, {})
     context = bench.settings.long_context
-    note = f"{NOTE} Setups that attend as stock does are left out."
+    note = "Setups that attend as stock does are left out."
     return [
         step_table(bench, entrants, batch=batch, context=context, note=note) for batch in bench.settings.long_batches
     ]
@@ -42,20 +40,23 @@ def attending(bench: Bench) -> list[accel.Setup]:
     return [setup for setup in bench.setups if setup.attends or setup.name == BASELINE]
 
 
-def step_table(bench: Bench, entrants: Mapping[str, Entrant], *, batch: int, context: int, note: str = NOTE) -> Table:
+def step_table(bench: Bench, entrants: Mapping[str, Entrant], *, batch: int, context: int, note: str = "") -> Table:
     print(f"  batch {batch}, context {context}", flush=True)
     candidates: dict[str, Callable[[], Generation]] = {
-        name: partial(run_filled, bench, entrant, batch=batch, context=context) for name, entrant in entrants.items()
+        name: partial(run_one, bench, entrant, batch=batch, context=context) for name, entrant in entrants.items()
     }
     # no warm-up: the first step of each generate() is not counted
     runs = take_turns(candidates, rounds=bench.settings.rounds, warm_up=False)
     rows = [step_row(bench, entrants[name], runs, batch=batch, context=context) for name in runs]
-    return Table(f"decode step, batch {batch}, context {context}", rows, note)
+    notes = [NOTE, "" if bench.settings.prompted else FILLED, note]
+    return Table(f"decode step, batch {batch}, context {context}", rows, " ".join(filter(None, notes)))
 
 
-def run_filled(bench: Bench, entrant: Entrant, *, batch: int, context: int) -> Generation:
-    cache = bench.filled_cache(entrant, batch=batch, tokens=context)
+def run_one(bench: Bench, entrant: Entrant, *, batch: int, context: int) -> Generation:
     prompt = bench.tokens(batch=batch, length=context + 1)
+    if bench.settings.prompted:
+        return time_generate(entrant.model, prompt, num_new=bench.settings.batch_tokens)
+    cache = bench.filled_cache(entrant, batch=batch, tokens=context)
     return time_generate(entrant.model, prompt, num_new=bench.settings.batch_tokens, past_key_values=cache)
 
 

@@ -19,7 +19,7 @@ from ..harness.machine import require_kernels
 from ..harness.models import reload
 from ..harness.settings import Settings
 from ..setups import accel, stock
-from .decode import kv_bytes, run_filled
+from .decode import kv_bytes, run_one
 from .isa import FLOAT32
 
 TOKENS = 4  # bfloat16 without its instructions can take seconds each
@@ -39,7 +39,7 @@ def measure(bench: Bench, *, rounds: int) -> dict[str, object]:
     entrants = {BASELINE: plain, FLOAT32: wide}
     entrants |= {setup.name: bench.entrant(setup) for setup in (accel.EXACT, accel.INT8, accel.INT4)}
     context = bench.settings.context
-    candidates = {n: partial(run_filled, bench, e, batch=1, context=context) for n, e in entrants.items()}
+    candidates = {n: partial(run_one, bench, e, batch=1, context=context) for n, e in entrants.items()}
     runs = take_turns(candidates, rounds=rounds, warm_up=False)
     return {
         "seconds": {name: [run.per_step for run in results] for name, results in runs.items()},

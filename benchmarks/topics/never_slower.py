@@ -31,7 +31,7 @@ from ..harness.models import reload
 from ..harness.requests import median_ratio, spread_share
 from ..harness.tables import Row, Table
 from ..setups import accel, stock
-from .decode import run_filled
+from .decode import run_one
 from .isa import FLOAT32
 from .prefill import run_prefill
 
@@ -104,7 +104,7 @@ def tower_seconds(images: int, entrant: Entrant) -> float:
 
 
 def decode_step(bench: Bench, batch: int, entrant: Entrant) -> float:
-    return run_filled(bench, entrant, batch=batch, context=bench.settings.context).per_step
+    return run_one(bench, entrant, batch=batch, context=bench.settings.context).per_step
 
 
 def prefill_seconds(bench: Bench, tokens: int, entrant: Entrant) -> float:

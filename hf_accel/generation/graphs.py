@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -53,10 +54,12 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, function: Callable[[], object]) -> CudaGraph:
+        if not self._alive:  # torch does not take a pool again whose graphs have all gone
+            self._pool = torch.cuda.graph_pool_handle()
         stream, graph = self._stream, torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
@@ -73,7 +76,9 @@ class CudaGraphs:
                 finally:
                     graph.capture_end()
         current.wait_stream(stream)
-        return CudaGraph(graph, self.device, torch.cuda.memory_reserved(self.device) - before)
+        made = CudaGraph(graph, self.device, torch.cuda.memory_reserved(self.device) - before)
+        self._alive.add(made)
+        return made
 
     def free_bytes(self) -> int:
         free: int = torch.cuda.mem_get_info(self.device)[0]

@@ -199,9 +199,8 @@ def pool_memory(device: torch.device) -> int | None:
     """Return the bytes of a GPU that one large pool can take; None for a host, which commits memory only on use."""
     if device.type != "cuda":
         return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch would give it back
-
-    return gpu_memory(device)[1] + unused
+    torch.cuda.empty_cache()  # torch gives back what nobody holds, except for gaps between tensors, where no pool fits
+    return gpu_memory(device)[1]
 
 
 # -- pages that are given back ---------------------------------------------------------------------------

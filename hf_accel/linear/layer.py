@@ -22,7 +22,7 @@ from .formats import FLOAT8, Layout, QuantizedWeight, kind_of, readable, state, 
 from .formats.blocks import Blocks, tensors_of
 from .methods.rtn import quantize_like
 from .replacement import Replacement, empty_linear
-from .writable import WritableWeight, note_change, plain
+from .writable import WritableWeight, nobody, note_change, plain
 
 SHARED = ("choice", "_input_order", "row_invariant", "finds_rows", "activations", "experts", "writes")  # by siblings
 
@@ -51,7 +51,7 @@ class QuantModule(nn.Module):
     part: layer_state.RankPart | None  # which one this is, if other processes hold the others
     writes: int  # times that another weight was put into it
     changes: list[Tensor]  # what was added to the weight and not taken out again, each as a sketch
-    _lent: weakref.ref[WritableWeight] | None
+    _lent: Callable[[], WritableWeight | None]  # graphs look at plain values, None too: it is never one
     layout_of_blocks: Layout | None  # of the stored weight, while the buffers are blocks
 
     def _describe(self, spec: LinearSpec, backend: str) -> None:
@@ -59,7 +59,7 @@ class QuantModule(nn.Module):
         vars(self).update(  # all at once, since nn.Module looks at each attribute that is set alone
             in_features=spec.in_features, out_features=spec.out_features, kind=kind_of(spec.layout), dtype=spec.dtype,
             activations=spec.activations, requested_backend=backend, row_invariant=False, finds_rows=False,
-            choice=None, _packed=None, _input_order=None, part=None, writes=0, changes=[], _lent=None,
+            choice=None, _packed=None, _input_order=None, part=None, writes=0, changes=[], _lent=nobody,
             layout_of_blocks=None,
         )  # fmt: skip
 
@@ -79,12 +79,12 @@ class QuantModule(nn.Module):
     @property
     def held(self) -> WritableWeight | None:
         """The float copy of the weight that was lent, if somebody still holds it."""
-        return None if self._lent is None else self._lent()
+        return None if self._lent is nobody else self._lent()
 
     def settle(self) -> None:
         """Take in what was written to the float copy without notice."""
-        if self._lent is not None and self.held is not None:
-            self.held.settle()
+        if (held := self.held) is not None:
+            held.settle()
 
     @property
     def quantized(self) -> QuantizedWeight:
@@ -247,7 +247,7 @@ class QuantModule(nn.Module):
         layer_state.keep_for_child(buffers)
         packed = self.choice is not None
         bytewise = [name for name, tensor in stored.items() if tensor is not None and tensor.dtype is FLOAT8]
-        gone = {"choice": None, "_input_order": None, "_lent": None, "layout_of_blocks": None}
+        gone = {"choice": None, "_input_order": None, "_lent": nobody, "layout_of_blocks": None}
         return self.__dict__ | {"_buffers": buffers, "_packed": packed, "_bytewise": bytewise, **gone}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:

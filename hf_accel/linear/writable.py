@@ -19,6 +19,10 @@ HANDS_OUT = ("numpy", "__array__", "untyped_storage")
 TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
 
 
+def nobody() -> None:
+    """Stand for the float copy of a weight that nobody holds."""
+
+
 class Writable(Protocol):
     """A quantized layer. writes: how often its weight was replaced."""
 

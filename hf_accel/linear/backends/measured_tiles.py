@@ -29,8 +29,8 @@ from .registry import BackendChoice, example
 from .triton import Triton
 
 SWITCH = "HF_ACCEL_MEASURE"  # "0" in the environment turns it off
-SECONDS = 5.0  # that the candidates of one model may take; the one that was begun last is finished
-ROWS = (1, 16, 64, 256, 512, 2048)  # what is measured for so many serves fewer ones, and the last any number
+SECONDS = 6.0  # that the candidates of one model may take; the one that was begun last is finished
+ROWS = (1, 16, 32, 64, 256, 512, 2048)  # what is measured for so many serves fewer ones, and the last any number
 LARGEST = 2**27  # integers of a weight that is made up; of a larger one some outputs are taken
 MULTIPLE = 64  # outputs that every candidate takes
 
@@ -166,10 +166,10 @@ def place() -> str:
 @functools.cache
 def _kernels() -> str:
     """Another word if a kernel of a linear changes."""
-    from ...kernels.triton.programs import multiply, multiply_integers, rounded
+    from ...kernels.triton.programs import integers, multiply, multiply_integers, rounded
     from . import tiles
 
-    modules = (multiply, multiply_integers, rounded, tiles)
+    modules = (integers, multiply, multiply_integers, rounded, tiles)
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return f"kernels {hashlib.sha256(code).hexdigest()[:8]}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,11 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.reserved = 1000
+        self.pools: list[weakref.WeakSet[FakeGraph]] = []  # the graphs of each
 
     def graph_pool_handle(self) -> tuple[int, int]:
-        return 0, 7
+        self.pools.append(weakref.WeakSet())
+        return 0, len(self.pools) - 1
 
     def Stream(self, device: torch.device) -> FakeStream:
         return FakeStream("side", self)
@@ -68,6 +71,10 @@ class FakeGraph:
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
         self.recorder.events.append(f"begin in {pool}, {capture_error_mode}")
+        _, number = pool
+        is_new = f"begin in {pool}" not in " ".join(self.recorder.events[:-1])
+        assert is_new or self.recorder.pools[number], "torch: use_count > 0 INTERNAL ASSERT FAILED"
+        self.recorder.pools[number].add(self)
         self.recorder.reserved += 64
 
     def capture_end(self) -> None:
@@ -87,7 +94,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 BEFORE = ["side waits for main", "on side", "call", "call", "the host waits for side"]
-CAPTURE = ["begin in (0, 7), thread_local", "call", "end"]
+CAPTURE = ["begin in (0, 0), thread_local", "call", "end"]
 
 
 def test_capture_and_replay(recorder: Recorder) -> None:
@@ -103,6 +110,17 @@ def test_capture_and_replay(recorder: Recorder) -> None:
     assert graph.nbytes == 64 and made.free_bytes() == 5
     graph.replay()
     assert recorder.events[-1] == "replay"
+
+
+def test_a_capture_after_all_graphs_have_gone(recorder: Recorder) -> None:
+    """torch refuses a pool of memory whose graphs have all gone; those that are alive share one."""
+    made = CudaGraphs(CUDA)
+    kept = [made.capture(lambda: None), made.capture(lambda: None)]
+    kept.pop()
+    kept.append(made.capture(lambda: None))
+    assert len(recorder.pools) == 1
+    kept.clear()
+    assert made.capture(lambda: None).nbytes and len(recorder.pools) == 2
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .integers import floats, nibbles
 from .rounded import fp8_numbers
 
 VARYING = ["rows"]  # Triton would compile the kernel again where it is 1, or a multiple of 16
@@ -21,29 +22,42 @@ def zero_points_of(zero_point, group, outputs, output, is_output):
 
 
 @triton.jit
-def _weights(integers, scale, zero_point, minimum, BITS: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert int8 [outputs, inputs] (4-bit numbers times 16) to the numbers that `scale` multiplies, in DTYPE; with
-    minima to the weight.
+def _weights(
+    stored, scale, zero_point, minimum, BITS: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr,
+    IS_HIGH: tl.constexpr,
+):  # fmt: skip
+    """Convert bytes [outputs, bytes] to the numbers that `scale` multiplies, in DTYPE; with minima to the weight.
 
-    scale: of the numbers as they come, with zero points of the numbers. FP8: bytes, which come 2 ** 8 times too small.
+    With 4 bits those of the low, or the high, halves. scale: of the numbers as they come, with zero points of the
+    numbers. FP8 comes 2 ** 8 times too small.
     """
     if NUMBERS == "fp8":
-        return fp8_numbers(integers, DTYPE)
-    if NUMBERS == "fp4":  # E2M1 as float16 is 2 ** 14 times too small, and scales are halves
-        bits = integers.to(tl.uint8, bitcast=True).to(tl.uint16)
-        small = (((bits & 0x80) << 8) | ((bits & 0x70) << 5)).to(tl.float16, bitcast=True)
-        return (small.to(tl.float32) * 32768.0).to(DTYPE)
-    if minimum is not None:
-        above = 128 if BITS == 4 else 0
-        return ((integers.to(tl.float32) + above) * scale[:, None] - minimum[:, None]).to(DTYPE)
-    if zero_point is not None:
-        integers = (integers >> 4) - zero_point[:, None]
-    return integers.to(tl.float32).to(DTYPE)
+        return fp8_numbers(stored, DTYPE)
+    elif BITS == 4 and NUMBERS == "int" and zero_point is None and minimum is None:
+        return nibbles(stored, IS_HIGH, DTYPE)
+    else:
+        integers = stored
+        if BITS == 4:
+            integers = (stored & 240 if IS_HIGH else stored << 4).to(tl.int8, bitcast=True)
+        if NUMBERS == "fp4":  # E2M1 as float16 is 2 ** 14 times too small, and scales are halves
+            bits = integers.to(tl.uint8, bitcast=True).to(tl.uint16)
+            small = (((bits & 0x80) << 8) | ((bits & 0x70) << 5)).to(tl.float16, bitcast=True)
+            return (small.to(tl.float32) * 32768.0).to(DTYPE)
+        elif minimum is not None:
+            above = 128 if BITS == 4 else 0
+            return ((integers.to(tl.float32) + above) * scale[:, None] - minimum[:, None]).to(DTYPE)
+        else:
+            if zero_point is not None:
+                integers = (integers >> 4) - zero_point[:, None]
+            if tl.float32 == DTYPE:
+                return floats(integers)
+            else:
+                return integers.to(tl.float32).to(DTYPE)  # which Triton does two at a time
 
 
 @triton.jit
 def _factors(scale, place, is_there, NUMBERS: tl.constexpr, IS_SHIFTED: tl.constexpr):
-    """Read the scales of what `_weights` gives. IS_SHIFTED: whether numbers of 4 bits come 16 times too large."""
+    """Read the scales of what `_weights` gives. IS_SHIFTED: whether numbers come 16 times too large."""
     factor = tl.load(scale + place, mask=is_there, other=0).to(tl.float32)
     if IS_SHIFTED:
         factor *= 0.0625  # shifting both halves to the right would take longer
@@ -86,7 +100,7 @@ def multiply(
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     BYTES: tl.constexpr = BLOCK * BITS // 8
-    IS_SHIFTED: tl.constexpr = BITS == 4 and NUMBERS == "int" and zero_point is None
+    IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
     row_tile = tl.program_id(0)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -134,17 +148,17 @@ def multiply(
         values = tl.load(from_x + start, mask=is_there, other=0)
         added = total if (PER_GROUP == 0 or minimum is not None) else tl.zeros((OUTPUTS, ROWS), tl.float32)
         if BITS == 4:
-            low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, DTYPE)
+            low = _weights(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
             added = tl.dot(low, values, added, input_precision="ieee")
             if IS_HALVED:
                 total += added * factor[:, None]
                 factor = tl.load(scale + group + wide, mask=is_output, other=0).to(tl.float32)
                 added = tl.zeros((OUTPUTS, ROWS), tl.float32)
             values = tl.load(from_x + start + BYTES, mask=is_there, other=0)
-            high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, DTYPE)
+            high = _weights(stored, factor, zero, least, BITS, NUMBERS, DTYPE, True)
             added = tl.dot(high, values, added, input_precision="ieee")
         else:
-            whole = _weights(stored, factor, zero, least, BITS, NUMBERS, DTYPE)
+            whole = _weights(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
             added = tl.dot(whole, values, added, input_precision="ieee")
         if PER_GROUP == 0 or minimum is not None:
             total = added
@@ -186,7 +200,7 @@ def multiply_row(
     pieces of 16 bytes, and the threads of a program wait for each other at its end alone.
     """
     BYTES: tl.constexpr = BLOCK * BITS // 8
-    IS_SHIFTED: tl.constexpr = BITS == 4 and NUMBERS == "int" and zero_point is None
+    IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
     PARTS: tl.constexpr = BYTES // 16
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCKS * OUTPUTS * PARTS)  # block, output, part: neighbours read neighbours
@@ -218,7 +232,7 @@ def multiply_row(
             if minimum is not None:
                 least = tl.load(minimum + group, mask=is_lane, other=0).to(tl.float32)
         if BITS == 4:
-            low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, tl.float32)
+            low = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
             added = tl.sum(low * values, 1)
             if IS_HALVED:
                 total += added * factor
@@ -227,10 +241,11 @@ def multiply_row(
             if IS_CUT:
                 is_there = is_lane[:, None] & (first * BLOCK + BYTES + there < inputs)
             values = tl.load(x + first * BLOCK + BYTES + there, mask=is_there, other=0).to(tl.float32)
-            high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, tl.float32)
+            high = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, True)
             added += tl.sum(high * values, 1)
         else:
-            added = tl.sum(_weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32) * values, 1)
+            whole = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
+            added = tl.sum(whole * values, 1)
         if PER_GROUP == 0 or minimum is not None:
             total += added
         else:
@@ -256,7 +271,7 @@ def numbers(
 ):  # fmt: skip
     """Write the weight itself, [outputs, inputs], rounded to out's dtype; the program is (block, output tile)."""
     BYTES: tl.constexpr = BLOCK * BITS // 8
-    IS_SHIFTED: tl.constexpr = BITS == 4 and NUMBERS == "int" and zero_point is None
+    IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
     block = tl.program_id(0)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     byte = tl.arange(0, BYTES)
@@ -284,8 +299,8 @@ def numbers(
     column = block * BLOCK + byte
     to = out + output[:, None].to(tl.int64) * inputs + column[None, :]
     if BITS == 4:
-        low = _weights((stored << 4).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, tl.float32)
-        high = _weights((stored & 240).to(tl.int8, bitcast=True), factor, zero, least, BITS, NUMBERS, tl.float32)
+        low = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
+        high = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, True)
         if minimum is None:
             low *= factor[:, None]
             high *= others[:, None]
@@ -293,7 +308,7 @@ def numbers(
         is_there = is_output[:, None] & (column + BYTES < inputs)[None, :]
         tl.store(to + BYTES, high.to(out.dtype.element_ty), mask=is_there)
     else:
-        whole = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32)
+        whole = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
         if minimum is None:
             whole *= factor[:, None]
         tl.store(to, whole.to(out.dtype.element_ty), mask=is_output[:, None] & (column < inputs)[None, :])
