@@ -148,6 +148,7 @@ def _agrees(module: nn.Module, known: ConvolutionLayer) -> bool:
         elif known.norm == "group":
             mean, variance = y.mean(1, keepdim=True), y.var(1, keepdim=True, unbiased=False)
             y = (y - mean) * (variance + norm.eps).rsqrt() * norm.weight + norm.bias
-        return PLAIN_ACTIVATIONS[known.activation](y).mT
+        result: Tensor = PLAIN_ACTIVATIONS[known.activation](y).mT
+        return result
 
     return agree(lambda: kind.forward(twin, x), ours, Tolerance(of_largest=1e-5))
