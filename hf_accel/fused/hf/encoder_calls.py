@@ -156,7 +156,7 @@ class EncoderCalls(ABC):
             return None
         tables = bias = None
         if first.tables is not None:
-            tables = layout.tables(argument(own, TABLES, args, kwargs))
+            tables = layout.tables(argument(own, TABLES, args, kwargs), of_last=first.rotates_last)
             if tables is None or tables[0].shape[1] != first.tables:
                 return None
         if first.biased_heads:

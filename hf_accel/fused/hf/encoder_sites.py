@@ -191,7 +191,7 @@ def _refusal(
         if place.masks is Masks.CAUSAL and not causal:
             raise UntraceableError("its tokens see those before them alone")
         scale_of(trace, masked=MASK in form.tensors, causal=causal, keeps_sdpa=place.keeps_sdpa)
-        refuse_without_kernel(trace.operations, Planned(dtype, linears, "cpu"))
+        refuse_without_kernel(trace.operations, Planned(dtype, linears, "cpu", over_rows=True))
         refuse_over_rows(trace.operations)
         if around and any(operation.kind == "rope" for operation in trace.operations):
             refuse_partial_rotation(around[-1].config)
