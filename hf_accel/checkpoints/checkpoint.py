@@ -186,7 +186,8 @@ def _check_others(
     others: Mapping[str, Found],
 ) -> None:
     """Check everything but the quantized weights."""
-    replaced = {name for site in sites.values() for name in (site.tensor_name, f"{site.name}.bias")}
+    replaced = {site.tensor_name for site in sites.values()}
+    replaced |= {f"{site.replaced}.bias" for site in sites.values() if site.bias is not None}
     replaced |= {f"{name}.weight" for site in sites.values() for name in site.embeddings}
     floats = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in replaced}
     floats |= {f"{name}.bias": layer.bias for name, layer in layers.items() if isinstance(layer.bias, Tensor)}

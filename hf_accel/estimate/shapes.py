@@ -279,6 +279,8 @@ def unpatched_shapes(model: Any) -> Any:
     if state is not None:
         state.journal.undo()
     for name, layer in layers.items():
+        if name.rpartition(".")[0] in layers:  # the layer in a convolution, which is put back as a whole
+            continue
         there = copied.get_submodule(name)
         freed = [p for p in there._parameters.values() if p is not None and p.numel() == 0]
         if there is layer or freed:

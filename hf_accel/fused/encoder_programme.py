@@ -30,8 +30,10 @@ from .encoder_rows import (
     windowed_layout,
 )
 from .layer_programme import NativeOperations
+from .modules import RotaryForm
 from .native_operation import HeldRows
 from .operations import NATIVE, refuse_over_rows
+from .partial_rotation import rotation_over_rows
 from .projections import UNLIMITED
 from .traced_layer import Attention
 
@@ -66,15 +68,18 @@ class EncoderProgramme(NativeOperations):
     ) -> None:  # fmt: skip
         refuse_over_rows(trace.operations)
         attends = next(operation.values for operation in trace.operations if operation.kind == "attend")
-        self.layer_idx = trace.layer_idx
+        self.layer_idx, self.rotates_last = trace.layer_idx, False
         self.causal, self.first_counts = causal is not None, causal is None or causal.first_counts
         self.window = attended_window(trace.operations) if causal is None else causal.window
         ahead = 0 if self.causal else EVERY_KEY if self.window is None else self.window - 1
         attention = Attention(scale, attends["options"].get("softcap"), self.window, ahead)
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
-        dims = {operation.values["dim"] for operation in trace.operations if operation.kind == "rope"}
+        rotations = [operation.values for operation in trace.operations if operation.kind == "rope"]
+        dims = {values["dim"] for values in rotations}
         if len(dims) > 1:
             raise UntraceableError("it rotates heads of different sizes")
+        if self.rotates_last and len({values["function"] for values in rotations}) > 1:
+            raise UntraceableError("it rotates in two ways")
         self.tables: int | None = min(dims, default=None)
         self.biased_heads: int = attends["heads"] if attends["biased"] else 0
         self.own_bias: Computed | None = attends["own_bias"]
@@ -172,6 +177,15 @@ class EncoderProgramme(NativeOperations):
                 return None
             keys = module(keys[0])
         return PositionRows(keys.contiguous(), None, rows.int())
+
+    def rotary_form(self, operation: Operation) -> RotaryForm:
+        values, found = operation.values, None
+        if self.table_dtype is not None and not values["partial"]:
+            found = rotation_over_rows(values["function"], self.dtype, self.table_dtype)
+        if found is None or not found[1]:
+            return super().rotary_form(operation)
+        self.forms[id(operation)], self.rotates_last = found
+        return found[0]
 
     def __call__(
         self, x: Tensor, layout: RowLayout, tensors: CallTensors = NOTHING, *, out: Tensor | None = None

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.cpu.library import threads
@@ -148,9 +149,17 @@ class RowLayout:
         slots = torch.arange(batch * tokens, device="cpu") if self.index is None else self.index
         return WrittenRows(k, v, slots)
 
-    def tables(self, tables: Tables) -> Tables | None:
-        """[B or 1, T, dim] -> [N, dim]: of the places of the tokens; None for tables of another form."""
+    def tables(self, tables: Tables, *, of_last: bool = False) -> Tables | None:
+        """[B or 1, T, dim] -> [N, dim]: of the places of the tokens; None for tables of another form.
+
+        of_last: whether they are [P, dim], of the last P tokens; the others get those of no rotation.
+        """
         cos, sin = tables
+        if of_last:
+            ahead = self.shape[1] - len(cos)
+            if cos.ndim != 2 or sin.shape != cos.shape or ahead < 0 or self.packed:
+                return None
+            cos, sin = (F.pad(each, (0, 0, ahead, 0), value=one)[None] for each, one in ((cos, 1.0), (sin, 0.0)))
         if self.packed:
             if cos.ndim != 2:
                 return None

@@ -43,12 +43,14 @@ class NativeParts(Traced):
 class Planned(NamedTuple):
     """The plan of a layer that is still to be patched.
 
-    linears: the linear layers that will have a native call; None where they are called as modules.
+    linears: the linear layers that will have a native call; None where they are called as modules. over_rows: whether
+    it is one over rows, on the CPU.
     """
 
     dtype: torch.dtype
     linears: Container[nn.Module] | None
     device_type: str
+    over_rows: bool = False
 
 
 class HeldRows:

@@ -30,7 +30,7 @@ from ..undo.state import FUSED
 from .modules import RotaryForm, form_of_rotation
 from .native_operation import HeldRows, ModuleOperation, NativeOperation, NativeParts, Planned, sinks_of
 from .norms import NormForm, norm_form
-from .partial_rotation import leaves_rest
+from .partial_rotation import leaves_rest, rotation_over_rows
 from .projections import UNLIMITED, NativeLinear, make_call, matrix
 from .row_operations import ROW_OPERATIONS
 from .state_operations import STATE_OPERATIONS
@@ -152,7 +152,11 @@ class RotationOperation(NativeOperation):
 
     def refusal(self, operation: Operation, planned: Planned) -> str | None:
         function = operation.values["function"]
-        known = form_of_rotation(function, planned.dtype, planned.dtype, planned.device_type) is not None
+        dtype = planned.dtype
+        if planned.over_rows:
+            known = rotation_over_rows(function, dtype, dtype) is not None
+        else:
+            known = form_of_rotation(function, dtype, dtype, planned.device_type) is not None
         known = known and (not operation.values["partial"] or leaves_rest(function))
         return None if known else "its rotation has no native call"
 

@@ -55,12 +55,12 @@ def is_bare_linear(layer: nn.Module) -> bool:
 class ProjectionCall:
     """One native call for one layer or several, made again when one of them was packed or replaced since.
 
-    epilogue: as IntegerLinear's. float_rows: the most rows that float weights are multiplied by natively.
+    epilogue, activation: as IntegerLinear's. float_rows: the most rows that float weights are multiplied by natively.
     A copy or a pickle starts without the call, which holds addresses.
     """
 
-    def __init__(self, float_rows: int, epilogue: str | None = None) -> None:
-        self.float_rows, self.epilogue = float_rows, epilogue
+    def __init__(self, float_rows: int, epilogue: str | None = None, activation: str | None = None) -> None:
+        self.float_rows, self.epilogue, self.activation = float_rows, epilogue, activation
         self._held: list[tuple[Any, Any]] = []  # weights and biases, whose addresses the call has
         self._call: NativeCall | None = None
 
@@ -70,7 +70,7 @@ class ProjectionCall:
         None for an x of another size too, so that the layers raise their own error.
         """
         if not self._is_current(layers):
-            self._call = make_call(layers, self.epilogue, self.float_rows)
+            self._call = make_call(layers, self.epilogue, self.float_rows, activation=self.activation)
             self._held = [_tensors(layer) for layer in layers]
         call, size = self._call, x.shape[-1]
         if call is None or call.in_features != size or x.numel() == 0:
@@ -94,7 +94,7 @@ class ProjectionCall:
         return True
 
     def __reduce__(self) -> Any:
-        return ProjectionCall, (self.float_rows, self.epilogue)
+        return ProjectionCall, (self.float_rows, self.epilogue, self.activation)
 
 
 def _tensors(layer: nn.Module) -> tuple[Any, Any]:

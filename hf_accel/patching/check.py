@@ -20,7 +20,7 @@ from ..errors import HfAccelError, UnsupportedError
 from ..keywords import named
 from ..linear.experts import holds_experts
 from ..models import PARALLEL, model_of
-from ..recognition.row_convolution import is_pointwise
+from ..recognition.window_products import is_product
 from ..undo.state import MARKS, PART_OF, PatchState, find_state
 
 
@@ -186,9 +186,7 @@ def check_in_memory(model: nn.Module, config: WeightConfig | None) -> None:
 def check_linear_names(model: nn.Module, config: WeightConfig) -> None:
     """Raise UnsupportedError for a name in skip= or eight_bits= that no Linear has, and that would change nothing."""
     modules = dict(model.named_modules())
-    linears = [
-        n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) or holds_experts(m) or is_pointwise(m)
-    ]
+    linears = [n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) or holds_experts(m) or is_product(m)]
     for keyword, wanted in [*(("skip", n) for n in config.skip), *(("eight_bits", n) for n in config.eight_bits)]:
         if not any(named(name, wanted) for name in linears):
             hint = _meant(wanted, modules, linears)

@@ -17,18 +17,19 @@ from ..keywords import named
 from ..linear.embedding import TABLE
 from ..linear.experts import WEIGHT_MODULES, holds_experts
 from ..linear.hf import METHOD, experts_refusal, lost_on_saving
-from ..linear.quant_pointwise import LINEAR
+from ..linear.quant_convolution import LINEAR
 from ..models import spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.generation_code import reads_weight_of
-from ..recognition.row_convolution import is_pointwise, pointwise_convolutions, sizes_of_linear
+from ..recognition.row_convolution import sizes_of_linear
 from ..recognition.source import source_of
 from ..recognition.unchanged import has_own_forward
+from ..recognition.window_products import is_product, product_convolutions
 from ..tensors import is_plain_tensor, is_sharded, model_device
 from ..undo.journal import original_class
 from .check import MOVED, check_linear_names, hook_refusal, is_offloaded
+from .convolution_site import ConvolutionSite
 from .encoder_groups import with_finer_groups
-from .pointwise_site import PointwiseSite
 from .weight_sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
 
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
@@ -53,14 +54,14 @@ def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Exper
 
 
 def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[LinearSite]:
-    """Find every Linear (and GPT-2's Conv1D, and convolutions over single rows of known modules) with a weight of its
+    """Find every Linear (and GPT-2's Conv1D, and convolutions of known modules that are products) with a weight of its
     own, each with the reason to leave it alone, if any.
 
     Pruning and weight normalization compute the weight again in each pass, so that there is none to replace.
     """
     head, owners = model.get_output_embeddings(), weight_owners(model)
     other, is_lost, split = other_quantizer(model), lost_on_saving(model), split_of(model)
-    convolutions = pointwise_convolutions(model)
+    convolutions = product_convolutions(model)
     for name, module in model.named_modules():
         is_linear = isinstance(module, nn.Linear | Conv1D) or module in convolutions
         if is_linear and isinstance(module._parameters.get("weight"), nn.Parameter):
@@ -72,7 +73,8 @@ def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Linear
             if reason is None and split is not None and is_sharded(module.weight):
                 reason = split.refusal(name, module)
             if module in convolutions:
-                yield PointwiseSite.of(name, module, MOVED if reason is None and is_offloaded(module) else reason)
+                reason = reason or convolutions[module]
+                yield ConvolutionSite.of(name, module, MOVED if reason is None and is_offloaded(module) else reason)
                 continue
             kind = OffloadedSite if is_offloaded(module) else LinearSite
             yield kind(name, module, is_head=module is head, is_tied=tied, skip=reason)
@@ -228,8 +230,8 @@ def _site_named(model: PreTrainedModel, name: str) -> LinearSite | None:
     module, parent = _submodule(model, name), _submodule(model, around)
     if module is not None and type(module) in (nn.Linear, Conv1D):
         return LinearSite(name, module)
-    if last == LINEAR and is_pointwise(parent):
-        return PointwiseSite(name, parent)  # type: ignore[arg-type]
+    if last == LINEAR and is_product(parent):
+        return ConvolutionSite(name, parent)  # type: ignore[arg-type]
     if last == TABLE and isinstance(parent, nn.Embedding) and parent is input_embedding(model):
         return EmbeddingSite(name, parent)
     return None

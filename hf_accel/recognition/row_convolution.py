@@ -38,12 +38,6 @@ class RowConvolution(NamedTuple):
     mask: str | None
 
 
-def pointwise_convolutions(model: nn.Module) -> set[nn.Module]:
-    """Return the convolutions over single rows of the modules that are known."""
-    held = [around._modules[name] for around in model.modules() if row_convolution(around) for name in POINTWISE]
-    return {module for module in held if isinstance(module, nn.Conv1d) and is_pointwise(module)}
-
-
 def is_pointwise(module: Any) -> bool:
     """Return whether a module is a convolution over single rows: a linear layer for channels that come first."""
     if not isinstance(module, nn.Conv1d):
@@ -168,7 +162,7 @@ def _fill(part: nn.Module, numbers: RandomNumbers) -> None:
 
 
 def _product(record: Any, module: Any) -> nn.Module:
-    """Return the linear layer that a convolution over single rows is, of which QuantPointwise holds one."""
+    """Return the linear layer that a convolution over single rows is, of which QuantConvolution holds one."""
     inner: nn.Module | None = module._modules.get("linear")
     if inner is None:
         return module  # type: ignore[no-any-return]

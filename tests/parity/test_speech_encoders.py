@@ -17,7 +17,7 @@ from transformers.models.seamless_m4t_v2.modeling_seamless_m4t_v2 import Seamles
 import hf_accel
 from hf_accel.errors import UnsupportedError
 from hf_accel.kernels import cpu as kernels
-from hf_accel.linear.quant_pointwise import QuantPointwise
+from hf_accel.linear.quant_convolution import QuantConvolution
 
 from .test_encoders import counted, module_by_module, undo_is_exact
 
@@ -244,7 +244,7 @@ def test_convolutions_over_single_rows_are_quantized_and_saved(tmp_path: Path) -
     stock, given = build("Wav2Vec2-BERT"), batch("Wav2Vec2-BERT", [11])
     ours = hf_accel.patch(copy.deepcopy(stock), weights="int8")
     convolution = ours.encoder.layers[0].conv_module.pointwise_conv1
-    assert isinstance(convolution, QuantPointwise)
+    assert isinstance(convolution, QuantConvolution)
     original = convolution.original()
     assert isinstance(original, nn.Conv1d)
     x = torch.randn(2, 64, 5)
@@ -252,11 +252,11 @@ def test_convolutions_over_single_rows_are_quantized_and_saved(tmp_path: Path) -
     expected = ours(**given)[0]
     ours.save_pretrained(tmp_path)
     loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
-    assert isinstance(loaded.encoder.layers[0].conv_module.pointwise_conv1, QuantPointwise)
+    assert isinstance(loaded.encoder.layers[0].conv_module.pointwise_conv1, QuantConvolution)
     torch.testing.assert_close(loaded(**given)[0], expected, rtol=1e-5, atol=1e-5)
     skipping = hf_accel.patch(copy.deepcopy(stock), weights={"bits": 8, "skip": ["pointwise_conv1"]})
     layer = skipping.encoder.layers[0].conv_module
-    assert type(layer.pointwise_conv2) is QuantPointwise and isinstance(layer.pointwise_conv1, nn.Conv1d)
+    assert type(layer.pointwise_conv2) is QuantConvolution and isinstance(layer.pointwise_conv1, nn.Conv1d)
     with pytest.raises(UnsupportedError, match="pointwise_conv"):
         hf_accel.patch(copy.deepcopy(stock), weights={"bits": 8, "skip": ["pointwise_conv3"]})
 

@@ -95,6 +95,8 @@ def attention_forward(
         causal = True  # a last token sees all others
     elif attention_mask is None and _follows_the_step(module, paged):
         causal = paged.layer.cache.unmasked or causal  # type: ignore[union-attr]
+    elif attention_mask is None and paged is None and name_before_patch(module) == EAGER:
+        causal = False  # without a mask it hides nothing, whatever the module says
     dense = None if paged is not None else (query, key, value)
     unknown = _unknown(module, attention_mask, dense, causal=causal, kwargs=kwargs)
     if unknown is not None:

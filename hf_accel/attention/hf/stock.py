@@ -120,11 +120,11 @@ def recorded_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention by torch's operators alone, for a recorded pass. mask: None, or of four dimensions."""
     sinks = options.get("s_aux", options.get("sinks"))
+    options["is_causal"] = causal = _is_causal(module, name_before_patch(module), options)
     if sinks is None and options.get("softcap") is None:
         result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, kv.k, kv.v, mask, **options)
         return result
-    asked = options["is_causal"]
-    causal = mask is None and query.shape[2] > 1 and (getattr(module, "is_causal", True) if asked is None else asked)
+    causal = causal and mask is None and query.shape[2] > 1
     ours = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"],
         causal=causal,

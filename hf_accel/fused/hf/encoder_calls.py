@@ -45,7 +45,7 @@ from ...undo.state import FUSED
 from ..encoder_programme import Causal, EncoderProgramme
 from ..encoder_rows import Bias, CallTensors, RowLayout
 from .encoder_checks import is_empty, layout_for, refuse_functions_of_users, scale_of
-from .layer_attention import attend_of
+from .layer_attention import attend_of, sees_all
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
 
@@ -156,7 +156,7 @@ class EncoderCalls(ABC):
             return None
         tables = bias = None
         if first.tables is not None:
-            tables = layout.tables(argument(own, TABLES, args, kwargs))
+            tables = layout.tables(argument(own, TABLES, args, kwargs), of_last=first.rotates_last)
             if tables is None or tables[0].shape[1] != first.tables:
                 return None
         if first.biased_heads:
@@ -223,7 +223,8 @@ class EncoderLayerCalls(EncoderCalls):
             if functions[SDPA] is sdpa_attention_forward:
                 trace.equals[SDPA] = ATTENTION_NAME
         trace.layer(module, width, form)
-        if MASK not in form.tensors and attend_of(trace)[2]:
+        operation, _, is_causal = attend_of(trace)
+        if MASK not in form.tensors and is_causal and not sees_all(operation, masked=False):
             causal = Causal()  # to all before it: our attention reads windows in masks
         if causal is not None and any(name == "is_causal" for name, _, _ in form.plain):
             causal = causal._replace(first_counts=True)  # CLIP's texts, which read it if no token ends the text

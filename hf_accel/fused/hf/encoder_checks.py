@@ -17,7 +17,7 @@ from ...recognition.trace import Trace
 from ...undo.state import BACKEND_ATTRIBUTE
 from ..encoder_programme import EncoderProgramme, attended_window
 from ..encoder_rows import RowLayout, causal_layout
-from .layer_attention import attend_of
+from .layer_attention import attend_of, sees_all
 
 
 def refuse_functions_of_users(trace: Trace, layer: nn.Module) -> None:
@@ -58,7 +58,7 @@ def scale_of(trace: Trace, *, masked: bool, causal: bool = False, keeps_sdpa: bo
     masked: whether the call has a mask. keeps_sdpa: whether the attention is torch's, which caps no scores.
     """
     operation, scale, is_causal = attend_of(trace)
-    values = operation.values
+    values, is_causal = operation.values, is_causal and (causal or not sees_all(operation, masked=masked))
     if values["masked"] is not masked:
         raise UntraceableError("its attention leaves the mask out")
     if values["dim"] > LARGEST_DIM:

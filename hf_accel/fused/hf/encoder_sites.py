@@ -30,7 +30,7 @@ from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import has_no_head
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls
 from .encoder_checks import scale_of
-from .layer_attention import attend_of
+from .layer_attention import attend_of, sees_all
 from .sites import refuse_partial_rotation
 
 LAYER = SiteKind(
@@ -66,6 +66,8 @@ def encoder_sites(
             continue
         is_causal = attends and getattr(attention, "is_causal", True)
         masks = _masks(model, name, is_causal=is_causal)
+        if masks is Masks.OTHERS and not hasattr(attention, "is_causal") and not model.can_generate():
+            is_causal = False  # with the mask that the code makes, as that of LayoutLM does
         if is_causal and (masks is Masks.OTHERS or not is_ours or model.can_generate()):
             continue
         place = AroundLayer(masks, _models_around(model, name), keeps_sdpa=attends and not is_ours)
@@ -187,11 +189,13 @@ def _refusal(
         if place.masks is Masks.CAUSAL_WITH_FLAG:
             form = replace(form, plain=(("is_causal", bool, True),))
         trace = _trace(layer, attention, form, dtype)
-        causal = attend_of(trace)[2]
+        operation, _, causal = attend_of(trace)
+        if place.masks is Masks.OTHERS and sees_all(operation, masked=MASK in form.tensors):
+            causal = False
         if place.masks is Masks.CAUSAL and not causal:
             raise UntraceableError("its tokens see those before them alone")
         scale_of(trace, masked=MASK in form.tensors, causal=causal, keeps_sdpa=place.keeps_sdpa)
-        refuse_without_kernel(trace.operations, Planned(dtype, linears, "cpu"))
+        refuse_without_kernel(trace.operations, Planned(dtype, linears, "cpu", over_rows=True))
         refuse_over_rows(trace.operations)
         if around and any(operation.kind == "rope" for operation in trace.operations):
             refuse_partial_rotation(around[-1].config)

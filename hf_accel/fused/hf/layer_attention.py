@@ -12,6 +12,7 @@ from ...attention import AttentionSpec, PlannedAttention
 from ...attention.cpu import CpuBackend
 from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
 from ...attention.hf.operator_pass import OperatorAttention
+from ...attention.hf.stock import EAGER, name_before_patch
 from ...recognition.operation import Operation, UntraceableError
 from ...recognition.symbols import TOKENS, TOKENS_BEFORE
 from ...recognition.trace import Trace
@@ -104,6 +105,17 @@ def attend_of(trace: Trace) -> tuple[Operation, float, bool]:
         causal = getattr(module, "is_causal", True)
         trace.note(vars(module), "is_causal", vars(module).get("is_causal"))
     return operation, scale, bool(causal)
+
+
+def sees_all(operation: Operation, *, masked: bool) -> bool:
+    """Return whether a query sees all keys but those that a call's mask hides, although torch's attention is causal
+    where no module says that it is not: with a mask it is not, and transformers' eager one never is.
+    """
+    if operation.values["options"].get("is_causal") is not None:
+        return False
+    if masked:
+        return not any(hasattr(module, "is_causal") for module in operation.modules)
+    return all(name_before_patch(module) == EAGER for module in operation.modules)
 
 
 def _scale_of(operation: Operation) -> float:

@@ -25,9 +25,11 @@ from ...recognition.row_convolution import POINTWISE, is_pointwise, row_convolut
 from ...recognition.trace import Trace, is_conv1d
 from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
+from ...recognition.window_products import convolution_layer
 from ...undo.journal import mixed_class, original_class
 from ...undo.state import FUSED
 from ..composed_activation import NativeActivation, composed_activation
+from ..convolution_layers import ConvolutionState, NativeConvolutionLayer
 from ..float_experts import ExpertsState, NativeExperts
 from ..joined_layer import joins, refuse_others
 from ..layer_tail import split
@@ -67,6 +69,9 @@ GATE = SiteKind("gate", "gated MLPs", "activation and product in one call")
 ACTIVATION = SiteKind("activation", "activations", "one native call", computes_all=True)
 LINEAR = SiteKind("linear")
 PATCHES = SiteKind("patches", "patch embeddings", "one product", "each is given patches as large as its kernel")
+CONVOLUTIONS = SiteKind(
+    "convolutions", "convolutions", "one product of windows each, with what follows", multiplies=True
+)
 EXPERTS = SiteKind("experts", "float experts", "one native call", multiplies=True)
 FEW_EXPERTS = replace(EXPERTS, varies="many rows of float experts go to torch, which rounds otherwise")
 ROUTER = SiteKind(
@@ -104,7 +109,8 @@ def fused_sites(
             sites.append(found)
         elif found is not None:
             dropped.append(found)
-    held = [site.state.activation[1] for site in sites if isinstance(site.state, GatedCall) and site.state.activation]
+    with_activation = [site.state for site in sites if isinstance(site.state, GatedCall | ConvolutionState)]
+    held = [state.activation[1] for state in with_activation if state.activation]
     return [site for site in sites if site.kind != ACTIVATION or site.module not in held], dropped
 
 
@@ -150,6 +156,9 @@ def _candidate(
         return FusedSite(name, module, ROTARY, NativeRotary, None)
     if type(module) in (nn.Conv2d, nn.Conv3d) and device_type == "cpu" and takes_patches(vars(module)):
         return FusedSite(name, module, PATCHES, PatchProduct, None)
+    convolves = convolution_layer(module) if has_library(device_type) else None
+    if convolves is not None:
+        return FusedSite(name, module, CONVOLUTIONS, NativeConvolutionLayer, ConvolutionState(convolves, module))
     if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
         return FusedSite(name, module, CONV1D, WidenedConv1D, None)
     if device_type == "cpu" and has_library(device_type) and holds_experts(module):

@@ -215,10 +215,11 @@ class IntegerLinear:
         self._address = ctypes.addressof(self._linear)
         self.tile_rows = TILE_ROWS[first.bits] if tile_rows is None else tile_rows
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """out: what the result is written to, contiguous, of the dtype of x; None makes one."""
         x = x if x.stride(1) == 1 else x.contiguous()
         rows, dtype, address = x.shape[0], DTYPES[x.dtype], self.address()
-        out = x.new_empty(rows, self.out_features)
+        out = x.new_empty(rows, self.out_features) if out is None else out
         _integer_linear(
             address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.out_features, dtype, dtype, threads(),
             self.tile_rows,

@@ -142,8 +142,10 @@ def add(x: Tensor, y: Tensor, factor: float | Tensor = 1.0) -> Tensor:
     return out
 
 
-def activate(x: Tensor, activation: str, *, y: Tensor | None = None) -> Tensor:
+def activate(x: Tensor, activation: str, *, y: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Apply a function to each number of x, [..., H] of a dtype of FLOATS; the result is rounded to it once.
+
+    out: what the result is written to, contiguous, of the shape and the dtype of x, which may be x; None makes one.
 
     y: of the shape and the dtype of x; the rounded result is multiplied by it, and rounded again.
     activation: "relu"; "silu", with torch's bits; "gelu" (Hendrycks and Gimpel 2016, arXiv 1606.08415); "gelu_tanh",
@@ -162,7 +164,7 @@ def activate(x: Tensor, activation: str, *, y: Tensor | None = None) -> Tensor:
     x, stride = as_rows(x)
     y, y_stride = (None, 0) if y is None else as_rows(y)
     size = x.shape[-1]
-    out = x.new_empty(x.shape)
+    out = x.new_empty(x.shape) if out is None else out
     _activate(
         x.data_ptr(), 0 if y is None else y.data_ptr(), out.data_ptr(), stride, y_stride, size,
         x.numel() // size if size else 0, size, ACTIVATIONS[activation], DTYPES[x.dtype], DTYPES[x.dtype],

@@ -1,4 +1,4 @@
-"""The description of a convolution over single rows, whose weight patch() may quantize."""
+"""The description of a convolution that is a product of windows of rows, whose weight patch() may quantize."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..config import GroupSize, WeightConfig
-from ..linear.quant_pointwise import LINEAR, QuantPointwise
+from ..linear.quant_convolution import LINEAR, QuantConvolution
+from ..recognition.window_products import as_matrix, inputs_of
 from .weight_sites import LinearSite
 
 # With random weights, whose convolutions are larger than other weights, groups of 32 take 2 % longer than one scale
 # for each output, and leave two thirds of its error in the states of Wav2Vec2-BERT.
-POINTWISE_GROUP: GroupSize = 32
+CONVOLUTION_GROUP: GroupSize = 32
 
 
 @dataclass(frozen=True)
-class PointwiseSite(LinearSite):
-    """A convolution over single rows, which is a linear layer. name: of the layer in it that will hold the weight."""
+class ConvolutionSite(LinearSite):
+    """A convolution over rows, which is a linear layer of its windows. name: of the layer in it that will hold the
+    weight.
+    """
 
     is_within: ClassVar[bool] = True
     takes_order: ClassVar[bool] = False
 
     @staticmethod
-    def of(name: str, module: Any, skip: str | None) -> PointwiseSite:
-        group = None if module.in_channels % POINTWISE_GROUP else POINTWISE_GROUP
-        return PointwiseSite(f"{name}.{LINEAR}", module, skip=skip, group_size=group)
+    def of(name: str, module: Any, skip: str | None) -> ConvolutionSite:
+        group = None if inputs_of(module) % CONVOLUTION_GROUP else CONVOLUTION_GROUP
+        return ConvolutionSite(f"{name}.{LINEAR}", module, skip=skip, group_size=group)
 
     @property
     def weight(self) -> Tensor:
-        return self.tensor.squeeze(2)
+        return as_matrix(self.tensor)
 
     def matrices(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor.squeeze(2)]
+        return [as_matrix(tensor)]
 
     def config_in(self, config: WeightConfig, eight_bits: Collection[str] = ()) -> WeightConfig | None:
         """Return `config` without calibration, which does not reach convolutions."""
@@ -48,4 +51,4 @@ class PointwiseSite(LinearSite):
         return ["rounded to nearest: calibration does not reach convolutions"] if config.needs_data else []
 
     def replacements(self, model: nn.Module, layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-        yield self.replaced, QuantPointwise(self.module, layers[self.key])
+        yield self.replaced, QuantConvolution(self.module, layers[self.key])

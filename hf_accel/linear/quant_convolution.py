@@ -1,4 +1,4 @@
-"""A convolution over single rows whose weight is quantized: a linear layer for channels that come before rows."""
+"""A convolution whose weight is quantized: a linear layer, of which each input is a window of rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..recognition.window_products import channels_last, row_windows
 from .layer import QuantLinear
 from .replacement import Replacement
 
@@ -14,11 +15,13 @@ LINEAR = "linear"  # the child that holds the weight
 SETTINGS_OF_CONVOLUTION = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "groups")
 
 
-class QuantPointwise(Replacement, nn.Module):
-    """Multiplies [B, in, T] by the weight of `linear`: [B, out, T]."""
+class QuantConvolution(Replacement, nn.Module):
+    """Convolves [B, in, T], or [in, T], by the weight of `linear`: [B, out, windows]."""
 
     in_channels: int
     out_channels: int
+    kernel_size: tuple[int]
+    stride: tuple[int]
     padding: Any
 
     def __init__(self, original: Any, linear: QuantLinear) -> None:
@@ -28,7 +31,7 @@ class QuantPointwise(Replacement, nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x.transpose(1, 2)).transpose(1, 2)
+        result: Tensor = self.linear(row_windows(channels_last(self, x), self)).mT
         return result
 
     @property
@@ -42,12 +45,14 @@ class QuantPointwise(Replacement, nn.Module):
     def original(self, *, device: str | None = None) -> nn.Module:
         linear: Any = self.linear.original(device=device)
         made: nn.Conv1d = nn.Conv1d(
-            self.in_channels, self.out_channels, 1, bias=self.bias is not None, dtype=self.compute_dtype, device="meta"
-        )
-        made.weight = nn.Parameter(linear.weight.detach()[..., None], linear.weight.requires_grad)
+            self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding,
+            bias=self.bias is not None, dtype=self.compute_dtype, device="meta",
+        )  # fmt: skip
+        weight = linear.weight.detach()
+        weight = weight.unflatten(1, (*self.kernel_size, self.in_channels)).mT.contiguous()
+        made.weight = nn.Parameter(weight, linear.weight.requires_grad)
         made.bias = linear.bias
-        made.padding = self.padding
         return made.train(self.training)
 
     def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, kernel_size=(1,)"
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
