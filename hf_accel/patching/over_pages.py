@@ -13,6 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..config import PatchConfig
 from ..fused.hf.dtype_readers import dtype_readers
+from ..fused.hf.mask_readers import mask_readers
 from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.own_masks import own_masks
 from ..fused.hf.part_activations import part_activations
@@ -126,9 +127,14 @@ def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, fo
     return replace(fused, sites=(*kept, *sites))
 
 
-def with_dtype_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan) -> FusedPlan:
-    """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it."""
+def with_readers(
+    model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan, *, ours: bool
+) -> FusedPlan:
+    """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it, and what
+    reads masks. ours: whether the model's attention, and with it its masks, are ours.
+    """
     quantized = {linear.site.module for linear in linears if linear.choice is not None}
     taken = {site.module for site in fused.sites}  # a module has one mixin
-    readers = tuple(site for site in dtype_readers(model, quantized) if site.module not in taken)
+    found = (*dtype_readers(model, quantized), *(mask_readers(model) if ours else ()))
+    readers = tuple(site for site in found if site.module not in taken)
     return replace(fused, sites=(*fused.sites, *readers)) if readers else fused

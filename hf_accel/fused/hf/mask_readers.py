@@ -1,0 +1,71 @@
+"""Modules that read the mask of attention, and do not attend, in models whose own attention is transformers' eager one:
+the routers of NLLB-MoE do so. They get the mask as eager attention has it, in numbers that are added to scores.
+
+Our masks are those of sdpa, which say of each key whether it is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...attention.hf.mask import MASK_DIMENSIONS, numbers_of
+from ...attention.hf.stock import EAGER, stock_implementation
+from ...models import is_within
+from ...recognition.cache_code import CACHE_NAMES
+from ...recognition.call_form import parameter_names
+from ...recognition.code import code_of
+from ...undo.journal import Mixin, mixed_class, original_class
+from ..site import FusedSite, SiteKind
+
+MASK_READERS = SiteKind("mask readers", "modules that read masks", "as eager attention has them", "by their code")
+
+
+class EagerMasks(Mixin):
+    """A mixin for a module that reads masks: it gets those of eager attention."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns for hidden_states [B, T, hidden]."""
+        given = [_as_eager(value, hidden_states.dtype) for value in args]
+        named = {name: _as_eager(value, hidden_states.dtype) for name, value in kwargs.items()}
+        return super().forward(hidden_states, *given, **named)  # type: ignore[misc]
+
+
+def _as_eager(value: Any, dtype: torch.dtype) -> Any:
+    """Return a mask [B, 1, Q, T] of bool as numbers that hide where it is False; any other value unchanged."""
+    if not isinstance(value, Tensor) or value.dtype is not torch.bool or value.ndim != MASK_DIMENSIONS:
+        return value
+    seen = numbers_of(value)
+    assert seen is not None
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def mask_readers(model: PreTrainedModel) -> Iterator[FusedSite]:
+    """Find the outermost modules in a model that read masks of attention and do not attend, where these are eager."""
+    if stock_implementation(model, model) != EAGER:
+        return
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if name and _reads_masks(module) and not any(is_within(name, outer) for outer in found):
+            found.append(name)
+            yield FusedSite(name, module, MASK_READERS, EagerMasks, None)
+
+
+def _reads_masks(module: nn.Module) -> bool:
+    names = parameter_names(original_class(module).forward)
+    if not any("mask" in each for each in names[1:]) or CACHE_NAMES & {*names} or not names:
+        return False
+    codes = map(code_of, module.modules())
+    return not any(code.attends or code.refusal is not None or code.caches for code in codes)
+
+
+def give_eager_masks(model: PreTrainedModel, tried: nn.Module) -> None:
+    """Let the modules of a small copy of a model that read masks get those that the model's own would get."""
+    parts = dict(tried.named_modules())
+    for site in mask_readers(model):
+        if site.name in parts:
+            parts[site.name].__class__ = mixed_class(EagerMasks, original_class(parts[site.name]))
