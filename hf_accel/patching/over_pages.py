@@ -22,12 +22,13 @@ from ..generation.hf.drafting import refuse_drafts
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
-from .attention_survey import attention_sites, cache_refusal, known_operators, loop_refusal, pages_refusal
+from .attention_survey import attends_nowhere, attention_sites, cache_refusal, known_operators, loop_refusal, pages_refusal
 from .decoder_survey import (
     counts_padding,
     leaves_cache_out,
     most_tokens,
     reads_ahead,
+    reads_padding,
     rows_hidden_in,
     sees_whole_prompts,
 )
@@ -99,6 +100,7 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         makes_masks=texts is not None and texts.makes_masks,
         uncounted=None if texts is None else texts.uncounted,
         whole_prompts=whole,
+        reads_padding=attends_nowhere(model) and reads_padding(model),
         source=None if stock_loop is not None else source_argument(model),
     )
 
@@ -127,9 +129,7 @@ def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, fo
     return replace(fused, sites=(*kept, *sites))
 
 
-def with_readers(
-    model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan, *, ours: bool
-) -> FusedPlan:
+def with_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan, *, ours: bool) -> FusedPlan:
     """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it, and what
     reads masks. ours: whether the model's attention, and with it its masks, are ours.
     """

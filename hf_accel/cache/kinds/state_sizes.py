@@ -36,6 +36,9 @@ LIGHTNING_ATTENTION = ("num_attention_heads", "block_size")
 CONVOLVED_LAYERS = ("hidden_size", "sconv_kernel_size", "num_key_value_heads", "head_dim")
 # Those of two convolutions of queries and keys behind each other: tokens of each, heads of both, their dimension.
 CONVOLVED_HEADS = ("cca_time0", "cca_time1", "num_attention_heads", "num_key_value_heads", "head_dim")
+# Those of layers that mix each token with the one before it, all of which are recurrent: channels, width. The third one
+# says that they are RWKV's.
+TIME_MIXES = ("attention_hidden_size", "hidden_size", "rescale_every")
 
 
 class StateSizes(NamedTuple):
@@ -76,6 +79,12 @@ def state_sizes(config: Any) -> StateSizes | None:
         heads, _ = found
         return StateSizes(heads * head_dim(config) ** 2, 0)
     return _convolved_sizes(config)
+
+
+def mixed_sizes(config: Any) -> StateSizes | None:
+    """Return what each layer keeps where all of them are RWKV's; None for any other config."""
+    found = _settings(config, TIME_MIXES)
+    return None if found is None else StateSizes(3 * found[0], 2 * found[1])
 
 
 def _convolved_sizes(config: Any) -> StateSizes | None:

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ...attention.hf.mask import MASK_DIMENSIONS, numbers_of
 from ...attention.hf.stock import EAGER, stock_implementation
-from ...models import is_within
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
 from ...recognition.code import code_of
@@ -28,11 +27,12 @@ MASK_READERS = SiteKind("mask readers", "modules that read masks", "as eager att
 class EagerMasks(Mixin):
     """A mixin for a module that reads masks: it gets those of eager attention."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns for hidden_states [B, T, hidden]."""
-        given = [_as_eager(value, hidden_states.dtype) for value in args]
-        named = {name: _as_eager(value, hidden_states.dtype) for name, value in kwargs.items()}
-        return super().forward(hidden_states, *given, **named)  # type: ignore[misc]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        values = (*args, *kwargs.values())
+        dtype = next(each.dtype for each in values if isinstance(each, Tensor) and each.is_floating_point())
+        named = {name: _as_eager(value, dtype) for name, value in kwargs.items()}
+        return super().forward(*(_as_eager(value, dtype) for value in args), **named)  # type: ignore[misc]
 
 
 def _as_eager(value: Any, dtype: torch.dtype) -> Any:
@@ -45,19 +45,27 @@ def _as_eager(value: Any, dtype: torch.dtype) -> Any:
 
 
 def mask_readers(model: PreTrainedModel) -> Iterator[FusedSite]:
-    """Find the outermost modules in a model that read masks of attention and do not attend, where these are eager."""
+    """Find the outermost modules that read masks of attention and do not attend, in layers that do, where attention is
+    eager.
+    """
     if stock_implementation(model, model) != EAGER:
         return
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if name and _reads_masks(module) and not any(is_within(name, outer) for outer in found):
-            found.append(name)
-            yield FusedSite(name, module, MASK_READERS, EagerMasks, None)
+    for name, layers in model.named_modules():
+        for number, layer in enumerate(layers if isinstance(layers, nn.ModuleList) else ()):
+            if any(code_of(part).attends for part in layer.modules()):
+                found = _outermost(layer, f"{name}.{number}")
+                yield from (FusedSite(own, module, MASK_READERS, EagerMasks, None) for own, module in found)
+
+
+def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for key, child in module.named_children():
+        own = f"{name}.{key}"
+        yield from [(own, child)] if _reads_masks(child) else _outermost(child, own)
 
 
 def _reads_masks(module: nn.Module) -> bool:
     names = parameter_names(original_class(module).forward)
-    if not any("mask" in each for each in names[1:]) or CACHE_NAMES & {*names} or not names:
+    if CACHE_NAMES & {*names} or not any("mask" in each for each in names[1:]):
         return False
     codes = map(code_of, module.modules())
     return not any(code.attends or code.refusal is not None or code.caches for code in codes)

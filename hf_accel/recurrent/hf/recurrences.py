@@ -17,6 +17,7 @@ from .own_caches import own_cache_sites
 from .selective_scans import known_selective_scan
 from .state_pass import Recurrence
 from .state_spaces import known_state_space
+from .time_mixes import known_time_mixes
 
 RECURRENCE = SiteKind("recurrence", "recurrent layers", "states in pages", computes_all=True, multiplies=True)
 
@@ -47,4 +48,4 @@ def known_recurrence(module: nn.Module) -> Recurrence | None:
 def _tried(module: nn.Module) -> Recurrence | None:
     known: Recurrence | None = known_delta_rule(module) or known_delta_attention(module)
     known = known or known_state_space(module) or known_selective_scan(module)
-    return known or known_headed_scan(module) or known_lightning_attention(module)
+    return known or known_headed_scan(module) or known_lightning_attention(module) or known_time_mixes(module)
