@@ -43,6 +43,7 @@ from ..recognition.generation_code import counts_nothing
 from ..recognition.joined_code import attends_to_joined_keys
 from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
+from ..recurrent.hf.matrix_memories import hands_states_on
 from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
 from .decoder_survey import (
@@ -138,7 +139,7 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
         unpaged = code.unpaged
         if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
             continue
-        if is_source_attention(model, module):
+        if is_source_attention(model, module) or hands_states_on(module):
             continue
         if is_own_code(model, module_name) or any(is_within(name, module_name) for name in own_code(model)):
             continue  # a trial has shown what it does, and what those around it do with the cache

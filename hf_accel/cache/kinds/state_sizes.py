@@ -39,6 +39,8 @@ CONVOLVED_HEADS = ("cca_time0", "cca_time1", "num_attention_heads", "num_key_val
 # Those of layers that mix each token with the one before it, all of which are recurrent: channels, width. The third one
 # says that they are RWKV's.
 TIME_MIXES = ("attention_hidden_size", "hidden_size", "rescale_every")
+# Those of matrix memories (xLSTM): heads, the dimensions of their keys and values. The last two say that they are these.
+MATRIX_MEMORIES = ("num_heads", "qk_head_dim", "v_head_dim", "chunk_size", "max_inference_chunksize")
 
 
 class StateSizes(NamedTuple):
@@ -81,10 +83,17 @@ def state_sizes(config: Any) -> StateSizes | None:
     return _convolved_sizes(config)
 
 
-def mixed_sizes(config: Any) -> StateSizes | None:
-    """Return what each layer keeps where all of them are RWKV's; None for any other config."""
+def sizes_without_cache(config: Any) -> StateSizes | None:
+    """Return what each layer keeps where all of them are recurrent, and transformers' DynamicCache does not know it."""
     found = _settings(config, TIME_MIXES)
-    return None if found is None else StateSizes(3 * found[0], 2 * found[1])
+    if found is not None:
+        channels, width, _ = found
+        return StateSizes(3 * channels, 2 * width)
+    found = _settings(config, MATRIX_MEMORIES)
+    if found is not None:
+        heads, keys, values, _, _ = found
+        return StateSizes(heads * keys * (values + 1), 2 * heads)
+    return None
 
 
 def _convolved_sizes(config: Any) -> StateSizes | None:
