@@ -22,7 +22,14 @@ from ..generation.hf.drafting import refuse_drafts
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
-from .attention_survey import attends_nowhere, attention_sites, cache_refusal, known_operators, loop_refusal, pages_refusal
+from .attention_survey import (
+    attends_nowhere,
+    attention_sites,
+    cache_refusal,
+    known_operators,
+    loop_refusal,
+    pages_refusal,
+)
 from .decoder_survey import (
     counts_padding,
     leaves_cache_out,
@@ -130,8 +137,9 @@ def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, fo
 
 
 def with_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan, *, ours: bool) -> FusedPlan:
-    """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it, and what
-    reads masks. ours: whether the model's attention, and with it its masks, are ours.
+    """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it.
+
+    ours: whether the model's attention, and with it its masks, are ours; then what reads masks is added too.
     """
     quantized = {linear.site.module for linear in linears if linear.choice is not None}
     taken = {site.module for site in fused.sites}  # a module has one mixin

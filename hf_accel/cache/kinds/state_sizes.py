@@ -36,10 +36,9 @@ LIGHTNING_ATTENTION = ("num_attention_heads", "block_size")
 CONVOLVED_LAYERS = ("hidden_size", "sconv_kernel_size", "num_key_value_heads", "head_dim")
 # Those of two convolutions of queries and keys behind each other: tokens of each, heads of both, their dimension.
 CONVOLVED_HEADS = ("cca_time0", "cca_time1", "num_attention_heads", "num_key_value_heads", "head_dim")
-# Those of layers that mix each token with the one before it, all of which are recurrent: channels, width. The third one
-# says that they are RWKV's.
+# Those of RWKV, all of whose layers are recurrent: channels, width. No other config has the third one.
 TIME_MIXES = ("attention_hidden_size", "hidden_size", "rescale_every")
-# Those of matrix memories (xLSTM): heads, the dimensions of their keys and values. The last two say that they are these.
+# Those of matrix memories (xLSTM): heads, the dimensions of their keys and values. Other configs lack the last two.
 MATRIX_MEMORIES = ("num_heads", "qk_head_dim", "v_head_dim", "chunk_size", "max_inference_chunksize")
 
 
@@ -84,7 +83,7 @@ def state_sizes(config: Any) -> StateSizes | None:
 
 
 def sizes_without_cache(config: Any) -> StateSizes | None:
-    """Return what each layer keeps where all of them are recurrent, and transformers' DynamicCache does not know it."""
+    """Return what each layer keeps if all are recurrent in a way that DynamicCache does not know; else None."""
     found = _settings(config, TIME_MIXES)
     if found is not None:
         channels, width, _ = found

@@ -209,9 +209,10 @@ def drafts_refusal(call: LoopCall) -> str | None:
 def states_refusal(model: PreTrainedModel, mask: object, *, rows: int, has_beams: bool) -> str | None:
     """Return why pages cannot give the tokens that transformers gives with recurrent states, as one clause.
 
-    None if they can. mask: the attention_mask of the call, or None. rows: how many it has. In transformers, padding behind a token changes
-    the state of a recurrent layer; the states that some layers keep also change with padding in front of tokens, or
-    stay with their row when its beam goes on in another one.
+    None if they can. mask: the attention_mask of the call, or None. rows: how many it has.
+    In transformers, padding behind a token changes the state of a recurrent layer; the states that some layers keep
+    also change with padding in front of tokens, or with other rows, or stay with their row when its beam goes on in
+    another one.
     """
     if not model_kinds(model.config).has(RecurrentStates):
         return None

@@ -1,5 +1,5 @@
-"""Matrix memories of xLSTM over pages (Beck et al. 2024, arXiv 2405.04517): C = f C + i k v, n = f n + i k, and a result
-q C / max(|q n|, 1), with f a sigmoid and i an exponential.
+"""Matrix memories of xLSTM over pages (Beck et al. 2024, arXiv 2405.04517): C = f C + i k v, n = f n + i k, and a
+result q C / max(|q n|, 1), with f a sigmoid and i an exponential.
 
 This is the scan of Mamba 2 with one more channel for n. The gates are capped, so that nothing overflows without the
 largest exponent that transformers takes out of all; that one counts in what keeps a result from a division by zero.
@@ -38,7 +38,9 @@ LEAST_STEP = 1e-12
 LAYER = re.compile(r"blocks\.(\d+)\.")  # the layer in the name of a module
 CACHE, STATES = "cache_params", "rnn_state"
 OF_CACHE = {STATES, "rnn_state_initial", "seqlen_offset"}  # what a decoder's code uses of a cache of its own class
-MEMORIES = SiteKind("own states", "decoders", "pages in place of their own states", "its code uses nothing else of them")
+MEMORIES = SiteKind(
+    "own states", "decoders", "pages in place of their own states", "its code uses nothing else of them"
+)
 
 
 class LayerStates:
@@ -112,7 +114,7 @@ class PagedMemory(Mixin):
 
 
 class MatrixMemory(Recurrence):
-    """A layer with a matrix memory, whose heads have a norm each, and a gate. layer: the index of its decoder layer."""
+    """A layer with a matrix memory, a norm of each head, and a gate. layer: the index of its decoder layer."""
 
     mixin = PagedMemory
     computes_padding = stays_with_row = True
@@ -202,7 +204,9 @@ def _agrees(module: Any) -> bool:
         parts[name] = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)  # type: ignore[no-untyped-call]
     draw_weights(parts.values(), numbers)
     norm = module.multihead_norm
-    parameters = {name: each if each is None else nn.Parameter(numbers(inner)) for name, each in norm._parameters.items()}
+    parameters = {
+        name: each if each is None else nn.Parameter(numbers(inner)) for name, each in norm._parameters.items()
+    }
     parts["multihead_norm"] = unwatched_twin(norm, _parameters=parameters)
     vars(parts["multihead_norm"]).update(num_heads=heads, head_dim=inner // heads, num_features=inner)
     parts |= {name: module._modules[name] for name in ("ogate_act_fn", "mlstm_backend")}

@@ -146,10 +146,14 @@ def _summed(weights: Any, key: Tensor, value: Tensor, states: Tensor, places: St
 
 
 def known_time_mixes(module: nn.Module) -> TimeMixes | None:
-    """Return the TimeMixes of a module that has the parts of RWKV's layer, and gives what ours does on random input."""
+    """Return the TimeMixes of a module with the parts of RWKV's layer that gives what ours does on random input."""
     own: Any = module
     parts = module._modules
-    if parts.keys() - {FIRST_NORM} != LAYER_PARTS or not isinstance(vars(own).get("layer_id"), int):
+    if (
+        parts.keys() - {FIRST_NORM} != LAYER_PARTS
+        or None in parts.values()
+        or not isinstance(vars(own).get("layer_id"), int)
+    ):
         return None
     if (FIRST_NORM in parts) is not (own.layer_id == 0):
         return None
@@ -200,7 +204,7 @@ def _alone(module: Any, x: Tensor, num_prompt: int) -> Tensor:
 def _as_generated(module: Any, x: Tensor, num_prompt: int) -> Tensor:
     """Compute x [B, Q, H] by the module's own code over a list of states: a prompt, and the others one by one."""
     rows, width, wider = len(x), x.shape[-1], module._modules["attention"].attention_hidden_size
-    state = [torch.zeros(rows, width if part < 2 else wider, 1) for part in range(2 + STATES)]  # noqa: PLR2004
+    state = [torch.zeros(rows, width if part < 2 else wider, 1) for part in range(2 + STATES)]
     state[-1] += LEAST_EXPONENT
     results, forward = [], original_class(module).forward
     for part in x.split([num_prompt, *[1] * (x.shape[1] - num_prompt)], dim=1):
