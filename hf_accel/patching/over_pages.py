@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from ..attention.hf.stock import EAGER, stock_implementation
 from ..config import PatchConfig
 from ..fused.hf.dtype_readers import dtype_readers
 from ..fused.hf.mask_readers import mask_readers
@@ -143,6 +144,7 @@ def with_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: F
     """
     quantized = {linear.site.module for linear in linears if linear.choice is not None}
     taken = {site.module for site in fused.sites}  # a module has one mixin
-    found = (*dtype_readers(model, quantized), *(mask_readers(model) if ours else ()))
+    eager = ours and stock_implementation(model, model) == EAGER
+    found = (*dtype_readers(model, quantized), *(mask_readers(model) if eager else ()))
     readers = tuple(site for site in found if site.module not in taken)
     return replace(fused, sites=(*fused.sites, *readers)) if readers else fused

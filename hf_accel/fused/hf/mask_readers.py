@@ -1,5 +1,5 @@
 """Modules that read masks of attention without attending, as the routers of NLLB-MoE do, in models whose own attention
-is transformers' eager one. They get a mask as eager attention has it, in numbers that are added to scores.
+is transformers' eager one. They get the masks of eager attention: numbers that are added to scores.
 
 Our masks are those of sdpa, which say of each key whether it is seen.
 """

@@ -30,12 +30,12 @@ from ...undo.journal import Mixin, original_class
 from .selective_scans import GATE_ALONE
 from .state_pass import Recurrence, over_pages, passes_agree, scanned
 
-GATES = ("igate_preact", "fgate_preact")
+CAPPED_GATES = ("igate_preact", "fgate_preact")
 WIDE = ("q", "k", "v", "ogate_preact")
-MEMORY_PARTS = {*GATES, *WIDE, "ogate_act_fn", "mlstm_backend", "multihead_norm", "out_proj"}
+MEMORY_PARTS = {*CAPPED_GATES, *WIDE, "ogate_act_fn", "mlstm_backend", "multihead_norm", "out_proj"}
 LARGEST_GATE = 40.0  # of a cap: exponentials of more might overflow in sums
 LEAST_STEP = 1e-12
-LAYER = re.compile(r"blocks\.(\d+)\.")  # the layer in the name of a module
+IN_BLOCK = re.compile(r"blocks\.(\d+)\.")  # the layer in the name of a module
 CACHE, STATES = "cache_params", "rnn_state"
 OF_CACHE = {STATES, "rnn_state_initial", "seqlen_offset"}  # what a decoder's code uses of a cache of its own class
 MEMORIES = SiteKind(
@@ -145,7 +145,7 @@ class MatrixMemory(Recurrence):
         heads, cap = config.num_heads, config.gate_soft_cap
         query, key, value, gate = (own[name](x)[0] for name in WIDE)
         query, key, value = (each.float().unflatten(-1, (heads, -1)) for each in (query, key, value))
-        entered, kept = (cap * torch.tanh(own[name](x)[0].float() / cap) for name in GATES)
+        entered, kept = (cap * torch.tanh(own[name](x)[0].float() / cap) for name in CAPPED_GATES)
         step, zeros = F.softplus(-kept).clamp(min=LEAST_STEP), value.new_zeros(heads)  # the decay is exp(-step)
         given = F.pad(value, (0, 1), value=1.0) * (entered.exp() / step)[..., None]
         out = scanned(
@@ -186,7 +186,7 @@ def known_matrix_memory(module: nn.Module, name: str) -> MatrixMemory | None:
 
     name: of the module in its model, which says the layer.
     """
-    layer = LAYER.search(f"{name}.")
+    layer = IN_BLOCK.search(f"{name}.")
     if layer is None or module._modules.keys() != MEMORY_PARTS or module._parameters or module._buffers:
         return None
     known = MatrixMemory(int(layer[1]))
@@ -197,11 +197,12 @@ def known_matrix_memory(module: nn.Module, name: str) -> MatrixMemory | None:
 def _agrees(module: Any) -> bool:
     numbers, width, heads, size = RandomNumbers(), 8, 2, 4
     inner = 2 * heads * size
-    sizes = {"q": heads * size, "k": heads * size, "v": inner, "ogate_preact": inner} | dict.fromkeys(GATES, heads)
+    sizes = {"q": heads * size, "k": heads * size, "v": inner, "ogate_preact": inner}
+    sizes |= dict.fromkeys(CAPPED_GATES, heads)
     parts: dict[str, Any] = {}
     for name, outputs in {**sizes, "out_proj": width}.items():
         inputs, bias = inner if name == "out_proj" else width, module._modules[name].bias is not None
-        parts[name] = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)  # type: ignore[no-untyped-call]
+        parts[name] = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)
     draw_weights(parts.values(), numbers)
     norm = module.multihead_norm
     parameters = {

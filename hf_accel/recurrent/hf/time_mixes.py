@@ -29,7 +29,6 @@ SHIFT, FIRST_NORM = "time_shift", "pre_ln"  # the shift by one token is torch's 
 LAYER_PARTS = {"ln1", "ln2", *LINEARS}
 LEAST_EXPONENT = -1e30  # of a sequence without tokens
 STATES = 3  # of a channel
-CLOSE = Tolerance(absolute=1e-4)
 
 
 class PagedMixes(Mixin):
@@ -75,7 +74,8 @@ class TimeMixes(Recurrence):
         x = own[FIRST_NORM](x) if FIRST_NORM in own else x
         first, second = inputs.chunk(2, dim=-1)
         normed = own["ln1"](x)
-        x = x + _attended(own["attention"], normed, _shifted(normed[0], first, begins)[None], states, found.states)
+        shifted = _shifted(normed[0], first, begins)[None]
+        x = x + _attended(own["attention"], normed, shifted, states=states, places=found.states)
         later = own["ln2"](x)
         x = x + _fed(own["feed_forward"], later, _shifted(later[0], second, begins)[None])
         kept = found.states.slots >= 0
@@ -110,15 +110,15 @@ def _fed(module: Any, x: Tensor, shifted: Tensor) -> Tensor:
     return torch.sigmoid(_mixed(module, "receptance", x, shifted)) * value
 
 
-def _attended(module: Any, x: Tensor, shifted: Tensor, states: Tensor, places: StateStep) -> Tensor:
+def _attended(module: Any, x: Tensor, shifted: Tensor, *, states: Tensor, places: StateStep) -> Tensor:
     key, value = (_mixed(module, name, x, shifted) for name in ("key", "value"))
-    sums = _summed(module._parameters, key[0].float(), value[0], states, places)
+    sums = _summed(module._parameters, key[0].float(), value[0], states=states, places=places)
     gate = torch.sigmoid(_mixed(module, "receptance", x, shifted))
     out: Tensor = module._modules["output"](gate * sums.to(key.dtype)[None])
     return out
 
 
-def _summed(weights: Any, key: Tensor, value: Tensor, states: Tensor, places: StateStep) -> Tensor:
+def _summed(weights: Any, key: Tensor, value: Tensor, *, states: Tensor, places: StateStep) -> Tensor:
     """Return the weighted means of values [N, A], and write the states after tokens that have a slot.
 
     states: [slots, 3 * A]. The first tokens of all sequences are computed at once, then the second ones, and so on.
@@ -193,7 +193,8 @@ def _tried(module: Any) -> TimeMixes | None:
     x = numbers(2, 9, width)
     if not passes_agree(TimeMixes(mixes_rows=True), theirs, ours, x, generated=_alone):
         return None
-    return TimeMixes(mixes_rows=not agree(lambda: _as_generated(theirs, x, 5), lambda: _alone(theirs, x, 5), CLOSE))
+    near = Tolerance(absolute=1e-4)
+    return TimeMixes(mixes_rows=not agree(lambda: _as_generated(theirs, x, 5), lambda: _alone(theirs, x, 5), near))
 
 
 def _alone(module: Any, x: Tensor, num_prompt: int) -> Tensor:
