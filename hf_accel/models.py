@@ -201,6 +201,10 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+CACHE_NAME = "past_key_values"
+OTHER_CACHE_NAMES = ("cache_params", "state")  # Mamba's, and RWKV's
+
+
 def cache_name(model: object) -> str:
     """Return the name of the cache among the arguments of a model, patched or not."""
     return _cache_name(original_class(model))
@@ -209,4 +213,4 @@ def cache_name(model: object) -> str:
 @lru_cache(maxsize=256)
 def _cache_name(kind: Any) -> str:
     names = inspect.signature(kind.forward).parameters
-    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+    return next((name for name in (CACHE_NAME, *OTHER_CACHE_NAMES) if name in names), CACHE_NAME)

@@ -53,6 +53,7 @@ WRITERS = {
     "recurrent.hf.delta_attention": {"dict"},
     "fused.hf.indexers": {"class", "dict"},
     "fused.hf.source_layers": {"class"},
+    "fused.hf.mask_readers": {"class"},
     "fused.hf.operator_models": {"class", "dict"},
     "patching.sequence_survey": {"class", "dict"},
     "recurrent.hf.selective_scans": {"dict"},
@@ -60,6 +61,8 @@ WRITERS = {
     "recurrent.hf.gated_units": {"dict"},
     "recurrent.hf.headed_scans": {"dict"},
     "recurrent.hf.lightning": {"dict"},
+    "recurrent.hf.matrix_memories": {"dict"},
+    "recurrent.hf.time_mixes": {"dict"},
     "fused.hf.sites": {"class", "dict"},
     "generation.hf.head_runner": {"hook"},  # on a draft's own layer, within a call
     "generation.hf.pass_states": {"hook"},  # within a pass

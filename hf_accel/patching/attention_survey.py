@@ -43,6 +43,7 @@ from ..recognition.generation_code import counts_nothing
 from ..recognition.joined_code import attends_to_joined_keys
 from ..recognition.source import source_of
 from ..recurrent.hf.convolutions import is_known_convolution
+from ..recurrent.hf.matrix_memories import hands_states_on
 from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
 from .decoder_survey import (
@@ -60,6 +61,7 @@ from .survey import split_of
 STOCK_ATTENTION = (
     "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", ATTENTION_NAME,
 )  # fmt: skip
+KNOWN_OTHERWISE = is_known_convolution, is_known_indexer, hands_states_on
 WINDOW_MASKS = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask", "create_masks_for_generate")
 
 
@@ -136,9 +138,7 @@ def _pages_refusal(model: PreTrainedModel) -> str | None:
         return f"{name} is configured for bidirectional attention"
     for module_name, module, code in module_codes(model):
         unpaged = code.unpaged
-        if unpaged is None or is_known_convolution(module) or is_known_indexer(module):
-            continue
-        if is_source_attention(model, module):
+        if unpaged is None or any(known(module) for known in KNOWN_OTHERWISE) or is_source_attention(model, module):
             continue
         if is_own_code(model, module_name) or any(is_within(name, module_name) for name in own_code(model)):
             continue  # a trial has shown what it does, and what those around it do with the cache

@@ -268,6 +268,21 @@ def counts_padding(model: PreTrainedModel) -> bool:
     )
 
 
+def reads_padding(model: PreTrainedModel) -> bool:
+    """Return whether padding is tokens like all others to a model without an encoder, which reads no mask."""
+    if model_device(model).type == "meta":
+        return False
+    plain, ids = small_copy(model, None), torch.arange(7, 12)[None]
+    mask = torch.ones_like(ids)
+    mask[:, :PADDING] = 0
+
+    def logits(**given: Tensor) -> Tensor:
+        found: Tensor = plain(input_ids=ids, use_cache=False, return_dict=True, **given).logits
+        return found
+
+    return agree(lambda: logits(), lambda: logits(attention_mask=mask))
+
+
 def _counts_tokens(model: PreTrainedModel) -> bool:
     register()
     return agree(lambda: stock_alone(model, padding=0), lambda: paged_together(model, PASSES), CLOSE)

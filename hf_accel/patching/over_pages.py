@@ -11,8 +11,10 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from ..attention.hf.stock import EAGER, stock_implementation
 from ..config import PatchConfig
 from ..fused.hf.dtype_readers import dtype_readers
+from ..fused.hf.mask_readers import mask_readers
 from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.own_masks import own_masks
 from ..fused.hf.part_activations import part_activations
@@ -21,12 +23,20 @@ from ..generation.hf.drafting import refuse_drafts
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
-from .attention_survey import attention_sites, cache_refusal, known_operators, loop_refusal, pages_refusal
+from .attention_survey import (
+    attends_nowhere,
+    attention_sites,
+    cache_refusal,
+    known_operators,
+    loop_refusal,
+    pages_refusal,
+)
 from .decoder_survey import (
     counts_padding,
     leaves_cache_out,
     most_tokens,
     reads_ahead,
+    reads_padding,
     rows_hidden_in,
     sees_whole_prompts,
 )
@@ -98,6 +108,7 @@ def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: st
         makes_masks=texts is not None and texts.makes_masks,
         uncounted=None if texts is None else texts.uncounted,
         whole_prompts=whole,
+        reads_padding=attends_nowhere(model) and reads_padding(model),
         source=None if stock_loop is not None else source_argument(model),
     )
 
@@ -126,9 +137,14 @@ def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, fo
     return replace(fused, sites=(*kept, *sites))
 
 
-def with_dtype_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan) -> FusedPlan:
-    """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it."""
+def with_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan, *, ours: bool) -> FusedPlan:
+    """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it.
+
+    ours: whether the model's attention, and with it its masks, are ours; then what reads masks is added too.
+    """
     quantized = {linear.site.module for linear in linears if linear.choice is not None}
     taken = {site.module for site in fused.sites}  # a module has one mixin
-    readers = tuple(site for site in dtype_readers(model, quantized) if site.module not in taken)
+    eager = ours and stock_implementation(model, model) == EAGER
+    found = (*dtype_readers(model, quantized), *(mask_readers(model) if eager else ()))
+    readers = tuple(site for site in found if site.module not in taken)
     return replace(fused, sites=(*fused.sites, *readers)) if readers else fused

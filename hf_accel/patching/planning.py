@@ -49,7 +49,7 @@ from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .over_pages import decoder_form, inner_generator, with_dtype_readers, with_pages
+from .over_pages import decoder_form, inner_generator, with_pages, with_readers
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .servers import Server, servers_of
 from .survey import check_other_quantizer, input_embedding, sites_for, split_of
@@ -93,7 +93,7 @@ def make_plan(
     form = decoder_form(inner, stock_cache, stock_loop)
     over_pages = () if stock_loop or context else attention
     fused = _plan_fused(inner, config, linears, attention=over_pages, operators=form.operators)
-    fused = with_dtype_readers(inner, linears, fused)
+    fused = with_readers(inner, linears, fused, ours=stock_attention is None)
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",

@@ -19,6 +19,7 @@ from ..cache.pages import Pages
 from ..cache.step import TokenRange
 from ..config import CacheConfig
 from ..errors import UnsupportedError
+from ..fused.hf.mask_readers import give_eager_masks
 from ..fused.hf.operator_models import decoder_operators, read_by_operators
 from ..generation.hf.decoder_call import UpToDecoder, giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
@@ -167,6 +168,8 @@ def small_copy(model: PreTrainedModel, implementation: str | None, *, token: int
         lengths[_name_of(model, model.get_encoder())] = 0
     small = first_layers_model(model, lengths, token=padding_token(model) if token is None else token)
     set_implementation(small, implementation or stock_implementation(model, decoder))
+    if implementation == ATTENTION_NAME:
+        give_eager_masks(model, small)
     return small
 
 

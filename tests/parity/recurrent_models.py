@@ -34,10 +34,14 @@ from transformers import (
     Qwen3NextForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     Zamba2Config,
     Zamba2ForCausalLM,
     ZambaConfig,
     ZambaForCausalLM,
+    xLSTMConfig,
+    xLSTMForCausalLM,
 )
 
 from .families import VOCABULARY
@@ -189,6 +193,23 @@ def gated_unit_of(blocks: Sequence[str], *, tokens: int, heads: int = 4, window:
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": 1, "conv1d_width": tokens}
     config = RecurrentGemmaConfig(**TOKENS, **sizes, block_types=list(blocks), attention_window_size=window)
     return _with_random_numbers(RecurrentGemmaForCausalLM(config)).eval()
+
+
+def time_mixes_of(*, layers: int = 3, rescaled: int = 2) -> Any:
+    """RWKV. rescaled: after so many layers each, it halves its hidden states and the weights in front of them."""
+    config = RwkvConfig(
+        **TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, rescale_every=rescaled
+    )
+    return _with_random_numbers(RwkvForCausalLM(config)).eval()
+
+
+def matrix_memory_of(*, layers: int = 3, heads: int = 2, keys: float = 0.5, cap: float = 15.0) -> Any:
+    """xLSTM. keys: the size of its keys, as a part of hidden_size. cap: of its gates."""
+    config = xLSTMConfig(
+        **TOKENS, hidden_size=128, embedding_dim=128, num_blocks=layers, num_hidden_layers=layers, num_heads=heads,
+        qk_dim_factor=keys, gate_soft_cap=cap, ffn_round_up_to_multiple_of=16,
+    )  # fmt: skip
+    return _with_random_numbers(xLSTMForCausalLM(config)).eval()
 
 
 MAKERS: dict[str, Callable[[Sizes, list[str], dict[str, Any]], Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, MambaConfig, MambaForCausalLM, xLSTMConfig, xLSTMForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 import hf_accel
 from hf_accel import UnsupportedError
@@ -15,10 +15,10 @@ from hf_accel import UnsupportedError
 from .families import DECODER, build, prompts
 
 MAMBA = MambaConfig(vocab_size=DECODER["vocab_size"], hidden_size=32, num_hidden_layers=1)
-# Its states have no pages.
-UNPAGED = xLSTMConfig(
-    vocab_size=DECODER["vocab_size"], hidden_size=32, num_blocks=2, num_hidden_layers=2, num_heads=2,
-    qk_dim_factor=1.0, layer_types=["linear_attention", "linear_attention"],
+# Nothing in it says how large the states of its layers are.
+UNPAGED = LlamaConfig(
+    vocab_size=DECODER["vocab_size"], hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    layer_types=["linear_attention", "linear_attention"],
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_a_teacher_with_an_adapter(part: str) -> None:
 def test_a_draft_model_that_cannot_run_on_pages() -> None:
     model, ids = hf_accel.patch(build("llama"), weights=None), prompts(1, 5)
     with pytest.raises(UnsupportedError, match="use another draft model, or 'suffix' or 'ngram'"):
-        model.generate(ids, max_new_tokens=3, do_sample=False, speculative=xLSTMForCausalLM(UNPAGED).eval())
+        model.generate(ids, max_new_tokens=3, do_sample=False, speculative=LlamaForCausalLM(UNPAGED).eval())
     plain = model.generate(ids, max_new_tokens=3, do_sample=False)
     for drafter in ("suffix", "ngram"):
         assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, speculative=drafter), plain)
@@ -63,7 +63,7 @@ def test_a_config_that_is_none_of_a_paged_cache() -> None:
         hf_accel.PagedCache(UNPAGED)
     assert DynamicCache(config=UNPAGED).layers
     with pytest.raises(UnsupportedError, match="leave cache= out, or pass cache=None") as error:
-        hf_accel.plan(xLSTMForCausalLM(UNPAGED), cache="paged")
+        hf_accel.plan(LlamaForCausalLM(UNPAGED), cache="paged")
     assert "own cache" not in str(error.value)
-    assert hf_accel.plan(xLSTMForCausalLM(UNPAGED), cache=None).stock_cache
-    assert hf_accel.plan(xLSTMForCausalLM(UNPAGED)).stock_cache
+    assert hf_accel.plan(LlamaForCausalLM(UNPAGED), cache=None).stock_cache
+    assert hf_accel.plan(LlamaForCausalLM(UNPAGED)).stock_cache

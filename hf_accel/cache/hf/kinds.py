@@ -27,7 +27,7 @@ from ..kinds import (
 )
 from ..kinds.compressed_keys import RANK
 from ..kinds.kind import GroupSettings
-from ..kinds.state_sizes import state_sizes, steps_of_prompts_differ
+from ..kinds.state_sizes import sizes_without_cache, state_sizes, steps_of_prompts_differ
 from ..kinds.states import WINDOW
 from ..quantized import QUANTIZED
 from ..step import SharedContext
@@ -185,6 +185,8 @@ def kinds_of_layer(layer: Any, name: str | None, decoder: Any) -> LayerKinds | N
         return ()
     if name == SOURCES:
         return (SourceKind(None),) if type(layer) is DynamicLayer else None
+    if (own := sizes_without_cache(decoder)) is not None:
+        return (RecurrentStates(WINDOW, own, steps_differ=False),)
     attends = _attending(layer, name, decoder)
     if attends is not None and name not in ("hybrid", "hybrid_sliding"):
         if type(layer).__name__ == "DynamicIndexedLayer":  # which older transformers do not have

@@ -36,6 +36,10 @@ LIGHTNING_ATTENTION = ("num_attention_heads", "block_size")
 CONVOLVED_LAYERS = ("hidden_size", "sconv_kernel_size", "num_key_value_heads", "head_dim")
 # Those of two convolutions of queries and keys behind each other: tokens of each, heads of both, their dimension.
 CONVOLVED_HEADS = ("cca_time0", "cca_time1", "num_attention_heads", "num_key_value_heads", "head_dim")
+# Those of RWKV, all of whose layers are recurrent: channels, width. No other config has the third one.
+TIME_MIXES = ("attention_hidden_size", "hidden_size", "rescale_every")
+# Those of matrix memories (xLSTM): heads, the dimensions of their keys and values. Other configs lack the last two.
+MATRIX_MEMORIES = ("num_heads", "qk_head_dim", "v_head_dim", "chunk_size", "max_inference_chunksize")
 
 
 class StateSizes(NamedTuple):
@@ -76,6 +80,19 @@ def state_sizes(config: Any) -> StateSizes | None:
         heads, _ = found
         return StateSizes(heads * head_dim(config) ** 2, 0)
     return _convolved_sizes(config)
+
+
+def sizes_without_cache(config: Any) -> StateSizes | None:
+    """Return what each layer keeps if all are recurrent in a way that DynamicCache does not know; else None."""
+    found = _settings(config, TIME_MIXES)
+    if found is not None:
+        channels, width, _ = found
+        return StateSizes(3 * channels, 2 * width)
+    found = _settings(config, MATRIX_MEMORIES)
+    if found is not None:
+        heads, keys, values, _, _ = found
+        return StateSizes(heads * keys * (values + 1), 2 * heads)
+    return None
 
 
 def _convolved_sizes(config: Any) -> StateSizes | None:

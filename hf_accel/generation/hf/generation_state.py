@@ -112,6 +112,8 @@ class LoopCall:
 
     @property
     def mask(self) -> Tensor | None:
+        if self.state.form.reads_padding:
+            return None
         return self.inputs.get("decoder_attention_mask" if self.has_encoder else "attention_mask")
 
     @property
@@ -178,6 +180,7 @@ class DecoderForm:
         stands at the position of its own number; None for any other decoder.
     whole_prompts: whether the tokens of a prompt see all of that prompt, and those behind it all before them: what an
         encoder that is used to generate lets them see.
+    reads_padding: whether padding is tokens like all others to the model, which reads no mask.
     source: the argument by which a decoder takes the images that some of its layers attend to; None for one that takes
         none, and for an encoder-decoder.
     """
@@ -194,6 +197,7 @@ class DecoderForm:
     makes_masks: bool = False
     uncounted: int | None = None
     whole_prompts: bool = False
+    reads_padding: bool = False
     source: str | None = None
 
     def placed(self, positions: Tensor, ids: Tensor) -> Tensor:

@@ -303,7 +303,8 @@ class AcceleratedGeneration(WritesModelCard):
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         mask, has_beams = model_kwargs.get("attention_mask"), (generation_config.num_beams or 1) > 1
-        wanted = wanted and states_refusal(self, mask, has_beams=has_beams) is None  # type: ignore[arg-type]
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        wanted = wanted and states_refusal(self, mask, rows=rows, has_beams=has_beams) is None  # type: ignore[arg-type]
         wanted = wanted and pages_serve(self.config, generation_mode)  # type: ignore[attr-defined]
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
@@ -311,7 +312,6 @@ class AcceleratedGeneration(WritesModelCard):
                 "output_attentions= and cache_implementation=, or patch the model without context_parallel="
             )
         if wanted and state.cache is not None and given is None and generation_config.cache_implementation is None:
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             size = state.cache.block_size
             capacity = rows * -(-generation_config.max_length // size) * size  # in whole blocks: no row makes it grow
             kept = None if state.runner is None else cache_of_kept(state, self.config, capacity)  # type: ignore[attr-defined]

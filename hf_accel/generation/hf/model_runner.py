@@ -60,7 +60,9 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if keyword_for_each_row(model) is not None:
         ids = None  # rows of equal ids have different keys and values
     mask = None if mask is None else mask.bool()
-    if mask is None and keeps_states_alone(model.config):  # type: ignore[arg-type]
+    if state_of(model).generation.form.reads_padding:
+        mask = None
+    elif mask is None and keeps_states_alone(model.config):  # type: ignore[arg-type]
         mask = cache.padded.mask_with(source.shape[1])  # transformers leaves it out behind the first pass
     fresh = cache.get_seq_length() == 0
     shareable = cache.settings.prefix_sharing and ids is not None and other_input(kwargs) is None

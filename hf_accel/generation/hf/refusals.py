@@ -140,7 +140,7 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if not isinstance(call.cache, PagedCache) or call.inputs.get("use_cache") is False:
         if call.state.cache is None or call.inputs.get("use_cache") is False:
             return NO_PAGES
-        return states_refusal(call.model, mask, has_beams=call.has_beams) or NO_PAGES
+        return states_refusal(call.model, mask, rows=len(input_ids), has_beams=call.has_beams) or NO_PAGES
     if call.has_encoder and (refusal := encoder_refusal(call, own_cache=own_cache)) is not None:
         return refusal
     if not own_cache and len(input_ids) > 1:
@@ -206,21 +206,25 @@ def drafts_refusal(call: LoopCall) -> str | None:
     return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
 
 
-def states_refusal(model: PreTrainedModel, mask: object, *, has_beams: bool) -> str | None:
+def states_refusal(model: PreTrainedModel, mask: object, *, rows: int, has_beams: bool) -> str | None:
     """Return why pages cannot give the tokens that transformers gives with recurrent states, as one clause.
 
-    None if they can. mask: the attention_mask of the call, or None. In transformers, padding behind a token changes
-    the state of a recurrent layer; the states that some layers keep also change with padding in front of tokens, or
-    stay with their row when its beam goes on in another one.
+    None if they can. mask: the attention_mask of the call, or None. rows: how many it has.
+    In transformers, padding behind a token changes the state of a recurrent layer; the states that some layers keep
+    also change with padding in front of tokens, or with other rows, or stay with their row when its beam goes on in
+    another one.
     """
     if not model_kinds(model.config).has(RecurrentStates):
         return None
+    mask = None if state_of(model).generation.form.reads_padding else mask
     if isinstance(mask, Tensor) and not _only_left_padded(mask):
         return "padding stands behind or between tokens"
     if isinstance(mask, Tensor) and not mask.all() and _layers_say(model, "computes_padding"):
         return "its recurrent layers compute padding as they compute tokens"
     if has_beams and _layers_say(model, "stays_with_row"):
         return "transformers leaves its recurrent states behind when beams change places"
+    if rows > 1 and _layers_say(model, "mixes_rows"):
+        return "transformers computes a row of its batch from the states of other rows"
     return None
 
 

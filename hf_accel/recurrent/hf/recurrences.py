@@ -13,10 +13,12 @@ from .delta_rules import known_delta_rule
 from .gated_units import known_gated_unit
 from .headed_scans import known_headed_scan
 from .lightning import known_lightning_attention
+from .matrix_memories import known_matrix_memory, own_state_sites
 from .own_caches import own_cache_sites
 from .selective_scans import known_selective_scan
 from .state_pass import Recurrence
 from .state_spaces import known_state_space
+from .time_mixes import known_time_mixes
 
 RECURRENCE = SiteKind("recurrence", "recurrent layers", "states in pages", computes_all=True, multiplies=True)
 
@@ -24,10 +26,11 @@ RECURRENCE = SiteKind("recurrence", "recurrent layers", "states in pages", compu
 def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the recurrent layers of a model, which get a forward over pages."""
     for name, module in model.named_modules():
-        known = known_recurrence(module) or known_gated_unit(module, name)
+        known = known_recurrence(module) or known_gated_unit(module, name) or known_matrix_memory(module, name)
         if known is not None:
             yield FusedSite(name, module, RECURRENCE, known.mixin, known)
     yield from own_cache_sites(model)
+    yield from own_state_sites(model)
 
 
 def unknown_recurrences_refusal(model: nn.Module, count: int) -> str | None:
@@ -47,4 +50,4 @@ def known_recurrence(module: nn.Module) -> Recurrence | None:
 def _tried(module: nn.Module) -> Recurrence | None:
     known: Recurrence | None = known_delta_rule(module) or known_delta_attention(module)
     known = known or known_state_space(module) or known_selective_scan(module)
-    return known or known_headed_scan(module) or known_lightning_attention(module)
+    return known or known_headed_scan(module) or known_lightning_attention(module) or known_time_mixes(module)

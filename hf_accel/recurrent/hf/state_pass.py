@@ -81,7 +81,7 @@ def over_pages(module: Any, hidden_states: Tensor, cache: CacheOverPages, given:
     row = found.step.tokens(hidden_states[:, None]).transpose(0, 1)
     core = known.compute(module, row, found)
     layer.pass_done(found.step)
-    out: Tensor = module._modules[known.last](core.to(hidden_states.dtype)[None])
+    out = known.finished(module, core.to(hidden_states.dtype)[None])
     return found.step.columns(out.transpose(0, 1), len(hidden_states)).squeeze(2)
 
 
@@ -99,6 +99,7 @@ class Recurrence(ABC):
     reads_positions: ClassVar[bool] = False
     computes_padding: ClassVar[bool] = False
     stays_with_row: ClassVar[bool] = False
+    mixes_rows: bool = False
     norm_name: ClassVar[str] = "norm"
     last: ClassVar[str] = "out_proj"
 
@@ -200,6 +201,11 @@ class Recurrence(ABC):
     @abstractmethod
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:
         """Compute what the module gives to its last layer for the tokens [1, N, H] of a pass: [N, D]."""
+
+    def finished(self, module: Any, core: Tensor) -> Tensor:
+        """Return what the module returns [1, N, H] for what `compute` gives, [1, N, D]."""
+        out: Tensor = module._modules[self.last](core)
+        return out
 
     def normed(self, norm: Any, x: Tensor, gate: Tensor) -> Tensor:
         """Compute norm(x, gate) for rows [M, D] of float32, with torch's operators where torch has to see them.

@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
-    xLSTMConfig,
-    xLSTMForCausalLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.t5.modeling_t5 import T5DenseActDense
@@ -189,7 +189,7 @@ def test_a_softcap_that_stock_leaves_out() -> None:
 
 
 def test_no_cache_without_keys_and_values() -> None:
-    model = xLSTMForCausalLM(xLSTMConfig(vocab_size=50, hidden_size=32, num_heads=2, num_hidden_layers=2))
+    model = XLNetLMHeadModel(XLNetConfig(vocab_size=50, d_model=32, n_head=2, n_layer=2, d_inner=32))
     assert cache_refusal(model) is not None
 
 
