@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -28,13 +28,14 @@ from ..sounds import form_of, samples_of, text_of
 PART_SECONDS = 30  # of sound that the encoder reads at a time
 MOST_SOUNDS = 8  # sounds of a pass
 MOST_SOUND_BYTES = 25 * 2**20  # of a body, as in OpenAI's API, unless a limit was given
+FORM = "multipart/form-data"
 NUMBERS = {"temperature": float}
 
 
 class TranscriptionBody(Named):
     """POST /v1/audio/transcriptions. file: the sound."""
 
-    media_type: ClassVar[str] = "multipart/form-data"
+    media_type: ClassVar[str] = FORM
 
     file: bytes
     language: Annotated[str, Field(max_length=32)] | None = None
@@ -168,10 +169,10 @@ class Transcriptions:
     def __init__(self, service: RowService) -> None:
         self.service = service
 
-    async def handle_form(self, request: Request) -> Response:
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         """Answer a request. Raises ApiError for what is not served."""
-        asked = self._read(form_of(await request.body(), request.headers.get("content-type", "")))
-        self.service.check_name(asked.model)
+        ignores = self.service.limits.ignore_unknown_fields
+        asked: TranscriptionBody = read_body(TranscriptionBody, body, ignore_unknown=ignores)
         self.service.require_ready(1)
         maker = self.service.encoder
         rate = int(maker.processor.feature_extractor.sampling_rate)
@@ -180,21 +181,6 @@ class Transcriptions:
         sound = Sound(samples, rate, self._code(asked), asked.prompt, asked.temperature or 0.0, times)
         (found,) = await self.service.compute([sound])
         return self._written(found, asked, sound)
-
-    def _read(self, form: dict[str, list[bytes]]) -> TranscriptionBody:
-        body: dict[str, Any] = {}
-        for name, values in form.items():
-            if name == "file" and len(values) == 1:
-                body[name] = values[0]
-            elif name.endswith("[]"):  # how OpenAI's client sends lists
-                body[name[:-2]] = [text_of([value], name) for value in values]
-            else:
-                text = text_of(values, name)
-                body[name] = _number(text) if name in NUMBERS else text
-        ignores = self.service.limits.ignore_unknown_fields
-        return read_body(
-            TranscriptionBody, {name: one for name, one in body.items() if one != ""}, ignore_unknown=ignores
-        )
 
     def _code(self, asked: TranscriptionBody) -> str | None:
         if asked.language is None:
@@ -217,6 +203,20 @@ class Transcriptions:
         return JSONResponse({**head, "segments": found["segments"]})
 
 
+async def form_body(request: Request) -> dict[str, Any]:
+    """Return the fields of a multipart body, as JSON would have them. Raises ApiError (400) for other bodies."""
+    body: dict[str, Any] = {}
+    for name, values in form_of(await request.body(), request.headers.get("content-type", "")).items():
+        if name == "file" and len(values) == 1:
+            body[name] = values[0]
+        elif name.endswith("[]"):  # how OpenAI's client sends lists
+            body[name[:-2]] = [text_of([value], name) for value in values]
+        else:
+            text = text_of(values, name)
+            body[name] = _number(text) if name in NUMBERS else text
+    return {name: one for name, one in body.items() if one != ""}
+
+
 def _number(text: str) -> Any:
     try:
         return float(text)
@@ -224,8 +224,12 @@ def _number(text: str) -> Any:
         return text  # which the check of the body refuses
 
 
-def sound_service(path: str, name: str, limits: Limits, **keywords: Any) -> RowService:
-    """Load the service of a checkpoint of Whisper. Its bodies may have 25 MiB unless a limit was given."""
+def sound_service(path: str, name: str, limits: Limits, **keywords: Any) -> Callable[[float], RowService]:
+    """Load a checkpoint of Whisper, and return what starts its service.
+
+    Its bodies may have 25 MiB unless a limit was given.
+    """
     if limits.max_body_bytes == Limits.max_body_bytes:
         limits = Limits(**{**vars(limits), "max_body_bytes": MOST_SOUND_BYTES})
-    return RowService(load_transcriber(path, **keywords), name, limits, most_rows=MOST_SOUNDS)
+    transcriber = load_transcriber(path, **keywords)
+    return lambda share: RowService(transcriber, name, limits, most_rows=MOST_SOUNDS)
