@@ -117,7 +117,7 @@ def serve(
     relay = join_ranks(tensor_parallel, timeout=rank_timeout)
 
     def load() -> Any:
-        from hf_accel.serving.hf.loading import load_models
+        from hf_accel.serving.hf.loaded_models import load_models
 
         limits = Limits(
             max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes,

@@ -17,7 +17,7 @@ from hf_accel.checkpoints.text_encoder import encodes
 from hf_accel.kernels import cpu as kernels
 from hf_accel.serving.guard import Hosts
 from hf_accel.serving.hf.application import make_app
-from hf_accel.serving.hf.loading import load_models
+from hf_accel.serving.hf.loaded_models import load_models
 from hf_accel.serving.hf.served_model import leading, load_served
 from hf_accel.serving.hf.transcriptions import transcribes
 from hf_accel.serving.http_server import DrainingServer, bound_socket, make_server

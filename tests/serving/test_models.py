@@ -19,7 +19,7 @@ from transformers import BertModel, LlamaConfig, LlamaForCausalLM, WhisperForCon
 from hf_accel.checkpoints.fitting import process_bytes
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate import estimate
-from hf_accel.serving.hf.loading import load_models
+from hf_accel.serving.hf.loaded_models import load_models
 from hf_accel.serving.limits import Limits
 from hf_accel.undo.state import state_of
 
@@ -295,12 +295,12 @@ def test_a_memory_is_shared_out_by_what_each_needs(folders: dict[str, Path], mon
     """Of too little for all as they are, each gets as much less as the others."""
     parts: dict[str, float] = {}
 
-    def prepare(path: str, *, fit: int, name: str, **_: Any) -> Any:
+    def load_to_start(path: str, *, fit: int, name: str, **_: Any) -> Any:
         parts[name] = fit - process_bytes()
         return lambda share: SimpleNamespace(name=name, metrics=None)
 
     with monkeypatch.context() as patched:
-        patched.setattr("hf_accel.serving.hf.loading.prepare", prepare)
+        patched.setattr("hf_accel.serving.hf.loaded_models.load_to_start", load_to_start)
         load_models({name: str(path) for name, path in folders.items()}, fit=process_bytes() + 200 * 10**6)
     assert sum(parts.values()) == pytest.approx(200e6, rel=0.02)
     needs = {name: estimate(folders[name], bandwidth=1.0).total_bytes for name in folders}

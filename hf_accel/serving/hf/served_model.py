@@ -67,18 +67,18 @@ def load_processor(path: str, tokenizer: Any) -> Any:
 
 
 def load_served(path: str, **given: Any) -> ModelService:
-    """Load what a checkpoint is for, and start what computes; see `prepare`."""
-    return prepare(path, **given)(1.0)
+    """Load what a checkpoint is for, and start what computes; see `load_to_start`."""
+    return load_to_start(path, **given)(1.0)
 
 
-def prepare(path: str, **given: Any) -> Start:
-    """Load what a checkpoint is for: Whisper or a text encoder with its queue, or what writes text, by `prepare_text`.
+def load_to_start(path: str, **given: Any) -> Start:
+    """Load what a checkpoint is for: Whisper or a text encoder with its queue, or what writes text, by `load_text_to_start`.
 
     given: the keywords of load_service. Raises UnsupportedError for what these do not take.
     """
     sounds = transcribes(path)
     if not sounds and not encodes(path):
-        return prepare_text(path, **given)
+        return load_text_to_start(path, **given)
     limits = given.pop("limits", None) or Limits()
     name, template, engine = (given.pop(key, None) for key in ("name", "chat_template", "engine"))
     if template is not None or (engine or {}).get("relay") is not None:
@@ -91,11 +91,11 @@ def prepare(path: str, **given: Any) -> Start:
 
 
 def load_service(path: str, **given: Any) -> Service:
-    """Load and patch a checkpoint that writes text, and start an Engine on it; see `prepare_text`."""
-    return prepare_text(path, **given)(1.0)
+    """Load and patch a checkpoint that writes text, and start an Engine on it; see `load_text_to_start`."""
+    return load_text_to_start(path, **given)(1.0)
 
 
-def prepare_text(
+def load_text_to_start(
     path: str,
     *,
     name: str | None = None,

@@ -18,7 +18,7 @@ from ...estimate.result import room_in
 from ...estimate.shapes import shapes_of
 from ..models import Models
 from ..service import ModelService
-from .served_model import prepare
+from .served_model import load_to_start
 from .transcriptions import transcribes
 
 OF_TEXTS = ("speculative", "chat_template", "engine", "cache")  # keywords for models that write text
@@ -39,7 +39,7 @@ def load_models(
     passes have of all, as estimate() counts them. given: the other keywords of load_served. Of a cache= max_tokens are
     shared out evenly among the models that write text; on a GPU without either, all weights are loaded first, and each
     cache gets an equal part of the memory that is left. What is for models that write text alone is left out for
-    others beside them. within: what is entered while the model of a path is loaded.
+    the others, if there are such models. within: what is entered while the model of a path is loaded.
     """
     texts = [name for name, path in paths.items() if not encodes(path) and not transcribes(path)]
     given |= {"cache": _divided(given["cache"], len(texts))} if "cache" in given else {}
@@ -49,7 +49,7 @@ def load_models(
         own = dict(given) if name in texts or not texts else _of_rows(given, has_cache=transcribes(path))
         own |= {} if fit is None else {"fit": fits(name)}
         with within(path):
-            starts[name] = prepare(path, name=name, **own)
+            starts[name] = load_to_start(path, name=name, **own)
     services = {}
     for place, name in enumerate(sorted(paths, key=lambda name: name not in texts)):
         services[name] = starts[name](1 / (len(paths) - place))
@@ -66,7 +66,7 @@ def _divided(cache: Any, parts: int) -> Any:
 
 
 def _of_rows(given: Mapping[str, Any], *, has_cache: bool) -> dict[str, Any]:
-    """Return the keywords for a model that writes no text beside those that do."""
+    """Return the keywords for a model that writes no text, of those for models that do."""
     own, cache = {name: value for name, value in given.items() if name not in OF_TEXTS}, given.get("cache")
     fields = {name: value for name, value in cache.items() if name not in OF_PAGES} if isinstance(cache, dict) else {}
     return own | ({"cache": fields} if fields and has_cache else {})
