@@ -129,7 +129,7 @@ def main(seconds: float) -> int:
         for index, name in enumerate(ADAPTERS):
             save_adapter(folder / name, SHIPPED, seed=index)
         models: dict[str, Path] = {"tiny": SHIPPED, "embed": folder / "embed"}
-        with serving(models, limits=MANY, engine={"max_tokens": 512}, speculative="ngram") as running:
+        with serving(models, limits=MANY, engine={"max_tokens": 320}, speculative="ngram") as running:
             for name in ADAPTERS:
                 running.models.load_adapter(name, folder / name, model="tiny")
             return soak(running, MixedLoad(running, folder, seed=2), seconds)

@@ -72,9 +72,9 @@ def load_served(path: str, **given: Any) -> ModelService:
 
 
 def load_to_start(path: str, **given: Any) -> Start:
-    """Load what a checkpoint is for: Whisper or a text encoder with its queue, or what writes text, by `load_text_to_start`.
+    """Load what a checkpoint is for: Whisper or a text encoder with its queue, or what writes text.
 
-    given: the keywords of load_service. Raises UnsupportedError for what these do not take.
+    given: the keywords of load_text_to_start. Raises UnsupportedError for what these do not take.
     """
     sounds = transcribes(path)
     if not sounds and not encodes(path):
