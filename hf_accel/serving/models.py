@@ -64,7 +64,7 @@ class Models:
                 raise ApiError(404, f"the model {asked[:200]!r} does not answer here, but {known}", field="model")
             return answering[service.name]
         if asked is None and len(answering) > 1:
-            raise ApiError(400, f"model names none, and {_these(answering)} served here", field="model")
+            raise ApiError(400, f"the request names no model, and {_these(answering)} served here", field="model")
         return next(iter(answering.values()))  # whose check refuses what is no name
 
     # -- adapters --------------------------------------------------------------------------------------

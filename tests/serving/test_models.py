@@ -144,7 +144,7 @@ TEXT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1}
     [
         ("/v1/completions", {**TEXT, "model": "nobody"}, 404, "'nobody' is not served here, but 'code', 'other'"),
         ("/v1/completions", {**TEXT, "model": "embed"}, 404, "'embed' does not answer here, but 'code', 'other' are"),
-        ("/v1/completions", TEXT, 400, "model names none, and 'code', 'other' are served here"),
+        ("/v1/completions", TEXT, 400, "names no model, and 'code', 'other' are served here"),
         ("/v1/completions", {**TEXT, "model": 5}, 400, "model"),
         ("/v1/embeddings", {"input": "w1", "model": "code"}, 404, "does not answer here, but 'embed' is"),
         ("/v1/embeddings", {"input": "w1"}, 200, ""),
