@@ -20,6 +20,7 @@ from .options import Asked, Dtype, Fit, common, texts_in_file, with_fit
 from .output import BadInputError, say
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+NEEDED_FOR_SOUNDS = ("python_multipart", "soundfile", "soxr")
 
 
 @common()
@@ -92,9 +93,7 @@ def serve(
       torchrun --nproc-per-node 2 -m hf_accel serve MODEL --tensor-parallel 2
       curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import re"}'
     """
-    missing = [package for package in NEEDED if find_spec(package) is None]
-    if missing:
-        raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
+    check_installed(NEEDED)
     given = named_models(path, name, model or ())
     places = {name: checked_path(each) for name, each in given.items()}
     wanted, keywords = named_dtype(dtype), with_fit(asked.keywords(), fit)
@@ -102,6 +101,8 @@ def serve(
     texts = [name for name, each in given.items() if not is_row_path(each) and not is_sound_path(each)]
     for each in texts:
         check_text_model(given[each], "serve")
+    if any(map(is_sound_path, given.values())):
+        check_installed(NEEDED_FOR_SOUNDS)
     drafter = asked.given.get("speculative")
     of_one = {
         "--chat-template": chat_template is not None, "--speculative PATH": drafter not in (None, "none", *DRAFTERS),
@@ -169,6 +170,13 @@ def kept_cache(cache: Any, directory: Path, most_bytes: int, *, is_text: bool) -
         why = "--cache none has no pages" if is_text else "this one writes no text"
         raise BadInputError(f"--cache-dir is for models that write text over pages, and {why}; leave it out")
     return {**(cache if isinstance(cache, dict) else {}), "directory": str(directory), "directory_bytes": most_bytes}
+
+
+def check_installed(packages: Sequence[str]) -> None:
+    """Raise BadInputError for packages of the extra that are not installed."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
 
 
 def named_models(path: str | None, name: str | None, given: Sequence[str]) -> dict[str, str]:

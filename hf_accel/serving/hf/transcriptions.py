@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from torch import Tensor
@@ -23,13 +24,14 @@ from ..bodies import read_body
 from ..formats import Named
 from ..limits import Limits
 from ..rows import RowService
-from ..sounds import form_of, samples_of, text_of
+from ..sounds import samples_of
 
 PART_SECONDS = 30  # of sound that the encoder reads at a time
 MOST_SOUNDS = 8  # sounds of a pass
 MOST_SOUND_BYTES = 25 * 2**20  # of a body, as in OpenAI's API, unless a limit was given
 FORM = "multipart/form-data"
-NUMBERS = {"temperature": float}
+MOST_FIELDS = 64
+NUMBERS = ("temperature",)
 
 
 class TranscriptionBody(Named):
@@ -205,19 +207,28 @@ class Transcriptions:
 
 async def form_body(request: Request) -> dict[str, Any]:
     """Return the fields of a multipart body, as JSON would have them. Raises ApiError (400) for other bodies."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != FORM:
+        raise ApiError(400, f"send the file as {FORM}")
+    parser = MultiPartParser(request.headers, request.stream(), max_files=1, max_fields=MOST_FIELDS)
+    parser.spool_max_size = MOST_SOUND_BYTES * 1000  # no sound is written to the disk; bodies are bounded elsewhere
     body: dict[str, Any] = {}
-    for name, values in form_of(await request.body(), request.headers.get("content-type", "")).items():
-        if name == "file" and len(values) == 1:
-            body[name] = values[0]
-        elif name.endswith("[]"):  # how OpenAI's client sends lists
-            body[name[:-2]] = [text_of([value], name) for value in values]
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise ApiError(400, f"the body is no {FORM} that can be read: {error.message}") from error
+    parts = [(name, one if isinstance(one, str) else await one.read()) for name, one in form.multi_items()]
+    await form.close()
+    for name, value in parts:
+        if name.endswith("[]"):  # how OpenAI's client sends lists
+            body.setdefault(name[:-2], []).append(value)
+        elif name in body:
+            raise ApiError(400, f"{name[:100]} is to be sent once", field=name[:100])
         else:
-            text = text_of(values, name)
-            body[name] = _number(text) if name in NUMBERS else text
+            body[name] = _number(value) if name in NUMBERS else value
     return {name: one for name, one in body.items() if one != ""}
 
 
-def _number(text: str) -> Any:
+def _number(text: Any) -> Any:
     try:
         return float(text)
     except ValueError:
