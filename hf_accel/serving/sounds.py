@@ -11,7 +11,7 @@ from .api_errors import ApiError
 
 MOST_SECONDS = 2 * 3600  # of a sound: a small file of silence can hold years
 LEAST_RATE = 1000  # samples a second; at fewer a small file is a long sound too
-BLOCK = 2**18  # frames that are read at a time, of all channels
+FRAMES_AT_A_TIME = 2**18  # frames that are read at a time, of all channels
 MOST_CHANNELS = 64
 
 
@@ -34,10 +34,10 @@ def samples_of(content: bytes, rate: int) -> Tensor:
         stream, parts, frames, last = soxr.ResampleStream(given, rate, 1), [], 0, False
         while not last:
             try:
-                block = file.read(BLOCK, dtype="float32", always_2d=True)
+                block = file.read(FRAMES_AT_A_TIME, dtype="float32", always_2d=True)
             except (soundfile.LibsndfileError, RuntimeError) as error:
                 raise _refused("holds a sound that is broken") from error
-            frames, last = frames + len(block), len(block) < BLOCK
+            frames, last = frames + len(block), len(block) < FRAMES_AT_A_TIME
             if frames > MOST_SECONDS * given:
                 raise _refused(f"holds more than {MOST_SECONDS // 3600} hours of sound")
             mono = block.mean(axis=1)
