@@ -66,12 +66,13 @@ class Replica:
         from hf_accel.serving.hf.application import make_app
         from hf_accel.serving.hf.served_model import load_service
         from hf_accel.serving.limits import Limits
+        from hf_accel.serving.models import Models
 
         torch.set_num_threads(options["threads"])
         device = "cuda" if torch.cuda.is_available() else "cpu"  # Ray shows a replica the GPUs that it was given
         limits, cache = Limits(max_running=options["max_running"]), CacheConfig(max_tokens=options["max_tokens"])
         self.service = load_service(model, limits=limits, device_map=device, cache=cache, **loading)
-        self.app = make_app(self.service, api_key=options["api_key"])
+        self.app = make_app(Models([self.service]), api_key=options["api_key"])
         self.name = f"{socket.gethostname()}:{os.getpid()}".encode()
 
     async def answer(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:

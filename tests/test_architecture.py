@@ -46,7 +46,8 @@ OTHER_PACKAGES = {
         "prometheus_client",
         "pydantic",
         "pydantic_core",
-        "soundfile",  # where it is installed, for files that are not wav
+        "soundfile",
+        "soxr",
         "starlette",
         "tokenizers",
         "uvicorn",

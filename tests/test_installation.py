@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_accel.cli.serve import NEEDED
+from hf_accel.cli.serve import NEEDED, NEEDED_FOR_SOUNDS
 from hf_accel.kernels.cpu.build import BuildError, find_compiler
 
 ROOT = Path(__file__).parent.parent
@@ -253,5 +253,6 @@ def test_the_serve_extra_has_what_the_server_imports() -> None:
     there = requirements([*project["dependencies"], *project["optional-dependencies"]["serve"]])
     names = {MODULES.get(name, BROUGHT.get(name, name)) for name in imported(ROOT / "hf_accel" / "serving")}
     assert {"pillow", "prometheus_client", "fastapi"} <= names
-    assert names - {"tokenizers", "soundfile"} <= there, names - there  # transformers needs one; the other is optional
-    assert {MODULES.get(name, name) for name in NEEDED} <= there
+    assert names - {"tokenizers"} <= there, names - there  # which transformers needs
+    assert "python_multipart" in there  # by which starlette reads forms
+    assert {MODULES.get(name, name) for name in (*NEEDED, *NEEDED_FOR_SOUNDS)} <= there

@@ -115,16 +115,16 @@ PATCH_OPTIONS = (
     PatchOption("attention", "attention", CHOICE, "What computes attention (none: as stock)"),
     PatchOption("cache", "cache", CHOICE, "The cache of keys and values"),
     PatchOption("cache_dtype", "cache", CHOICE, "How keys and values are stored", "dtype"),
-    PatchOption("block_size", "cache", NUMBER, "TokenChoice in a block.", "block_size"),
-    PatchOption("max_tokens", "cache", NUMBER, "TokenChoice of all sequences that fit into the cache.", "max_tokens"),
+    PatchOption("block_size", "cache", NUMBER, "Tokens in a block.", "block_size"),
+    PatchOption("max_tokens", "cache", NUMBER, "Tokens of all sequences that fit into the cache.", "max_tokens"),
     PatchOption("prefix_sharing", "cache", SWITCH, "Keep one copy of what prompts begin with.", "prefix_sharing"),
     PatchOption("fuse", "fuse", SWITCH, "Compute several steps of a layer in one native call."),
     PatchOption(
         "speculative", "speculative", str | None, f"What drafts tokens: {', '.join(DRAFTERS)}, or a draft's PATH."
     ),
-    PatchOption("num_draft", "speculative", NUMBER, "TokenChoice that are drafted at a time.", "num_draft"),
+    PatchOption("num_draft", "speculative", NUMBER, "Tokens that are drafted at a time.", "num_draft"),
     PatchOption("keep_original", "keep_original", CHOICE, "Whether replaced weights stay in memory"),
-    PatchOption("deterministic", "deterministic", SWITCH, "TokenChoice never depend on other requests of the batch."),
+    PatchOption("deterministic", "deterministic", SWITCH, "Tokens never depend on other requests of the batch."),
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,18 +12,25 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_accel.config import DRAFTERS
 from hf_accel.serving.limits import Limits
 
 from .models import check_text_model, checked_path, explained, is_row_path, is_sound_path, named_dtype
-from .options import Asked, Dtype, Fit, Path_, common, texts_in_file, with_fit
+from .options import Asked, Dtype, Fit, common, texts_in_file, with_fit
 from .output import BadInputError, say
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+NEEDED_FOR_SOUNDS = ("python_multipart", "soundfile", "soxr")
 
 
 @common()
 def serve(
-    path: Path_,
+    path: Annotated[
+        str | None, typer.Argument(metavar="[PATH]", help="A model's folder, a .gguf file, or a name on the hub.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH of a model, in place of PATH; may be repeated.")
+    ] = None,
     dtype: Dtype = "auto",
     fit: Fit = None,
     device: Annotated[str | None, typer.Option(help="Where the model is put: cpu, cuda, ...")] = None,
@@ -52,7 +60,11 @@ def serve(
         list[str] | None, typer.Option(help="A host to fetch images of messages from; may be repeated; '*' is any.")
     ] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH of a PEFT LoRA that clients name as model; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="NAME=PATH of a PEFT LoRA that clients name as model, MODEL:NAME=PATH where several models write "
+            "text; may be repeated."
+        ),
     ] = None,
     adapter_folder: Annotated[
         Path | None, typer.Option(help="Clients may load the adapters in this folder, and unload any.")
@@ -67,7 +79,7 @@ def serve(
     *,
     asked: Asked,
 ) -> None:
-    """Serve a model to any client of OpenAI's API: chat completions, completions and responses.
+    """Serve a model, or several, to any client of OpenAI's API: chat completions, completions and responses.
 
     An encoder or a folder of sentence-transformers answers /v1/embeddings, a cross-encoder /v1/rerank and
     /v1/score, Whisper /v1/audio/transcriptions.
@@ -77,43 +89,52 @@ def serve(
     Examples:
       hf-accel serve examples/stdlib-tiny --weights int4 --port 8000
       hf-accel serve Qwen/Qwen3-0.6B --api-key secret --host 0.0.0.0
+      hf-accel serve --model chat=Qwen/Qwen3-0.6B --model embed=BAAI/bge-small-en-v1.5 --fit 6GB
       torchrun --nproc-per-node 2 -m hf_accel serve MODEL --tensor-parallel 2
       curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "import re"}'
     """
-    missing = [package for package in NEEDED if find_spec(package) is None]
-    if missing:
-        raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
-    place, wanted, keywords = checked_path(path), named_dtype(dtype), with_fit(asked.keywords(), fit)
+    check_installed(NEEDED)
+    given = named_models(path, name, model or ())
+    places = {name: checked_path(each) for name, each in given.items()}
+    wanted, keywords = named_dtype(dtype), with_fit(asked.keywords(), fit)
     keywords |= {} if device is None else {"device_map": device}
-    is_text = not is_row_path(path) and not is_sound_path(path)
-    if is_text:
-        check_text_model(path, "serve")
+    texts = [name for name, each in given.items() if not is_row_path(each) and not is_sound_path(each)]
+    for each in texts:
+        check_text_model(given[each], "serve")
+    if any(map(is_sound_path, given.values())):
+        check_installed(NEEDED_FOR_SOUNDS)
+    drafter = asked.given.get("speculative")
+    of_one = {
+        "--chat-template": chat_template is not None, "--speculative PATH": drafter not in (None, "none", *DRAFTERS),
+    }  # fmt: skip
+    check_of_one(of_one, texts)
+    check_of_one({"--tensor-parallel": tensor_parallel > 1}, given)
     if cache_dir is not None:
-        keywords["cache"] = kept_cache(keywords.get("cache", "paged"), cache_dir, cache_dir_bytes, is_text=is_text)
-    named_adapters = [named_path(each) for each in adapter or ()]
+        keywords["cache"] = kept_cache(keywords.get("cache", "paged"), cache_dir, cache_dir_bytes, is_text=bool(texts))
+    adapters = [of_model(named_path(each, "--adapter"), texts) for each in adapter or ()]
     template = None if chat_template is None else texts_in_file(chat_template)[0]
     from hf_accel.serving.hf.served_model import follow, join_ranks, leading
 
     relay = join_ranks(tensor_parallel, timeout=rank_timeout)
 
     def load() -> Any:
-        from hf_accel.serving.hf.served_model import load_served
+        from hf_accel.serving.hf.loaded_models import load_models
 
         limits = Limits(
             max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes,
             image_hosts=tuple(allow_image_host or ()), adapter_folder=adapter_folder,
             ignore_unknown_fields=ignore_unknown_fields,
         )  # fmt: skip
-        with explained(path):
-            service = load_served(
-                place, name=name or path, limits=limits, chat_template=template, dtype=wanted or "auto",
-                engine={"relay": relay}, **keywords,
-            )  # fmt: skip
-            load_adapters(service, named_adapters)
-            return service
+        models = load_models(
+            places, limits=limits, chat_template=template, dtype=wanted or "auto", engine={"relay": relay},
+            within=explained, **keywords,
+        )  # fmt: skip
+        for of, adapter_name, adapter_path in adapters:
+            models.load_adapter(adapter_name, adapter_path, model=of)
+        return models
 
     if relay is not None and not relay.leads:
-        service = load()
+        (service,) = load().services
         for number in (signal.SIGTERM, signal.SIGINT):  # torchrun sends it to all; the first rank decides when to end
             signal.signal(number, signal.SIG_IGN)
         return follow(service.engine, relay)
@@ -127,17 +148,19 @@ def serve(
             from hf_accel.serving.hf.application import make_app
             from hf_accel.serving.http_server import make_server
 
-            service = load()
-            if service.tokenizer.chat_template is not None:
-                service.templates.start()
+            models = load()
+            for service in models.services:
+                if service.tokenizer.chat_template is not None:
+                    service.templates.start()
             app = make_app(
-                service, api_key=api_key, hosts=Hosts.of(host, allow_host or (), origins=origins), origins=origins
+                models, api_key=api_key, hosts=Hosts.of(host, allow_host or (), origins=origins), origins=origins
             )
-            server = make_server(app, service, drain_seconds=drain_seconds)
+            server = make_server(app, models, drain_seconds=drain_seconds)
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
-        said = {"url": f"{address}/v1", "page": f"{address}/", "model": service.name}
-        asked.output.write(said, f"{service.name} is served at {said['url']}; {said['page']} chats with it")
-        with leading(relay, service, server):
+        said = {"url": f"{address}/v1", "page": f"{address}/", "model": next(iter(given)), "models": [*given]}
+        verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        asked.output.write(said, f"{', '.join(given)} {verb} served at {address}/v1; {address}/ chats with {them}")
+        with leading(relay, models.services[0], server):
             server.run(sockets=[bound])
 
 
@@ -149,23 +172,63 @@ def kept_cache(cache: Any, directory: Path, most_bytes: int, *, is_text: bool) -
     return {**(cache if isinstance(cache, dict) else {}), "directory": str(directory), "directory_bytes": most_bytes}
 
 
-def load_adapters(service: Any, named: list[tuple[str, str]]) -> None:
-    """Load adapters by their names and paths. Raises BadInputError or UnsupportedError."""
-    from hf_accel.serving.service import Service
-
-    if named and not isinstance(service, Service):
-        raise BadInputError("--adapter is for models that write text, and this one is none; leave it out")
-    for name, path in named:
-        service.load_adapter(name, path)
+def check_installed(packages: Sequence[str]) -> None:
+    """Raise BadInputError for packages of the extra that are not installed."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise BadInputError(f'{", ".join(missing)} is not installed, which serve needs: pip install "hf_accel[serve]"')
 
 
-def named_path(given: str) -> tuple[str, str]:
+def named_models(path: str | None, name: str | None, given: Sequence[str]) -> dict[str, str]:
+    """Return the paths of the models that are to be served, by their names. Raises BadInputError."""
+    if path is not None and given:
+        raise BadInputError(f"{path} and --model are both given; name it too: --model NAME={path}")
+    if path is not None:
+        return {name or path: path}
+    if not given:
+        raise BadInputError("no model is given; give its PATH, or --model NAME=PATH, which may be repeated")
+    if name is not None:
+        raise BadInputError(f"--name {name} is for one PATH; --model NAME=PATH says the name itself")
+    found: dict[str, str] = {}
+    for each, place in (named_path(one, "--model") for one in given):
+        if each in found:
+            raise BadInputError(f"two models have the name {each!r}: {found[each]} and {place}; rename one of them")
+        found[each] = place
+    return found
+
+
+def check_of_one(asked: Mapping[str, bool], models: Collection[str]) -> None:
+    """Raise BadInputError for an option that belongs to one model if there are several."""
+    for option, is_given in asked.items():
+        if is_given and len(models) > 1:
+            raise BadInputError(f"{option} is for one model, and here are {', '.join(models)}; leave it out")
+
+
+def of_model(named: tuple[str, str], texts: Sequence[str]) -> tuple[str, str, str]:
+    """Return the model, the name and the path of an adapter that was given as NAME=PATH or MODEL:NAME=PATH.
+
+    texts: the names of the models that write text. Raises BadInputError.
+    """
+    given, path = named
+    if not texts:
+        raise BadInputError("--adapter is for models that write text, and here is none; leave it out")
+    for model in sorted(texts, key=len, reverse=True):
+        name = given.removeprefix(f"{model}:")
+        if name != given and name:
+            return model, name, path
+    if len(texts) > 1:
+        raise BadInputError(
+            f"--adapter {given}={path} does not say which model it is for; give --adapter MODEL:{given}={path}, where "
+            f"MODEL is one of {', '.join(texts)}"
+        )
+    return texts[0], given, path
+
+
+def named_path(given: str, option: str) -> tuple[str, str]:
     """Return the name and the path of NAME=PATH. Raises BadInputError."""
     name, equals, path = given.partition("=")
     if not (name and equals and path):
-        raise BadInputError(
-            f"--adapter {given!r} is not NAME=PATH; give, for example, --adapter support=loras/support"
-        )
+        raise BadInputError(f"{option} {given!r} is not NAME=PATH; give, for example, {option} support=path/support")
     return name, path
 
 

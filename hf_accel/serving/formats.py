@@ -152,9 +152,10 @@ class AdapterName(Closed):
 
 
 class AdapterBody(AdapterName):
-    """The body that loads an adapter."""
+    """The body that loads an adapter. model: the one that it is for, where several write text."""
 
     lora_path: Annotated[str, Field(min_length=1)]
+    model: str | None = None
 
 
 def match_keywords(outputs: StructuredOutputs | None, form: Closed | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import ipaddress
 import re
 import socket
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +21,9 @@ from ..errors import UnsupportedError
 from ..keywords import known_keywords
 from .api_errors import ApiError
 from .http_server import CONNECTION, KEEP_ALIVE_SECONDS, Connection
+from .models import Models
 from .page import FILES
-from .service import ModelService, exchange
+from .service import exchange
 
 # They need no key: they are for what starts and stops the server, they say which routes there are, and the page has a
 # field for the key.
@@ -49,6 +50,7 @@ class Guard:
     headers, 413 for a body that is too large, and 408 for one that does not come. When the client closes the
     connection, the work on its request is cancelled, streamed or not; and when an exchange ends, however it ends, its
     job is closed.
+    paths: the most bytes of a body, by the path; other paths are one in the metrics.
     origins: whose pages a browser lets read the answers, refusals too. A browser asks for that without a key, by an
     OPTIONS request, which is answered before hosts and keys are checked: it says nothing but who may ask.
     """
@@ -56,14 +58,14 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        service: ModelService,
+        models: Models,
         *,
         api_key: str | None,
         hosts: Hosts | None,
         origins: Collection[str] = (),
-        paths: Collection[str],
+        paths: Mapping[str, int],
     ) -> None:
-        self._app, self._service, self._paths = app, service, frozenset(paths)
+        self._app, self._models, self._paths = app, models, paths
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
         self._hosts = hosts if api_key is None else None
         self._exchanges: ASGIApp = _for_pages_of(origins, self._answered) if origins else self._answered
@@ -72,7 +74,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(scope, send, self._service)
+        answer = _Answer(scope, send, self._models)
         state = scope.setdefault("state", {})
         connection: Connection | None = state.pop(CONNECTION, None)
         state |= {ANSWER: answer, "request_id": answer.request_id}
@@ -86,7 +88,7 @@ class Guard:
             if connection is not None:
                 connection.answered()
             path = scope["path"] if scope["path"] in self._paths else "other"
-            self._service.metrics.requests.labels(path, str(answer.status or 499)).inc()
+            self._models.metrics.requests.labels(path, str(answer.status or 499)).inc()
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -130,7 +132,7 @@ class Guard:
 
     async def _body(self, scope: Scope, receive: Receive, *, keep: bool) -> bytes:
         """Read the whole body. One that is too large is read on, but not kept, so that the client gets its answer."""
-        most = self._service.limits.max_body_bytes
+        most = self._paths.get(scope["path"], self._models.least_body_bytes)
         refusal = ApiError(413, f"the body is larger than {most} bytes", headers=CLOSE)
         stated = _header(scope, b"content-length")
         if stated is not None and stated.isdigit() and len(stated) < 20 and int(stated) > 16 * most:
@@ -171,8 +173,8 @@ class Guard:
 class _Answer:
     """Sends the answer, with the request's id and a header about the connection, and remembers its status."""
 
-    def __init__(self, scope: Scope, send: Send, service: ModelService) -> None:
-        self._send, self._service = send, service
+    def __init__(self, scope: Scope, send: Send, models: Models) -> None:
+        self._send, self._models = send, models
         self.status: int | None = None
         given = (_header(scope, REQUEST_ID.encode()) or b"").decode("latin-1")
         is_usable = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
@@ -191,7 +193,7 @@ class _Answer:
         """
         if any(name.lower() == b"connection" for name, _ in headers):
             return []
-        if self._service.admission.draining:
+        if self._models.draining:
             return [(b"connection", b"close")]
         return [(b"keep-alive", b"timeout=%d" % (KEEP_ALIVE_SECONDS - 5))]
 

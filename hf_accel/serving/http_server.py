@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .api_errors import error_body
-from .service import ModelService
+from .models import Models
 
 HEAD_BYTES = 2**16  # of a request: its first line and its headers
 HEAD_SECONDS = 30.0  # from a connection to its first head, and from the first byte of a head to the last one
@@ -43,9 +43,9 @@ class DrainingServer(uvicorn.Server):
     drain_seconds: how long they may take; those that run on are cancelled. A second signal cancels them at once.
     """
 
-    def __init__(self, config: uvicorn.Config, service: ModelService, *, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, models: Models, *, drain_seconds: float) -> None:
         super().__init__(config)
-        self._service, self._drain_seconds = service, drain_seconds
+        self._models, self._drain_seconds = models, drain_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
@@ -64,11 +64,10 @@ class DrainingServer(uvicorn.Server):
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         else:
-            self._service.admission.cancel_all()
+            self._models.cancel_all()
 
     async def _drain(self) -> None:
-        await self._service.admission.drain(self._drain_seconds)
-        self._service.templates.close()
+        await self._models.drain(self._drain_seconds)
         self.should_exit = True
 
 
@@ -88,14 +87,14 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 def make_server(
     app: ASGIApp,
-    service: ModelService,
+    models: Models,
     *,
     drain_seconds: float,
     log_level: str = "warning",
     http: Any = AutoHTTPProtocol,
 ) -> DrainingServer:
     """A server for an application of `make_app`; run(sockets=[...]) serves until a signal. http: uvicorn's parser."""
-    connections = Connections(service.limits.most_connections, 32 * service.limits.max_body_bytes)
+    connections = Connections(models.most_connections, 32 * models.most_body_bytes)
     bounded: Any = connections.protocol(http)
     config = uvicorn.Config(
         app,
@@ -108,7 +107,7 @@ def make_server(
         h11_max_incomplete_event_size=2 * HEAD_BYTES,  # so that our own limit, and its answer, come first
         lifespan="on",
     )
-    return DrainingServer(config, service, drain_seconds=drain_seconds)
+    return DrainingServer(config, models, drain_seconds=drain_seconds)
 
 
 # -- connections --------------------------------------------------------------------------------------

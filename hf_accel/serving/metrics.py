@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -29,6 +29,7 @@ COUNTERS = {  # of Engine.stats
     "cancelled": ("choices_cancelled", "Choices whose client went away."),
     "failed": ("choices_failed", "Choices that ended with an error."),
 }
+LABEL = "model"
 GAUGES = {
     "running": ("choices_running", "Choices that are computed now."),
     "waiting": ("choices_waiting", "Choices in the queue."),
@@ -46,37 +47,46 @@ class HasStats(Protocol):
     @property
     def stats(self) -> Mapping[str, Any]: ...
 
+    @property
+    def is_live(self) -> bool: ...
+
 
 class EngineCollector(Collector):
-    """Reads the Engine when Prometheus asks, so that a pass does not wait for metrics."""
+    """Reads the Engine of a model when Prometheus asks, so that a pass does not wait for metrics."""
 
-    def __init__(self, engine: HasStats) -> None:
-        self._engine = engine
+    def __init__(self, engine: HasStats, model: str) -> None:
+        self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
+        yield self._sample(GaugeMetricFamily, "model_live", "1 while the model's engine lives.", self._engine.is_live)
         for key, (name, words) in COUNTERS.items():
             if key in stats:  # an encoder's queue has fewer than an Engine
-                yield CounterMetricFamily(f"hf_accel_{name}", words, value=stats[key])
+                yield self._sample(CounterMetricFamily, name, words, stats[key])
         for key, (name, words) in GAUGES.items():
             if key in stats:
-                yield GaugeMetricFamily(f"hf_accel_{name}", words, value=stats[key])
+                yield self._sample(GaugeMetricFamily, name, words, stats[key])
         for key, (name, words) in SPECULATION.items() if "speculation" in stats else ():
-            yield CounterMetricFamily(f"hf_accel_{name}", words, value=stats["speculation"].get(key, 0))
+            yield self._sample(CounterMetricFamily, name, words, stats["speculation"].get(key, 0))
+
+    def _sample(
+        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, words: str, value: Any
+    ) -> Metric:
+        family = kind(f"hf_accel_{name}", words, labels=[LABEL])
+        family.add_metric([self._model], value)
+        return family
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one model, in a registry of their own, with its name as their label."""
 
-    def __init__(self, engine: HasStats) -> None:
+    def __init__(self, engine: HasStats, model: str) -> None:
+        self._model = model
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine))
-        self.requests = Counter(
-            "hf_accel_http_requests", "Answers, by path and status.", ("path", "status"), registry=self.registry
-        )
+        self.registry.register(EngineCollector(engine, model))
         self.prompt_tokens = Counter(
-            "hf_accel_prompt_tokens", "Tokens of prompts that were admitted.", registry=self.registry
-        )
+            "hf_accel_prompt_tokens", "Tokens of prompts that were admitted.", [LABEL], registry=self.registry
+        ).labels(model)
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From admission to a choice's first token.", FIRST_TOKEN_SECONDS
         )
@@ -88,7 +98,9 @@ class Metrics:
         )
 
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"hf_accel_{name}", words, buckets=buckets, registry=self.registry)
+        return Histogram(f"hf_accel_{name}", words, [LABEL], buckets=buckets, registry=self.registry).labels(
+            self._model
+        )
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """Record `count` tokens of a choice that came together, `seconds` after those before, or after admission."""
@@ -98,6 +110,26 @@ class Metrics:
         for _ in range(count):
             self.between_tokens.observe(seconds / count)
 
+
+class ServerMetrics(CollectorRegistry):
+    """The metrics of a server: its answers, and those of its models, each kind of numbers once for all models."""
+
+    def __init__(self, models: Iterable[Metrics]) -> None:
+        super().__init__()
+        self._models = list(models)
+        self.requests = Counter(
+            "hf_accel_http_requests", "Answers, by path and status.", ("path", "status"), registry=self
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
+        families: dict[str, Metric] = {}
+        for family in (family for one in self._models for family in one.registry.collect()):
+            known = families.setdefault(family.name, family)
+            if known is not family:
+                known.samples += family.samples
+        yield from families.values()
+
     def page(self) -> tuple[bytes, str]:
         """Return the text for Prometheus, and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        return generate_latest(self), CONTENT_TYPE_LATEST

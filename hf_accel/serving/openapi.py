@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from pydantic.json_schema import models_json_schema
 
@@ -15,17 +15,17 @@ ABOUT = {  # path -> one sentence
     "/v1/chat/completions": "Writes the next message of a chat.",
     "/v1/completions": "Writes on from a text.",
     "/v1/responses": "Writes the next message of a chat, in the form of OpenAI's Responses API. Nothing is stored.",
-    "/v1/load_lora_adapter": "Loads an adapter of the model, if the server lets clients do so.",
-    "/v1/unload_lora_adapter": "Unloads an adapter of the model, if the server lets clients do so.",
+    "/v1/load_lora_adapter": "Loads an adapter of a model, if the server lets clients do so.",
+    "/v1/unload_lora_adapter": "Unloads an adapter of a model, if the server lets clients do so.",
     "/tokenize": "Returns the tokens of a text or of a chat.",
     "/detokenize": "Returns the text of tokens.",
     "/v1/embeddings": "Returns a vector for each text.",
     "/v1/rerank": "Sorts documents by how well they answer a query.",
     "/v1/score": "Returns a score for each two texts.",
     "/v1/audio/transcriptions": "Returns what was said in a sound.",
-    "/v1/models": "Lists the model that is served.",
-    "/v1/models/{name}": "Describes the model that is served.",
-    "/health": "Says whether the engine lives.",
+    "/v1/models": "Lists the models that are served, and their adapters.",
+    "/v1/models/{name}": "Describes a model that is served.",
+    "/health": "Says whether the engines of the models live.",
     "/ready": "Says whether requests are taken.",
     "/metrics": "Returns counters and times for Prometheus.",
     "/version": "Returns the version of hf_accel.",
@@ -56,7 +56,8 @@ REFUSED: dict[str, Any] = {
 class Handler(Protocol):
     """It answers the POST requests of a path. body_type: of their bodies."""
 
-    body_type: ClassVar[Any]
+    @property
+    def body_type(self) -> Any: ...
 
 
 def document(posts: Mapping[str, Handler], routes: Iterable[Any]) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class RowQueue(Generic[Row]):
                 self._running = len(places)
             if places:
                 self._pass(places)
+                places = []  # or its requests would live until the next pass
         for request in self._waiting:
             request.end(HfAccelError("the server ended before this was computed"))
 

@@ -133,7 +133,6 @@ class RowHandler:
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         """Answer a request. Raises ApiError for what is not served."""
         asked = read_body(self.body_type, body, ignore_unknown=self.service.limits.ignore_unknown_fields)
-        self.service.check_name(asked.model)
         return await self._answer(asked, request_id)
 
     @abstractmethod

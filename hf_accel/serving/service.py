@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +19,6 @@ from ..models import layers_config
 from .api_errors import ApiError, unavailable
 from .bodies import Common
 from .compiling import Compiling
-from .formats import AdapterBody, AdapterName
 from .hf.templates import Templates
 from .limits import Admission, Limits
 from .metrics import Metrics
@@ -138,7 +136,7 @@ class ModelService:
         self._computing = engine
         self.processor: Any = None
         self.admission = Admission(limits)
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, name)
         self.templates = Templates(4 * limits.max_body_bytes)
         # One thread, so that no tokenizer is used twice at a time, and a long prompt does not stop the streams.
         self._tokenizing = ThreadPoolExecutor(1, "hf_accel tokenizer")
@@ -166,13 +164,6 @@ class ModelService:
         self.admission.require_room(num_choices)
         if not self.engine.is_live:
             raise unavailable("the engine has ended; the server must be restarted", RETRY_SECONDS)
-
-    def check_name(self, asked: str | None) -> None:
-        """Raise ApiError (404) for another model than the one that is served, and than its adapters."""
-        if asked is not None and asked not in self.names:
-            known = ", ".join(map(repr, self.names))
-            verb = "are" if self.names[1:] else "is"
-            raise ApiError(404, f"the model {asked[:200]!r} is not served here, but {known} {verb}", field="model")
 
     @property
     def names(self) -> list[str]:
@@ -227,37 +218,6 @@ class Service(ModelService):
     def names(self) -> list[str]:
         """The names of the model, and of the adapters that are loaded for it."""
         return [self.name, *self.engine.adapters.names]
-
-    def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load an adapter that clients can ask for as a model. Raises UnsupportedError."""
-        if name == self.name:
-            raise UnsupportedError(f"an adapter cannot have the name of the model, {name!r}; give it another one")
-        self.engine.load_adapter(name, path)
-
-    def load_asked(self, asked: AdapterBody) -> None:
-        """Load an adapter for a client. Raises ApiError: 400 for what cannot be loaded, 403 where no client may."""
-        folder = self._adapter_folder()
-        path = (folder / asked.lora_path).resolve()
-        if not path.is_relative_to(folder.resolve()):
-            raise ApiError(403, f"{asked.lora_path[:200]!r} is not in the folder of adapters", field="lora_path")
-        try:
-            self.load_adapter(asked.lora_name, path)
-        except UnsupportedError as error:
-            raise ApiError(400, str(error)) from error
-
-    def unload_asked(self, asked: AdapterName) -> None:
-        """Unload an adapter for a client. Raises ApiError: 404 if there is none, 403 where no client may."""
-        self._adapter_folder()
-        try:
-            self.engine.unload_adapter(asked.lora_name)
-        except UnsupportedError as error:
-            raise ApiError(404, f"no adapter {asked.lora_name[:200]!r} is loaded", field="lora_name") from error
-
-    def _adapter_folder(self) -> Path:
-        folder = self.limits.adapter_folder
-        if folder is None:
-            raise ApiError(403, "this server lets no client load adapters; start it with --adapter-folder")
-        return folder
 
     def stops(self, asked: Common) -> list[str]:
         """Return the strings that end the text: the request's, or else those of the model's generation_config."""

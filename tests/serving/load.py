@@ -16,6 +16,8 @@ import httpx
 
 from hf_accel.generation.engine.stream import Request
 from hf_accel.generation.sequence import Sequence
+from hf_accel.serving.row_queue import RowRequest
+from hf_accel.serving.rows import RowJob
 from hf_accel.serving.service import Job
 
 from .running import WAIT, Running, until
@@ -29,12 +31,21 @@ LENGTHS = (1, 7, 16, 64)
 LEAVING = 0.3  # the share of clients who do not wait for the end
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a client asks. check: whether the whole answer, as JSON, is right; None if nobody knows."""
+
+    body: dict[str, Any]
+    check: Callable[[dict[str, Any]], bool] | None = None
+    path: str = "/v1/completions"
+
+
 @dataclass
 class Outcome:
-    """What became of the clients. wrong: completed greedy answers that are not generate()'s."""
+    """What became of the clients. wrong: questions with whole answers that are not right."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    wrong: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
 
 class Load:
@@ -44,6 +55,7 @@ class Load:
         self.running, self.random = running, random.Random(seed)
         self.clients, self.rate = asyncio.Semaphore(clients), rate
         self.outcome = Outcome()
+        self.kinds: list[Callable[[], Question]] = [self.completion]
         tokenizer = running.service.tokenizer
         self.expected = {
             (prompt, length): tokenizer.decode(tokens[:length], skip_special_tokens=True)
@@ -69,39 +81,47 @@ class Load:
             await asyncio.gather(*tasks)
         return self.outcome
 
-    async def _client(self, http: httpx.AsyncClient) -> None:
+    def completion(self) -> Question:
+        """Ask for a text, greedy or not."""
         choose = self.random
-        body: dict[str, Any] = {"prompt": choose.choice(PROMPTS), "max_tokens": choose.choice(LENGTHS)}
+        prompt, length = choose.choice(PROMPTS), choose.choice(LENGTHS)
+        body: dict[str, Any] = {"model": self.running.service.name, "prompt": prompt, "max_tokens": length}
         body |= {"temperature": choose.choice([0, 0, 0, 0.9]), "stream": choose.random() < 0.6}
         if body["temperature"]:
-            body |= {"n": choose.choice([1, 3]), "top_p": 0.9, "logprobs": 1}
+            return Question(body | {"n": choose.choice([1, 3]), "top_p": 0.9, "logprobs": 1})
+        return Question(body, lambda answer: answer["choices"][0]["text"] == self.expected[prompt, length])
+
+    async def _client(self, http: httpx.AsyncClient) -> None:
+        choose = self.random
+        asked = choose.choice(self.kinds)()
         patience = choose.expovariate(4.0) if choose.random() < LEAVING else None
         try:
             async with asyncio.timeout(patience):
-                text = await (self._streamed if body["stream"] else self._whole)(http, body)
+                answer = await (self._streamed if asked.body.get("stream") else self._whole)(http, asked)
         except TimeoutError:
             self.outcome.counts["left"] += 1
             return
-        if text is None:
+        if answer is None:
             self.outcome.counts["told to come later"] += 1
             return
         self.outcome.counts["answered"] += 1
-        if not body["temperature"]:
+        if asked.check is not None:
             self.outcome.counts["compared"] += 1
-            if text != self.expected[body["prompt"], body["max_tokens"]]:
-                self.outcome.wrong.append((body, text))
+            if not asked.check(answer):
+                self.outcome.wrong.append((asked.body, answer))
 
-    async def _whole(self, http: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
-        answer = await http.post("/v1/completions", json=body)
+    async def _whole(self, http: httpx.AsyncClient, asked: Question) -> dict[str, Any] | None:
+        answer = await http.post(asked.path, json=asked.body)
         if answer.status_code == 429:
             return None
         answer.raise_for_status()
-        text: str = answer.json()["choices"][0]["text"]
-        return text
+        found: dict[str, Any] = answer.json()
+        return found
 
-    async def _streamed(self, http: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
-        text = ""
-        async with http.stream("POST", "/v1/completions", json=body) as answer:
+    async def _streamed(self, http: httpx.AsyncClient, asked: Question) -> dict[str, Any] | None:
+        """Return the first choice of a stream, as a whole answer has it."""
+        text, reason = "", None
+        async with http.stream("POST", asked.path, json=asked.body) as answer:
             if answer.status_code == 429:
                 return None
             answer.raise_for_status()
@@ -109,9 +129,10 @@ class Load:
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     assert "error" not in event, event
-                    text += "".join(choice["text"] for choice in event["choices"] if choice["index"] == 0)
+                    for choice in (one for one in event["choices"] if one["index"] == 0):
+                        text, reason = text + choice["text"], choice["finish_reason"]
             assert line == "" or line == "data: [DONE]"
-        return text
+        return {"choices": [{"text": text, "finish_reason": reason}]}
 
 
 def left_behind(running: Running, before: Counter[str]) -> Counter[str]:
@@ -121,7 +142,7 @@ def left_behind(running: Running, before: Counter[str]) -> Counter[str]:
     """
     until(running.is_idle)
     found = census() - before
-    if found["Sequence"] <= running.service.limits.max_running:
+    if found["Sequence"] <= len(running.models.services) * running.service.limits.max_running:
         del found["Sequence"]
     return found
 
@@ -129,7 +150,7 @@ def left_behind(running: Running, before: Counter[str]) -> Counter[str]:
 def census() -> Counter[str]:
     """Objects of requests, and threads beyond the first of a name, in this whole process."""
     gc.collect()
-    kinds = (Job, Request, Sequence)
+    kinds = (Job, Request, RowJob, RowRequest, Sequence)
     found = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
     threads = Counter(thread.name.rstrip("0123456789_-") for thread in threading.enumerate())
     return found + Counter({name: count - 1 for name, count in threads.items() if name != "tqdm_monitor"})

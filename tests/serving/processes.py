@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -47,8 +48,8 @@ class Process:
             if not line_of_it:
                 raise AssertionError(self.process.communicate()[1])
             said += line_of_it
-        self.said: dict[str, str] = json.loads(said)
-        self.url = self.said["url"]
+        self.said: dict[str, Any] = json.loads(said)
+        self.url: str = self.said["url"]
         self.root = self.url.removesuffix("/v1")
 
     def client(self) -> openai.OpenAI:
@@ -64,8 +65,10 @@ class Process:
 
 
 @contextmanager
-def process(*arguments: str | Path, port: int = 0) -> Iterator[Process]:
-    found = Process([SHIPPED, "--weights", "none", "--name", "tiny", "--port", str(port), *arguments])
+def process(*arguments: str | Path, port: int = 0, alone: bool = True) -> Iterator[Process]:
+    """Run a server. alone: whether it serves the shipped model; else `arguments` say which."""
+    own: tuple[str | Path, ...] = (SHIPPED, "--name", "tiny") if alone else ()
+    found = Process([*own, "--weights", "none", "--port", str(port), *arguments])
     try:
         yield found
     finally:

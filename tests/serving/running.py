@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from hf_accel.checkpoints.text_encoder import encodes
 from hf_accel.kernels import cpu as kernels
 from hf_accel.serving.guard import Hosts
 from hf_accel.serving.hf.application import make_app
+from hf_accel.serving.hf.loaded_models import load_models
 from hf_accel.serving.hf.served_model import leading, load_served
 from hf_accel.serving.hf.transcriptions import transcribes
 from hf_accel.serving.http_server import DrainingServer, bound_socket, make_server
 from hf_accel.serving.limits import Limits
+from hf_accel.serving.models import Models
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "stdlib-tiny"
 CHAT_TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -31,10 +33,11 @@ WAIT = 60
 
 
 class Running:
-    """A server that answers at `url`."""
+    """A server that answers at `url`. service: of its first model."""
 
-    def __init__(self, service: Any, server: DrainingServer, port: int) -> None:
-        self.service, self.server = service, server
+    def __init__(self, models: Models, server: DrainingServer, port: int) -> None:
+        self.models, self.server = models, server
+        self.service: Any = models.services[0]
         self.root = f"http://127.0.0.1:{port}"
         self.url = f"{self.root}/v1"
 
@@ -59,15 +62,16 @@ class Running:
         return found
 
     def is_idle(self) -> bool:
-        stats = self.stats
-        return not (
-            stats["running"] or stats["waiting"] or stats.get("blocks_used") or self.service.admission.num_choices
+        return not any(
+            service.admission.num_choices
+            or any(service.engine.stats.get(name) for name in ("running", "waiting", "blocks_used"))
+            for service in self.models.services
         )
 
 
 @contextmanager
 def serving(
-    path: str | Path = SHIPPED,
+    path: str | Path | Mapping[str, str | Path] = SHIPPED,
     *,
     limits: Limits | None = None,
     api_key: str | None = None,
@@ -75,25 +79,39 @@ def serving(
     drain_seconds: float = 10.0,
     **loading: Any,
 ) -> Iterator[Running]:
-    """Serve a checkpoint until the block ends; then nothing of it may be left."""
+    """Serve a checkpoint, or several by their names, until the block ends; then nothing of it may be left."""
     bound = bound_socket("127.0.0.1", 0)
-    given: dict[str, Any] = {"name": "tiny", **EXACT, **loading}
-    if not encodes(str(path)) and not transcribes(str(path)):
-        given.setdefault("chat_template", CHAT_TEMPLATE)
-    service: Any = load_served(str(path), limits=limits, **given)
-    app = make_app(service, api_key=api_key, hosts=Hosts.of("127.0.0.1", origins=origins), origins=origins)
-    server = make_server(app, service, drain_seconds=drain_seconds)
+    given: dict[str, Any] = {**EXACT, **loading}
+    models = _loaded(path, limits or Limits(), given)
+    app = make_app(models, api_key=api_key, hosts=Hosts.of("127.0.0.1", origins=origins), origins=origins)
+    server = make_server(app, models, drain_seconds=drain_seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
-    with leading(given.get("engine", {}).get("relay"), service, server):
+    with leading(given.get("engine", {}).get("relay"), models.services[0], server):
         thread.start()
         try:
             until(lambda: server.started)
-            yield Running(service, server, bound.getsockname()[1])
+            yield Running(models, server, bound.getsockname()[1])
         finally:
             server.handle_exit(15, None)
             thread.join(WAIT)
-            hf_accel.unpatch(service.engine.model)
-    assert not thread.is_alive() and not service.engine.is_live
+            for service in models.services:
+                hf_accel.unpatch(service.engine.model)
+    assert not thread.is_alive() and not models.is_live
+
+
+def _loaded(path: str | Path | Mapping[str, str | Path], limits: Limits, given: dict[str, Any]) -> Models:
+    if isinstance(path, Mapping):
+        if any(map(_writes, path.values())):
+            given = {"chat_template": CHAT_TEMPLATE, **given}
+        return load_models({name: str(one) for name, one in path.items()}, limits=limits, **given)
+    given = {"name": "tiny", **given}
+    if _writes(path):
+        given.setdefault("chat_template", CHAT_TEMPLATE)
+    return Models([load_served(str(path), limits=limits, **given)])
+
+
+def _writes(path: str | Path) -> bool:
+    return not encodes(str(path)) and not transcribes(str(path))
 
 
 def until(condition: Callable[[], bool]) -> None:

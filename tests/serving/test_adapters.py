@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 import hf_accel
 from hf_accel.cli.output import BadInputError
-from hf_accel.cli.serve import named_path
+from hf_accel.cli.serve import named_path, of_model
 from hf_accel.serving.limits import Limits
 
+from .adapters import save_adapter
 from .running import SHIPPED, serving
 
 PROMPT = "import re\n"
@@ -27,20 +23,8 @@ PROMPT = "import re\n"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two adapters of the shipped model."""
     folder = tmp_path_factory.mktemp("adapters")
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED)
-    layers = {name: each for name, each in model.named_modules() if name.endswith(("q_proj", "down_proj"))}
     for seed, name in enumerate(("one", "two")):
-        generator = torch.Generator().manual_seed(seed)
-        tensors = {}
-        for layer, module in layers.items():
-            sizes = {"A": (4, module.in_features), "B": (module.out_features, 4)}
-            for matrix, size in sizes.items():
-                values = torch.randn(size, generator=generator) * 0.1
-                tensors[f"base_model.model.{layer}.lora_{matrix}.weight"] = values
-        settings: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
-        (folder / name).mkdir()
-        (folder / name / "adapter_config.json").write_text(json.dumps(settings))
-        save_file(tensors, folder / name / "adapter_model.safetensors")
+        save_adapter(folder / name, SHIPPED, seed=seed)
     return folder
 
 
@@ -51,9 +35,9 @@ def completion(client: openai.OpenAI, model: str) -> tuple[str, str]:
 
 def test_adapters_are_models(folder: Path) -> None:
     with serving(limits=Limits(adapter_folder=folder)) as running, running.client() as client:
-        running.service.load_adapter("first", folder / "one")
-        with pytest.raises(hf_accel.UnsupportedError, match="cannot have the name of the model"):
-            running.service.load_adapter("tiny", folder / "one")
+        running.models.load_adapter("first", folder / "one", model="tiny")
+        with pytest.raises(hf_accel.UnsupportedError, match="cannot have the name 'tiny', which a model"):
+            running.models.load_adapter("tiny", folder / "one", model="tiny")
         assert [model.id for model in client.models.list()] == ["tiny", "first"]
         assert client.models.retrieve("first").id == "first"
         base, first = completion(client, "tiny"), completion(client, "first")
@@ -92,7 +76,18 @@ def test_clients_load_none_unasked(folder: Path) -> None:
 
 
 def test_names_on_the_command_line() -> None:
-    assert named_path("support=loras/a=b") == ("support", "loras/a=b")
+    assert named_path("support=loras/a=b", "--adapter") == ("support", "loras/a=b")
     for wrong in ("support", "=loras", "support="):
-        with pytest.raises(BadInputError, match="is not NAME=PATH"):
-            named_path(wrong)
+        with pytest.raises(BadInputError, match=r"--adapter '.*' is not NAME=PATH"):
+            named_path(wrong, "--adapter")
+
+
+def test_the_model_of_an_adapter() -> None:
+    assert of_model(("support", "loras"), ["chat"]) == ("chat", "support", "loras")
+    assert of_model(("a:support", "loras"), ["a", "a:b"]) == ("a", "support", "loras")
+    assert of_model(("a:b:support", "loras"), ["a", "a:b"]) == ("a:b", "support", "loras")
+    assert of_model(("x:support", "loras"), ["chat"]) == ("chat", "x:support", "loras")
+    with pytest.raises(BadInputError, match=r"give --adapter MODEL:x:y=loras, where MODEL is one of a, b"):
+        of_model(("x:y", "loras"), ["a", "b"])
+    with pytest.raises(BadInputError, match="for models that write text"):
+        of_model(("x", "loras"), [])

@@ -22,6 +22,8 @@ from hf_accel.serving import http_server
 from hf_accel.serving.guard import Guard
 from hf_accel.serving.http_server import HEAD_BYTES, KEEP_ALIVE_SECONDS, bound_socket, make_server
 from hf_accel.serving.limits import Admission, Limits
+from hf_accel.serving.metrics import Metrics
+from hf_accel.serving.models import Models
 
 from .running import until
 
@@ -36,14 +38,14 @@ class Served:
     def __init__(self, http: Any, api_key: str | None) -> None:
         self._go = threading.Event()
         self.waiting = 0
-        counter = SimpleNamespace(labels=lambda *_: SimpleNamespace(inc=lambda: None))
         self.service: Any = SimpleNamespace(
-            limits=LIMITS, admission=Admission(LIMITS), metrics=SimpleNamespace(requests=counter),
-            templates=SimpleNamespace(close=lambda: None),
+            name="none", limits=LIMITS, admission=Admission(LIMITS), templates=SimpleNamespace(close=lambda: None),
+            metrics=Metrics(SimpleNamespace(stats={}, is_live=True), "none"),
         )  # fmt: skip
+        models = Models([self.service])
         app = Starlette(routes=[Route("/", self._size, methods=["GET", "POST"]), Route("/wait", self._wait)])
-        guard = Guard(app, self.service, api_key=api_key, hosts=None, paths=())
-        self.server = make_server(guard, self.service, drain_seconds=1, log_level="critical", http=http)
+        guard = Guard(app, models, api_key=api_key, hosts=None, paths={})
+        self.server = make_server(guard, models, drain_seconds=1, log_level="critical", http=http)
         bound = bound_socket("127.0.0.1", 0)
         self.port = bound.getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [bound]})

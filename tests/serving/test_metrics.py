@@ -14,11 +14,11 @@ PROMPT = "x = 1\n" * 12
 
 
 def read(running: Running) -> dict[str, float]:
-    """All samples that have no labels but that of a bucket."""
+    """All samples that have no labels but that of the model."""
     page = httpx.get(f"{running.root}/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=")
     samples = [sample for family in text_string_to_metric_families(page.text) for sample in family.samples]
-    return {sample.name: sample.value for sample in samples if not sample.labels}
+    return {sample.name: sample.value for sample in samples if sample.labels == {"model": "tiny"}}
 
 
 DRAFTS = {"drafter": "ngram", "num_draft": 3}

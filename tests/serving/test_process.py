@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from hf_accel.cli.app import app
 
+from .adapters import save_adapter
+from .encoders import save_encoder
 from .processes import Process, command, process
 from .running import SHIPPED, serving, until
 
@@ -48,6 +50,28 @@ def test_drain() -> None:
         assert error.value.status_code == 503 and error.value.response.headers["retry-after"]
         text += "".join(chunk.choices[0].text for chunk in stream)
         assert text == whole
+        code, written = server.end()
+        assert code == 0 and "Traceback" not in written
+
+
+def test_several_models(tmp_path: Path) -> None:
+    """They answer by their names, with the adapter of one, until one SIGTERM ends all."""
+    save_adapter(tmp_path / "adapter", SHIPPED, seed=0)
+    save_encoder(tmp_path / "embed")
+    models = ("--model", f"b={SHIPPED}", "--model", f"embed={tmp_path / 'embed'}")
+    adapter = ("--adapter", f"b:support={tmp_path / 'adapter'}")
+    more = ("--max-tokens", "4096", "--speculative", "ngram", "--cache-dir", tmp_path / "kept")
+    with process("--model", f"a={SHIPPED}", *models, *adapter, *more, alone=False) as server:
+        assert server.said["models"] == ["a", "b", "embed"]
+        with server.client() as client:
+            assert [one.id for one in client.models.list()] == ["a", "b", "support", "embed"]
+            texts = [
+                client.completions.create(**{**LONG, "stream": False, "model": name}, max_tokens=20).choices[0].text
+                for name in ("a", "b", "support")
+            ]
+            assert texts[0] == texts[1] != texts[2]
+            assert len(client.embeddings.create(model="embed", input="w1").data[0].embedding) == 64
+        server.terminate()
         code, written = server.end()
         assert code == 0 and "Traceback" not in written
 
@@ -148,7 +172,34 @@ def test_bad_arguments_are_one_line(arguments: tuple[str | Path, ...], words: st
     assert len(lines) == 1 and words in lines[0] and "Traceback" not in error
 
 
-@pytest.mark.parametrize("arguments", [(), (SHIPPED, "--port", "x"), (SHIPPED, "--port", "70000"), (SHIPPED, "--no")])
+MODEL = ("--model", f"a={SHIPPED}", "--model", f"b={SHIPPED}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "no model is given; give its PATH, or --model NAME=PATH"),
+        ((SHIPPED, *MODEL), "and --model are both given"),
+        ((*MODEL, "--name", "x"), "--name x is for one PATH"),
+        ((*MODEL, "--model", "a=x"), "two models have the name 'a'"),
+        (("--model", SHIPPED), "is not NAME=PATH"),
+        (("--model", "a=/no/such/model"), "/no/such/model"),
+        ((*MODEL, "--adapter", "support=x"), "give --adapter MODEL:support=x, where MODEL is one of a, b"),
+        ((*MODEL, "--adapter", "b:support=/no/adapter"), "/no/adapter"),
+        ((*MODEL, "--chat-template", __file__), "--chat-template is for one model, and here are a, b"),
+        ((*MODEL, "--speculative", SHIPPED), "--speculative PATH is for one model"),
+        ((*MODEL, "--tensor-parallel", "2"), "--tensor-parallel is for one model"),
+        ((*MODEL, "--max-tokens", "1"), "--max-tokens 1 are too few for the caches of 2 models"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_several_models_that_are_refused(arguments: tuple[str | Path, ...], words: str) -> None:
+    error = refusal(*arguments, "--port", "0")
+    lines = [line for line in error.splitlines() if line.startswith("hf-accel: ")]
+    assert len(lines) == 1 and words in lines[0] and "Traceback" not in error
+
+
+@pytest.mark.parametrize("arguments", [(SHIPPED, "--port", "x"), (SHIPPED, "--port", "70000"), (SHIPPED, "--no")])
 def test_bad_usage(arguments: tuple[str | Path, ...]) -> None:
     assert "Traceback" not in refusal(*arguments)
 

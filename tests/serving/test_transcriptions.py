@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import soundfile
 import torch
 from torch import Tensor
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
 from hf_accel.serving.api_errors import ApiError
-from hf_accel.serving.sounds import form_of, resampled, samples_of
+from hf_accel.serving.sounds import samples_of
 
 from .running import Running, serving
 from .whisper import RATE, save_whisper, tone, wav
@@ -168,7 +170,7 @@ def test_wav_files(form: dict[str, Any]) -> None:
 def test_rates(rate: int) -> None:
     """A tone stays what it is, but for its ends, where there is nothing before and after it."""
     seconds, pitch = 0.5, 300.0
-    found = resampled(tone(seconds, pitch, rate), rate, RATE)
+    found = samples_of(wav(tone(seconds, pitch, rate), rate), RATE)
     wanted = tone(seconds, pitch)
     assert abs(len(found) - len(wanted)) <= 1
     inner = slice(RATE // 50, len(wanted) - RATE // 50)
@@ -178,16 +180,40 @@ def test_rates(rate: int) -> None:
 def test_a_rate_holds_no_higher_tone() -> None:
     """11 kHz is above what 16,000 samples a second hold, and is left out in place of turning into a lower tone."""
     times = torch.arange(24_000) / 48_000
-    assert float(resampled(torch.sin(2 * torch.pi * 11_000 * times), 48_000, RATE)[800:-800].abs().max()) < 0.02
+    sound = wav(torch.sin(2 * torch.pi * 11_000 * times), 48_000)
+    assert float(samples_of(sound, RATE)[800:-800].abs().max()) < 0.02
 
 
-def test_forms() -> None:
-    value = bytes(range(256)) * 3 + b"\r\n--b\r\n\r\n--"
-    request = httpx.Request("POST", "http://x", files={"file": ('a"b.wav', value)}, data={"a": "1", "l": ["x", "y"]})
-    found = form_of(request.read(), request.headers["content-type"])
-    assert found == {"file": [value], "a": [b"1"], "l": [b"x", b"y"]}
-    for body, kind in ((b"", "multipart/form-data; boundary=b"), (b"--b\r\n", "multipart/form-data; boundary=b"),
-                       (b"x", "multipart/form-data"), (b"x", "text/plain"),
-                       (b"--b\r\n\r\nx\r\n--b--", "multipart/form-data; boundary=b")):  # fmt: skip
-        with pytest.raises(ApiError):
-            form_of(body, kind)
+@pytest.mark.parametrize("kind", ["FLAC", "OGG", "MP3"])
+def test_other_files(kind: str) -> None:
+    file, sound = io.BytesIO(), tone(1.0)
+    soundfile.write(file, sound.numpy(), RATE, format=kind)
+    found, inner = samples_of(file.getvalue(), RATE), slice(RATE // 4, 3 * RATE // 4)
+    assert torch.nn.functional.cosine_similarity(found[inner], sound[inner], dim=0) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("rate", "seconds", "words"), [(8, 100, "8 samples a second"), (1000, 7201, "more than 2 hours")], ids=str
+)
+def test_a_small_file_is_no_long_sound(rate: int, seconds: int, words: str) -> None:
+    file = io.BytesIO()
+    soundfile.write(file, torch.zeros(rate * seconds).numpy(), rate, format="FLAC" if rate >= 1000 else "WAV")
+    assert len(file.getvalue()) < 2**20
+    with pytest.raises(ApiError, match=words):
+        samples_of(file.getvalue(), RATE)
+
+
+def test_forms(running: Running, client: openai.OpenAI) -> None:
+    """A sound holds what stands between parts, and bodies that are no whole form are refused."""
+    file = wav(SOUNDS["short"]) + b"LIST\x0c\0\0\0\r\n--b\r\n\r\n--"
+    given = {"model": "tiny", "language": "en"}
+    assert client.audio.transcriptions.create(file=('a"b.wav', file), **given).text == (
+        client.audio.transcriptions.create(file=("a.wav", wav(SOUNDS["short"])), **given).text
+    )
+    form = "multipart/form-data; boundary=b"
+    for body, kind in (
+        (b"", form), (b"--b\r\n", form), (b"x", "multipart/form-data"), (b"x", "text/plain"),
+        (b"--b\r\n\r\nx\r\n--b--", form),
+    ):  # fmt: skip
+        url = f"{running.url}/audio/transcriptions"
+        assert httpx.post(url, content=body, headers={"content-type": kind}).status_code == 400, body

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.cli.serving.utils import GenerationState
 
 from ..api_errors import ApiError, error_body
 from ..guard import Guard, Hosts
+from ..models import Models
 from ..openapi import document
 from ..page import FILES, page_routes
 from ..rows import Embeddings, Rerank, RowHandler, RowService, Score
@@ -28,50 +29,74 @@ from .completions import Chat, Completions
 from .handlers import OfEngine
 from .responses import Responses
 from .tokens import Detokenize, Tokenize
-from .transcriptions import Transcriber, Transcriptions
+from .transcriptions import FORM, Transcriber, Transcriptions, form_body
 
-Handler = OfEngine | RowHandler | Transcriptions | LoadAdapter | UnloadAdapter
+Handler = OfEngine | RowHandler | Transcriptions
 OUR_ROUTES = ("/v1/models", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/plan", "/stats")
 
 
 def make_app(
-    service: ModelService,
+    models: Models,
     *,
     api_key: str | None = None,
     hosts: Hosts | None = None,
     origins: Collection[str] = (),
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> ASGIApp:
-    """Build the application of a service. api_key: what clients must send as `Authorization: Bearer KEY`.
+    """Build the application of some models. api_key: what clients must send as `Authorization: Bearer KEY`.
 
     hosts: the names that requests may be sent to if there is no key; None takes all, for an application behind another
     server, which knows its names. origins: of other sites whose pages may ask, or "*".
     chat_template_kwargs: what the chat template gets unless a request says otherwise.
     """
-    manager = OneModel(service)
-    posts = handlers_of(service, manager, chat_template_kwargs or {})
+    answering: dict[str, dict[str, Handler]] = {}  # by path, and by the model's name
+    for service in models.services:
+        for path, handler in handlers_of(service, chat_template_kwargs or {}).items():
+            answering.setdefault(path, {})[service.name] = handler
+    posts: dict[str, Post] = {path: OfModels(models, handlers) for path, handlers in answering.items()}
+    if models.writing:
+        posts |= {"/v1/load_lora_adapter": LoadAdapter(models), "/v1/unload_lora_adapter": UnloadAdapter(models)}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        manager.shutdown()
+        models.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)  # its own pages load programs of another site
-    for path, handler in posts.items():
-        _add_post(app, path, handler)
-    _add_routes(app, service, manager)
-    page = page_routes(service)
+    for path, post in posts.items():
+        _add_post(app, path, post)
+    _add_routes(app, models)
+    page = page_routes(models)
     app.router.routes += page
     described = document(posts, (route for route in app.routes if route not in page))
     app.get("/openapi.json")(lambda: JSONResponse(described))
     _add_errors(app, posts)
-    paths = (*posts, *OUR_ROUTES, *FILES)
-    return Guard(app, service, api_key=api_key, hosts=hosts, origins=origins, paths=paths)
+    paths = dict.fromkeys((*posts, *OUR_ROUTES, *FILES), models.least_body_bytes)
+    for path, handlers in answering.items():
+        paths[path] = max(handler.service.limits.max_body_bytes for handler in handlers.values())
+    return Guard(app, models, api_key=api_key, hosts=hosts, origins=origins, paths=paths)
 
 
-def handlers_of(service: ModelService, manager: OneModel, chat_template_kwargs: dict[str, Any]) -> dict[str, Handler]:
-    """Return what answers the POST requests of each path."""
-    shared: dict[str, Any] = {"model_manager": manager, "generation_state": GenerationState()}
+class OfModels:
+    """Answers the POST requests of one path, by the handler of the model that each names."""
+
+    def __init__(self, models: Models, handlers: Mapping[str, Handler]) -> None:
+        self._models, self._handlers = models, handlers
+        self.body_type: Any = next(iter(handlers.values())).body_type
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
+        answer: Response = await self._models.chosen(self._handlers, body.get("model")).handle_request(
+            body, request_id
+        )
+        return answer
+
+
+Post = OfModels | LoadAdapter | UnloadAdapter
+
+
+def handlers_of(service: ModelService, chat_template_kwargs: dict[str, Any]) -> dict[str, Handler]:
+    """Return what answers the POST requests of each path for a model."""
+    shared: dict[str, Any] = {"model_manager": OneModel(service), "generation_state": GenerationState()}
     template = {**shared, "chat_template_kwargs": chat_template_kwargs}
     tokens: dict[str, Handler] = {
         "/tokenize": Tokenize(service, **template),
@@ -88,55 +113,73 @@ def handlers_of(service: ModelService, manager: OneModel, chat_template_kwargs: 
         "/v1/chat/completions": Chat(service, **template),
         "/v1/completions": Completions(service, **shared),
         "/v1/responses": Responses(service, **template),
-        "/v1/load_lora_adapter": LoadAdapter(service),
-        "/v1/unload_lora_adapter": UnloadAdapter(service),
         **tokens,
     }
 
 
-def _add_post(app: FastAPI, path: str, handler: Handler) -> None:
-    if isinstance(handler, Transcriptions):
-        app.post(path)(handler.handle_form)
+def _add_post(app: FastAPI, path: str, post: Post) -> None:
+    if post.body_type.media_type == FORM:
+
+        @app.post(path)
+        async def form(request: Request) -> Response:
+            return await post.handle_request(await form_body(request), request.state.request_id)
+
         return
 
     @app.post(path)
-    async def post(request: Request, body: dict[str, Any]) -> Response:
-        answer: Response = await handler.handle_request(body, request.state.request_id)
-        return answer
+    async def body(request: Request, body: dict[str, Any]) -> Response:
+        return await post.handle_request(body, request.state.request_id)
 
 
-def _add_routes(app: FastAPI, service: ModelService, manager: OneModel) -> None:
+def _add_routes(app: FastAPI, models: Models) -> None:
+    created = int(time.time())
+
     @app.get("/version")
     async def version_of_ours() -> Response:
         return JSONResponse({"version": version("hf_accel")})
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": manager.get_gen_models()})
+    async def listed() -> Response:
+        return JSONResponse({"object": "list", "data": [*entries(models.services, created)]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        service.check_name(name)
-        return JSONResponse(next(each for each in manager.get_gen_models() if each["id"] == name))
+        service = models.require_named(name)
+        return JSONResponse(next(each for each in entries([service], created) if each["id"] == name))
 
     @app.get("/health")
     async def health() -> Response:
-        if not service.engine.is_live:
-            return JSONResponse({"status": "unhealthy", "reason": service.unready()}, 503)
-        return JSONResponse({"status": "ok"})
+        dead = [service.name for service in models.services if not service.engine.is_live]
+        if not dead:
+            return JSONResponse({"status": "ok"})
+        reasons = {name: reason for name, reason in models.unready().items() if name in dead}
+        if models.is_live:
+            return JSONResponse({"status": "degraded", "reasons": reasons})
+        return JSONResponse({"status": "unhealthy", "reasons": reasons}, 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        reason = service.unready()
-        return JSONResponse({"status": "unready", "reason": reason}, 503) if reason else JSONResponse({"status": "ok"})
+        reasons = models.unready()
+        if len(reasons) == len(models.services):
+            return JSONResponse({"status": "unready", "reasons": reasons}, 503)
+        return JSONResponse({"status": "degraded", "reasons": reasons} if reasons else {"status": "ok"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        page, kind = service.metrics.page()
+        page, kind = models.metrics.page()
         return Response(page, headers={"content-type": kind})
 
 
-def _add_errors(app: FastAPI, posts: Mapping[str, Handler]) -> None:
+def entries(services: Iterable[ModelService], created: int) -> Iterator[dict[str, Any]]:
+    """Iterate over models, and the adapters that are loaded for each, as entries of OpenAI's list of models."""
+    for service in services:
+        shared = {"object": "model", "created": created, "owned_by": "hf_accel"}
+        shared |= {} if service.context is None else {"max_model_len": service.context}
+        for name in service.names:
+            yield {"id": name, **shared, **({} if name == service.name else {"parent": service.name})}
+
+
+def _add_errors(app: FastAPI, posts: Iterable[str]) -> None:
     """Answer every error in OpenAI's form."""
 
     @app.exception_handler(ApiError)
@@ -165,18 +208,6 @@ class OneModel(ModelManager):
     def __init__(self, service: ModelService) -> None:
         super().__init__(model_timeout=-1)
         self._service = service
-        self._created = int(time.time())
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
         return self._service.engine.model, self._service.tokenizer
-
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the served model, and the adapters that are loaded for it, as entries of OpenAI's list of models."""
-        context, own = self._service.context, self._service.name
-        shared = {"object": "model", "created": self._created, "owned_by": "hf_accel"}
-        shared |= {} if context is None else {"max_model_len": context}
-        return [{"id": name, **shared, **({} if name == own else {"parent": own})} for name in self._service.names]
-
-    def shutdown(self) -> None:
-        """End the Engine; called when the server ends."""
-        self._service.close()

@@ -53,7 +53,6 @@ class OfEngine(BaseHandler):
     def _checked(self, body: dict[str, Any]) -> Any:
         """Return the body as its `body_type`. Raises ApiError: 400 for what is not served, 404 for another model."""
         asked = read_body(self.body_type, body, ignore_unknown=self.service.limits.ignore_unknown_fields)
-        self.service.check_name(asked.model)
         return asked
 
     async def _prompts(self, asked: Any, body: dict[str, Any]) -> list[Prompt]:

@@ -10,7 +10,7 @@ import pickle
 import signal
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,17 +20,25 @@ from torch import Tensor, distributed
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 
+from ...cache.hf.room import share_settings
 from ...checkpoints.load import load, load_tokenizer
 from ...checkpoints.text_encoder import encodes, load_text_encoder
+from ...config import CacheConfig
 from ...errors import HfAccelError, HfAccelWarning, UnsupportedError
 from ...generation.engine.stream import Request
 from ...generation.hf import Engine
+from ...generation.hf.engine import TOKEN_BUDGET
 from ...parallel.relay import Relay
+from ...tensors import model_device
+from ...undo.state import state_of
 from ..http_server import DrainingServer
 from ..limits import Limits
 from ..rows import RowService
 from ..service import ModelService, Service
 from .transcriptions import sound_service, transcribes
+
+# Starts what computes for a loaded model. It gets the share of a GPU's free memory that its cache may take.
+Start = Callable[[float], ModelService]
 
 
 def load_fast_tokenizer(path: str) -> Any:
@@ -59,13 +67,18 @@ def load_processor(path: str, tokenizer: Any) -> Any:
 
 
 def load_served(path: str, **given: Any) -> ModelService:
-    """Load what a checkpoint is for: Whisper or a text encoder with its queue, or by `load_service` what writes text.
+    """Load what a checkpoint is for, and start what computes; see `load_to_start`."""
+    return load_to_start(path, **given)(1.0)
 
-    given: the keywords of load_service. Raises UnsupportedError for what these do not take.
+
+def load_to_start(path: str, **given: Any) -> Start:
+    """Load what a checkpoint is for: Whisper or a text encoder with its queue, or what writes text.
+
+    given: the keywords of load_text_to_start. Raises UnsupportedError for what these do not take.
     """
     sounds = transcribes(path)
     if not sounds and not encodes(path):
-        return load_service(path, **given)
+        return load_text_to_start(path, **given)
     limits = given.pop("limits", None) or Limits()
     name, template, engine = (given.pop(key, None) for key in ("name", "chat_template", "engine"))
     if template is not None or (engine or {}).get("relay") is not None:
@@ -73,10 +86,16 @@ def load_served(path: str, **given: Any) -> ModelService:
         raise UnsupportedError(f"{what} is for models that write text, and {path} is none; leave it out")
     if sounds:
         return sound_service(path, name or path, limits, **given)
-    return RowService(load_text_encoder(path, **given), name or path, limits)
+    encoder = load_text_encoder(path, **given)
+    return lambda share: RowService(encoder, name or path, limits)
 
 
-def load_service(
+def load_service(path: str, **given: Any) -> Service:
+    """Load and patch a checkpoint that writes text, and start an Engine on it; see `load_text_to_start`."""
+    return load_text_to_start(path, **given)(1.0)
+
+
+def load_text_to_start(
     path: str,
     *,
     name: str | None = None,
@@ -84,8 +103,8 @@ def load_service(
     chat_template: str | None = None,
     engine: dict[str, Any] | None = None,
     **keywords: Any,
-) -> Service:
-    """Load and patch a checkpoint by hf_accel.load(path, **keywords), and start an Engine on it.
+) -> Callable[[float], Service]:
+    """Load and patch a checkpoint by hf_accel.load(path, **keywords), and return what starts an Engine on it.
 
     name: what clients call the model; left out, its path. chat_template: the text of a template to use instead of the
     checkpoint's own. engine: keywords of Engine, and relay=, the way to the other
@@ -111,8 +130,20 @@ def load_service(
             stacklevel=2,
         )
     leading = relay if relay is not None and relay.leads else None
-    served = Engine(model, **settings) if leading is None else LeadingEngine(model, relay=leading, **settings)
-    return Service(served, tokenizer, name or path, limits, processor=processor)
+
+    def start(share: float) -> Service:
+        if share < 1:
+            settings.setdefault("max_tokens", _tokens_of(model, share))
+        served = Engine(model, **settings) if leading is None else LeadingEngine(model, relay=leading, **settings)
+        return Service(served, tokenizer, name or path, limits, processor=processor)
+
+    return start
+
+
+def _tokens_of(model: Any, share: float) -> int | None:
+    """Return the tokens of a cache in a share of the free memory; None if it grows as needed."""
+    settings = state_of(model).generation.cache or CacheConfig()
+    return share_settings(model, settings, model_device(model), rows=TOKEN_BUDGET, share=share).max_tokens
 
 
 # -- ranks --------------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from torch import Tensor
@@ -23,18 +24,20 @@ from ..bodies import read_body
 from ..formats import Named
 from ..limits import Limits
 from ..rows import RowService
-from ..sounds import form_of, samples_of, text_of
+from ..sounds import samples_of
 
 PART_SECONDS = 30  # of sound that the encoder reads at a time
 MOST_SOUNDS = 8  # sounds of a pass
 MOST_SOUND_BYTES = 25 * 2**20  # of a body, as in OpenAI's API, unless a limit was given
-NUMBERS = {"temperature": float}
+FORM = "multipart/form-data"
+MOST_FIELDS = 64
+NUMBERS = ("temperature",)
 
 
 class TranscriptionBody(Named):
     """POST /v1/audio/transcriptions. file: the sound."""
 
-    media_type: ClassVar[str] = "multipart/form-data"
+    media_type: ClassVar[str] = FORM
 
     file: bytes
     language: Annotated[str, Field(max_length=32)] | None = None
@@ -168,10 +171,10 @@ class Transcriptions:
     def __init__(self, service: RowService) -> None:
         self.service = service
 
-    async def handle_form(self, request: Request) -> Response:
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         """Answer a request. Raises ApiError for what is not served."""
-        asked = self._read(form_of(await request.body(), request.headers.get("content-type", "")))
-        self.service.check_name(asked.model)
+        ignores = self.service.limits.ignore_unknown_fields
+        asked: TranscriptionBody = read_body(TranscriptionBody, body, ignore_unknown=ignores)
         self.service.require_ready(1)
         maker = self.service.encoder
         rate = int(maker.processor.feature_extractor.sampling_rate)
@@ -180,21 +183,6 @@ class Transcriptions:
         sound = Sound(samples, rate, self._code(asked), asked.prompt, asked.temperature or 0.0, times)
         (found,) = await self.service.compute([sound])
         return self._written(found, asked, sound)
-
-    def _read(self, form: dict[str, list[bytes]]) -> TranscriptionBody:
-        body: dict[str, Any] = {}
-        for name, values in form.items():
-            if name == "file" and len(values) == 1:
-                body[name] = values[0]
-            elif name.endswith("[]"):  # how OpenAI's client sends lists
-                body[name[:-2]] = [text_of([value], name) for value in values]
-            else:
-                text = text_of(values, name)
-                body[name] = _number(text) if name in NUMBERS else text
-        ignores = self.service.limits.ignore_unknown_fields
-        return read_body(
-            TranscriptionBody, {name: one for name, one in body.items() if one != ""}, ignore_unknown=ignores
-        )
 
     def _code(self, asked: TranscriptionBody) -> str | None:
         if asked.language is None:
@@ -217,15 +205,42 @@ class Transcriptions:
         return JSONResponse({**head, "segments": found["segments"]})
 
 
-def _number(text: str) -> Any:
+async def form_body(request: Request) -> dict[str, Any]:
+    """Return the fields of a multipart body, as JSON would have them. Raises ApiError (400) for other bodies."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != FORM:
+        raise ApiError(400, f"send the file as {FORM}")
+    parser = MultiPartParser(request.headers, request.stream(), max_files=1, max_fields=MOST_FIELDS)
+    parser.spool_max_size = MOST_SOUND_BYTES * 1000  # no sound is written to the disk; bodies are bounded elsewhere
+    body: dict[str, Any] = {}
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise ApiError(400, f"the body is no {FORM} that can be read: {error.message}") from error
+    parts = [(name, one if isinstance(one, str) else await one.read()) for name, one in form.multi_items()]
+    await form.close()
+    for name, value in parts:
+        if name.endswith("[]"):  # how OpenAI's client sends lists
+            body.setdefault(name[:-2], []).append(value)
+        elif name in body:
+            raise ApiError(400, f"{name[:100]} is to be sent once", field=name[:100])
+        else:
+            body[name] = _number(value) if name in NUMBERS else value
+    return {name: one for name, one in body.items() if one != ""}
+
+
+def _number(text: Any) -> Any:
     try:
         return float(text)
     except ValueError:
         return text  # which the check of the body refuses
 
 
-def sound_service(path: str, name: str, limits: Limits, **keywords: Any) -> RowService:
-    """Load the service of a checkpoint of Whisper. Its bodies may have 25 MiB unless a limit was given."""
+def sound_service(path: str, name: str, limits: Limits, **keywords: Any) -> Callable[[float], RowService]:
+    """Load a checkpoint of Whisper, and return what starts its service.
+
+    Its bodies may have 25 MiB unless a limit was given.
+    """
     if limits.max_body_bytes == Limits.max_body_bytes:
         limits = Limits(**{**vars(limits), "max_body_bytes": MOST_SOUND_BYTES})
-    return RowService(load_transcriber(path, **keywords), name, limits, most_rows=MOST_SOUNDS)
+    transcriber = load_transcriber(path, **keywords)
+    return lambda share: RowService(transcriber, name, limits, most_rows=MOST_SOUNDS)

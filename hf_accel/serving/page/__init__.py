@@ -13,6 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ...undo.state import state_of
+from ..models import Models
 from ..service import ModelService
 
 FOLDER = Path(__file__).parent
@@ -27,20 +28,26 @@ HEADERS = {
 }
 
 
-def page_routes(service: ModelService) -> list[Route]:
+def page_routes(models: Models) -> list[Route]:
     """The pages' files, which need no key, and /plan and /stats, which need the key if there is one.
 
-    /plan: what patch() chose, and whether the model has a chat template. /stats: the Engine's counters.
+    /plan: what patch() chose, and whether the model has a chat template. /stats: the Engine's counters. Both are about
+    the model that ?model= names, or the first one.
     """
+
+    def service(request: Request) -> ModelService:
+        name = request.query_params.get("model")
+        return models.services[0] if name is None else models.require_named(name)
 
     async def file(request: Request) -> Response:
         return FileResponse(FOLDER / FILES[request.url.path], headers=HEADERS)
 
-    async def plan(_: Request) -> Response:
-        return JSONResponse(description(service))
+    async def plan(request: Request) -> Response:
+        names = [each.name for each in models.services]
+        return JSONResponse({**description(service(request)), "models": names})
 
-    async def stats(_: Request) -> Response:
-        return JSONResponse(service.engine.stats)
+    async def stats(request: Request) -> Response:
+        return JSONResponse(service(request).engine.stats)
 
     return [*(Route(path, file) for path in FILES), Route("/plan", plan), Route("/stats", stats)]
 

@@ -43,8 +43,13 @@ async function ask(path, options = {}) {
 
 async function poll() {
   try {
-    if (served === null) show(await (await ask("plan")).json());
-    count(await (await ask("stats")).json());
+    const chosen = at("served").value;
+    const named = chosen && `?model=${encodeURIComponent(chosen)}`;
+    const [plan, stats] = [served ?? (await (await ask(`plan${named}`)).json()), await (await ask(`stats${named}`)).json()];
+    if (chosen === at("served").value) {  // or another one was chosen meanwhile
+      if (served === null) show(plan);
+      count(stats);
+    }
     at("status").textContent = "";
   } catch (error) {
     at("status").textContent = error.message;
@@ -54,6 +59,10 @@ async function poll() {
 
 function show(plan) {
   served = plan;
+  if (!at("served").options.length) {
+    at("served").append(...plan.models.map((name) => new Option(name)));
+    at("served").hidden = plan.models.length < 2;
+  }
   at("model").textContent = plan.description;
   document.title = `hf_accel: ${plan.model}`;
   at("plan").tBodies[0].replaceChildren(...plan.choices.map(({ topic, what, choice, reason }) => {
@@ -179,10 +188,17 @@ at("prompt").addEventListener("keydown", (event) => {
     at("form").requestSubmit();
   }
 });
-at("stop").addEventListener("click", () => running?.abort());
-at("clear").addEventListener("click", () => {
+function clear() {
   running?.abort();
   history = [];
   at("messages").replaceChildren();
+}
+
+at("stop").addEventListener("click", () => running?.abort());
+at("clear").addEventListener("click", clear);
+at("served").addEventListener("change", () => {
+  clear();
+  [served, seen] = [null, null];
+  speeds.length = 0;
 });
 poll();
