@@ -201,15 +201,12 @@ def _calibration(path: Path) -> Any:
 
 
 def _drafter(word: str | None) -> Any:
-    """Return a drafter's name unchanged; load a draft model from its path, and a head when its target is there."""
+    """Return a drafter's name and the folder of a head unchanged; load a draft model from its path."""
     if word is None or word in DRAFTERS:
         return word
-    from hf_accel.distill.drafts.heads import SETTINGS, DraftHead
-    from hf_accel.generation.hf.head_module import SavedHead
+    from hf_accel.distill.drafts.heads import holds_head
 
-    if (Path(word) / SETTINGS).is_file():
-        return SavedHead(partial(DraftHead.from_pretrained, word))
-    return load_float(word)
+    return word if holds_head(word) else load_float(word)
 
 
 def texts_in_file(path: Path) -> list[str]:

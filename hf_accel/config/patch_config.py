@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args
@@ -101,7 +102,7 @@ class Proposals(Protocol):
 
 
 DrafterName = Literal["auto", "ngram", "suffix", "self-int4", "mtp"]
-Drafting = DrafterName | DraftModel | Candidates | Proposals
+Drafting = DrafterName | str | os.PathLike[str] | DraftModel | Candidates | Proposals
 Drafters = Drafting | Sequence[Drafting]
 
 
@@ -119,8 +120,9 @@ class SpeculativeConfig:
 
     drafter: "auto" (looked up in the text so far), "ngram", "suffix" (longest repeated ending), "self-int4" (the
         model's own weights in INT4, for a model that is not quantized), "mtp" (layers of its checkpoint that were
-        trained to predict several tokens), a draft model with the same tokenizer or one for DFlash, a transformers
-        CandidateGenerator, a hf_accel Drafter, or a list of these, of which the first that has a proposal is taken.
+        trained to predict several tokens), the folder of a draft head, a draft model with the same tokenizer or one
+        for DFlash, a transformers CandidateGenerator, a hf_accel Drafter, or a list of these, of which the first that
+        has a proposal is taken.
     num_draft: tokens to draft; "auto" finds out what pays for each sequence, none included.
     max_draft: the most that "auto" takes.
     max_nodes: the most tokens of a draft that is a tree, whose longest branch has num_draft; for drafters of trees.
@@ -138,7 +140,8 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         for name in filter(lambda drafter: isinstance(drafter, str), self.drafters):
-            one_of("drafter", name, DRAFTERS)
+            if not os.path.isdir(name):  # of a draft head
+                one_of("drafter", name, DRAFTERS)
         if self.drafter is None or not self.drafters:
             raise UnsupportedError(f"drafter={self.drafter!r} names none; leave speculative=None for no speculation")
         if self.num_draft != "auto":
@@ -152,13 +155,14 @@ class SpeculativeConfig:
 
     @property
     def drafters(self) -> list[Any]:
-        """All that are given, in order."""
-        return list(self.drafter) if isinstance(self.drafter, list | tuple) else [self.drafter]
+        """All that are given, in order; a folder by its path as text."""
+        given: list[Any] = list(self.drafter) if isinstance(self.drafter, list | tuple) else [self.drafter]
+        return [os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter for drafter in given]
 
     @property
     def is_plain(self) -> bool:
-        """True if it can be written as JSON: the drafter is given by its name, not as an object."""
-        return all(isinstance(drafter, str) for drafter in self.drafters)
+        """True if it can be written as JSON: the drafter is given by its name, and not as an object or a folder."""
+        return all(isinstance(drafter, str) and drafter in DRAFTERS for drafter in self.drafters)
 
     @property
     def split_refusal(self) -> str | None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, TypeVar, Unpack
 
 from torch import nn
@@ -93,7 +94,7 @@ def patch(
     deterministic: a request's tokens then never depend on other requests, nor on how its prompt is cut; refused
         where some part cannot promise that, and slower for many rows of float weights.
     speculative: how generate drafts tokens where a call does not say: None (default), "auto", "ngram", "suffix",
-        "self-int4", a draft model, or a SpeculativeConfig.
+        "self-int4", a draft model, the folder of a draft head, or a SpeculativeConfig.
     context_parallel: a process group of torch.distributed whose ranks share out the KV cache: docs/parallel.md.
     config: a PatchConfig or a dict of these keywords, which the keywords given override.
 
@@ -153,6 +154,12 @@ def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     wanted: Any = WeightConfig(4, group_size=common_group_size(draft)) if weights == "int4" else weights
     made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
     return made
+
+
+def load_head(folder: str, model: PreTrainedModel) -> Any:
+    """Load a draft head for a model from a folder."""
+    # By its public name: its module makes drafts by patch(), and cannot be imported here.
+    return import_module(__name__.partition(".")[0]).DraftHead.from_pretrained(folder, model)
 
 
 def with_stock_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -319,6 +326,7 @@ def _generation(todo: Plan, chosen: Plan | InnerGenerator, model: PreTrainedMode
         invariant_rows=todo.invariant_rows,
         agreement=todo.agreement,
         make_draft=make_draft,
+        load_head=load_head,
         make_attending=with_stock_attention,
         context=todo.context,
     )

@@ -23,6 +23,7 @@ from ...hardware.atomic import replaced_file
 from ...models import layers_config, vocabulary_size
 from ..losses.distillation_loss import distillation_loss
 from ..losses.objective import Objective
+from .published_heads import is_published, read_published
 from .student import init_student
 
 SETTINGS, WEIGHTS = "draft_head.json", "draft_head.safetensors"
@@ -68,7 +69,12 @@ class DraftHead(HeadModule):
         return head.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the head's own weights into a folder, without the target's embeddings. Each file is replaced whole."""
+        """Write the head's own weights into a folder, without the target's embeddings. Each file is replaced whole.
+
+        Raises UnsupportedError for a head that was read in the layout of others: its own files hold all of it.
+        """
+        if not self.form.fuses:
+            raise UnsupportedError("the head was read from files of another layout; copy those to keep it")
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         with replaced_file(path / WEIGHTS) as unfinished:
@@ -84,12 +90,20 @@ class DraftHead(HeadModule):
     def from_pretrained(cls, folder: str | os.PathLike[str], target: PreTrainedModel) -> DraftHead:
         """Load a head for the target that it was trained for.
 
+        folder: what save_pretrained has written; or an EAGLE-3 head in the layout of its authors and SpecForge, or in
+        that of vLLM's speculators.
+
         Raises UnsupportedError for a folder that holds none, for another target, and where the list of the tokens
         that it drafts is not the one that it was trained with.
         """
         path = Path(folder)
         if not (path / SETTINGS).is_file():
-            raise UnsupportedError(f"{path} holds no {SETTINGS}; give a folder that a head was saved to")
+            if is_published(path):
+                return read_published(cls, path, target)  # type: ignore[no-any-return]
+            raise UnsupportedError(
+                f"{path} holds no {SETTINGS}, and no EAGLE-3 head of others (a config.json with draft_vocab_size); "
+                "give a folder that a head was saved to"
+            )
         settings = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
         kept = load_file(path / WEIGHTS)
         known = kept.pop(KNOWN, None)
@@ -111,6 +125,11 @@ class DraftHead(HeadModule):
             for name, parameter in own.items():
                 parameter.copy_(kept[name])
         return head
+
+
+def holds_head(folder: str | os.PathLike[str]) -> bool:
+    """Return whether `DraftHead.from_pretrained` reads this folder."""
+    return (Path(folder) / SETTINGS).is_file() or is_published(Path(folder))
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
@@ -157,7 +176,7 @@ class HeadTrainer(Trainer):
         if model.known is not None:  # the target's distribution over these tokens
             logits, labels = logits[..., model.known], _numbers_among(model.known, labels)
         goal = self.goal
-        read = own = model.narrow(states[:, :-1].to(model.fuse.weight.dtype))
+        read = own = model.narrowed(states[:, :-1].to(model.narrow.weight.dtype))
         total: Any = 0.0
         for step in range(STEPS_AHEAD):
             made, last = model(read, ids[:, 1:])
@@ -191,5 +210,5 @@ def head_logits(head: DraftHead, target: Any, ids: Tensor) -> tuple[Tensor, Tens
     They are those of the tokens from the third on, since a head reads a token before it drafts the next.
     """
     states, logits = target_states(target, head.target_layers, ids)
-    made, _ = head(head.narrow(states[:, :-1]), ids[:, 1:])
+    made, _ = head(head.narrowed(states[:, :-1]), ids[:, 1:])
     return head.over_vocabulary(made[0], logits.shape[-1]), logits[0, 1:]

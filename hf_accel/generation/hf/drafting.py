@@ -15,7 +15,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ...cache.hf import attends_to_sources, page_groups
 from ...cache.pages import Pages
-from ...config import CacheConfig, SpeculativeConfig
+from ...config import DRAFTERS, CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
 from ...fused.hf.own_code import PagedSequences
 from ...models import vocabulary_size, without_adapters
@@ -32,7 +32,7 @@ from ..speculation.verifiers import verifier
 from ..speculation.verifiers.verifier import Verifier
 from .generation_state import GenerationState
 from .graphed_runner import make_runner
-from .head_module import HeadModule, SavedHead, check_draft_head
+from .head_module import HeadModule, check_draft_head
 from .head_runner import HeadRunner, native_drafts
 from .model_runner import ModelRunner
 from .prompts import assisted_refusal
@@ -143,11 +143,11 @@ class _Drafters:
 
     def make(self, wanted: Any) -> Drafter:
         if isinstance(wanted, str):
-            return self._named(wanted)
+            return self._named(wanted) if wanted in DRAFTERS else self._head(self._in_folder(wanted))
         if isinstance(wanted, Drafter):
             return wanted
-        if isinstance(wanted, HeadModule | SavedHead):
-            return self._head(wanted.loaded(self.target) if isinstance(wanted, SavedHead) else wanted)
+        if isinstance(wanted, HeadModule):
+            return self._head(wanted)
         if isinstance(wanted, CandidateGenerator) or (callable(wanted) and not isinstance(wanted, PreTrainedModel)):
             return CandidateDrafter(wanted, vocabulary_size(self.target))
         model = without_adapters(wanted)
@@ -156,8 +156,8 @@ class _Drafters:
         if isinstance(model, PreTrainedModel):
             return self._model(model)
         raise UnsupportedError(
-            f"speculative drafter {wanted!r} is not known; give a name ('ngram', 'suffix', 'self-int4'), a draft "
-            "model, a CandidateGenerator, a hf_accel.Drafter, or a list of these"
+            f"speculative drafter {wanted!r} is not known; give a name ('ngram', 'suffix', 'self-int4'), the folder "
+            "of a draft head, a draft model, a CandidateGenerator, a hf_accel.Drafter, or a list of these"
         )
 
     def _named(self, name: str) -> Drafter:
@@ -182,6 +182,15 @@ class _Drafters:
         capacity: dict[str, Any] = {} if self.pages.capacity is None else {"capacity": self.pages.capacity}
         groups, groups_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False), **capacity)
         return self._drafter(make_runner(draft, groups, groups_of_layer), Pages(groups))
+
+    def _in_folder(self, folder: str) -> HeadModule:
+        """Return the head in a folder, which is loaded once."""
+        key, load_head = f"folder {folder}", self.state.load_head
+        assert load_head is not None
+        if key not in self.state.drafts:
+            self.state.drafts[key] = load_head(folder, self.target)
+        head: HeadModule = self.state.drafts[key]
+        return head
 
     def _head(self, head: HeadModule) -> HeadDrafter:
         """Make a drafter from a head of the target, which then keeps the states of its passes."""
@@ -265,9 +274,9 @@ def refuse_drafts(model: PreTrainedModel, wanted: SpeculativeConfig, refusal: st
 
 def _is_model(drafter: Any) -> bool:
     return (
-        drafter == "self-int4"
+        drafter == "self-int4" or drafter not in DRAFTERS
         if isinstance(drafter, str)
-        else isinstance(without_adapters(drafter), PreTrainedModel | HeadModule | SavedHead)
+        else isinstance(without_adapters(drafter), PreTrainedModel | HeadModule)
     )
 
 

@@ -230,7 +230,8 @@ class GenerationState:
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     identity: the salt of the model's weights when they were read last, and the digest of all that the model is.
-    make_draft: makes patched models that draft. drafts: the models that it has made, by their weights=.
+    make_draft: makes patched models that draft. load_head: loads a draft head from a folder. drafts: what these have
+        made, by weights= or by the folder.
     controllers: the controllers of earlier sessions that no session uses now.
     calls: the current calls of generate(), by thread.
     make_attending: makes a model with the original attention. attending: the last one that it has made, and the salt
@@ -250,6 +251,7 @@ class GenerationState:
     invariant_rows: int | None = None
     inner: GenerationState | None = None
     make_draft: MakeDraft | None = None
+    load_head: Callable[[str, Any], Any] | None = None
     identity: tuple[bytes, str] | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
     seen_salt: bytes = b""

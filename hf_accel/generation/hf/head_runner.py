@@ -28,7 +28,6 @@ from ..speculation.drafters.target_states import Ahead, Made, ReadRows
 from .generation_state import GenerationState
 from .head_module import HeadModule
 from .model_runner import ModelRunner
-from .pass_states import LAST
 
 HEAD = "head"  # where a GenerationState keeps the native calls of a draft head
 POSITIONS_AT_ONCE = 512  # the positions whose tables are made together
@@ -47,7 +46,7 @@ class HeadRunner(ModelRunner):
     ) -> None:
         super().__init__(native_drafts.decoder, groups, groups_of_layer)
         self.head, self.groups = native_drafts.head, groups
-        self.kept.layers = LAST
+        self.kept.layers = native_drafts.head.own_layers
         self._embeddings: Tensor | None = None
         self._narrow, self._native = ProjectionCall(MOST_TOKENS), native_drafts
 
@@ -55,7 +54,7 @@ class HeadRunner(ModelRunner):
         return self.head.over_vocabulary(logits, size)
 
     def narrow(self, states: Tensor) -> Tensor:
-        layer: Any = self.head.narrow
+        states, layer = self.head.normed(states), self.head.narrow
         call = self._narrow.ready((layer,), states) if type(layer) is nn.Linear and native(states) else None
         narrowed: Tensor = layer(states) if call is None else call(states)
         return narrowed

@@ -13,6 +13,7 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...models import layer_lists, layers_config
 
 LAST = (-1,)  # the last hidden states, which a decoder returns
+UNNORMED = (-2,)  # those of the last layer, ahead of the last norm
 
 
 class PassStates:
@@ -79,6 +80,8 @@ def tapped(model: Any, layers: Sequence[int]) -> list[nn.Module]:
     listed = next(iter(layer_lists(decoder, count).values()), None)
     if listed is None:
         raise UnsupportedError(f"{type(model).__name__} has no list of {count} layers whose states could be read")
+    if tuple(layers) == UNNORMED:
+        return [listed[-1]]
     if not layers or not all(1 <= number <= count for number in layers):
         raise UnsupportedError(f"target_layers={list(layers)}: the model has states 1 to {count}")
     return [decoder if number == count else listed[number - 1] for number in layers]
