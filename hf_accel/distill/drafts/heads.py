@@ -87,6 +87,7 @@ class DraftHead(HeadModule):
             unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
     @classmethod
+    @torch.random.fork_rng(devices=[])
     def from_pretrained(cls, folder: str | os.PathLike[str], target: PreTrainedModel) -> DraftHead:
         """Load a head for the target that it was trained for.
 

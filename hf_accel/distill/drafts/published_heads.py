@@ -240,7 +240,7 @@ def _decoder(described: Described, target: PreTrainedModel, form: HeadForm) -> P
     """Build the model of one layer, whose weights are whatever was in memory but for the target's embeddings."""
     config, theirs = described.layer, target.get_input_embeddings().weight
     model, layer = KINDS[config.model_type]
-    with torch.random.fork_rng(devices=[]), no_init_weights():
+    with no_init_weights():
         made: Any = model._from_config(config, dtype=theirs.dtype)
         made.model.layers[0] = layer(config, 0).to(theirs.dtype)
     made.model.layers[0].become(config, is_residual_normed=described.is_residual_normed)
