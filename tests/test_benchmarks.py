@@ -159,7 +159,7 @@ TABLES = {  # topic -> rows of each of its tables
     "students": [2, 2],
     "student_speed": [3],
     "ablation": [10],
-    "drafts": [2, 4],
+    "drafts": [2, 4, 4],
     "distill_memory": [4],
 }
 

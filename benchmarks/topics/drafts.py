@@ -23,6 +23,7 @@ from ..harness.processes import call_all
 from ..harness.settings import Settings
 from ..harness.tables import Row, Table
 from ..harness.texts import prompts
+from . import replayed_drafts
 from .drafters import Run, endless, generate_all, target_of
 from .students import Fields
 
@@ -53,7 +54,7 @@ def measure(bench: Bench) -> list[Table]:
             acceptance(settings, target, drafts, tokens, temperature=t) for t in settings.drafters.temperatures[::-1]
         ]
         tables += [speed(settings, target, drafts, tokens, temperature=t) for t in settings.drafters.temperatures]
-    return tables
+    return [*tables, *replayed_drafts.measure(bench)]
 
 
 def train(settings: Settings, folder: Path) -> dict[tuple[str, int], PreTrainedModel]:

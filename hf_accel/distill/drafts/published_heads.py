@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -150,7 +151,7 @@ def _described(config: dict[str, Any], folder: Path, target: PreTrainedModel) ->
     for name, (said, wanted) in sizes.items():
         if said != wanted:
             raise UnsupportedError(
-                f"{folder} was made for a model with {name}={said}, and {own} has {wanted}; give the head of this model"
+                f"{folder} was made for a model with {name}={said}, and {own} has {wanted}; give the head of this one"
             )
     if made_for and own not in made_for:
         raise UnsupportedError(f"{folder} was made for {', '.join(made_for)}, and this is {own}; give its own head")
