@@ -100,7 +100,7 @@ class DraftHead(HeadModule):
         path = Path(folder)
         if not (path / SETTINGS).is_file():
             if is_published(path):
-                return read_published(cls, path, target)  # type: ignore[no-any-return]
+                return read_published(cls, path, target)
             raise UnsupportedError(
                 f"{path} holds no {SETTINGS}, and no EAGLE-3 head of others (a config.json with draft_vocab_size); "
                 "give a folder that a head was saved to"

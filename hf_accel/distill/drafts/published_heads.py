@@ -69,11 +69,11 @@ class ReadsPairs(nn.Module):
         return made
 
 
-class LlamaPairLayer(ReadsPairs, LlamaDecoderLayer):
+class LlamaPairLayer(ReadsPairs, LlamaDecoderLayer):  # type: ignore[misc]
     """A Llama layer that reads pairs."""
 
 
-class Qwen3PairLayer(ReadsPairs, Qwen3DecoderLayer):
+class Qwen3PairLayer(ReadsPairs, Qwen3DecoderLayer):  # type: ignore[misc]
     """A Qwen3 layer that reads pairs: it norms queries and keys."""
 
 
@@ -239,7 +239,8 @@ def _known(weights: dict[str, Tensor], folder: Path, described: Described) -> li
 
 def _decoder(described: Described, target: PreTrainedModel, form: HeadForm) -> PreTrainedModel:
     """Build the model of one layer, whose weights are whatever was in memory but for the target's embeddings."""
-    config, theirs = described.layer, target.get_input_embeddings().weight
+    config, embeddings = described.layer, target.get_input_embeddings()
+    theirs: Any = embeddings.weight
     model, layer = KINDS[config.model_type]
     with no_init_weights():
         made: Any = model._from_config(config, dtype=theirs.dtype)
@@ -253,7 +254,8 @@ def _decoder(described: Described, target: PreTrainedModel, form: HeadForm) -> P
                 f"{config.vocab_size} tokens, where the target has {list(theirs.shape)}; give a head of this model"
             )
         made.model.embed_tokens.weight = theirs
-    return made  # type: ignore[no-any-return]
+    decoder: PreTrainedModel = made
+    return decoder
 
 
 @torch.no_grad()
