@@ -24,14 +24,14 @@ from ...models import layers_config
 from ...undo.journal import original_class
 
 CONFIG = "config.json"
-SPECULATORS = "speculators_model_type"  # a config of vLLM's speculators has it
+SPECULATORS = "speculators_model_type"  # in a config of vLLM's speculators
 ONE_LAYER = "midlayer."  # how SafeAILab calls what others call the first of the layers
 FIRST_LAYER = "layers.0."
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 # What the names of a file are in a HeadModule; the layer's own names stay.
-NAMES = {"fc.": "narrow.", "norm.": "decoder.model.norm.", "lm_head.": "decoder.lm_head."}
-NAMES |= {"embed_tokens.": "decoder.model.embed_tokens.", FIRST_LAYER: "decoder.model.layers.0."}
-NAMES |= {"input_norm.": "norms.0.", "fc_norm.": "norms."}
+NAMES_HERE = {"fc.": "narrow.", "norm.": "decoder.model.norm.", "lm_head.": "decoder.lm_head."}
+NAMES_HERE |= {"embed_tokens.": "decoder.model.embed_tokens.", FIRST_LAYER: "decoder.model.layers.0."}
+NAMES_HERE |= {"input_norm.": "norms.0.", "fc_norm.": "norms."}
 TABLES = ("d2t", "t2d")
 # Those of the verifier, which speculators may have kept for training; and frequencies that follow from a config.
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "layers.0.self_attn.rotary_emb.inv_freq")
@@ -77,7 +77,7 @@ class Qwen3PairLayer(ReadsPairs, Qwen3DecoderLayer):  # type: ignore[misc]
     """A Qwen3 layer that reads pairs: it norms queries and keys."""
 
 
-KINDS: dict[str, tuple[Any, Any]] = {
+PAIR_MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, LlamaPairLayer),
     "qwen3": (Qwen3ForCausalLM, Qwen3PairLayer),
 }
@@ -116,7 +116,7 @@ def read_published(kind: type[HeadModule], folder: Path, target: PreTrainedModel
 
 @dataclass(frozen=True)
 class Described:
-    """What a config says of a head. layer: the config of the model that its layer is of. words: the tokens that it
+    """Holds what a config says of a head. layer: the config of the model that its layer is of. words: the tokens that it
     drafts.
     """
 
@@ -156,10 +156,10 @@ def _described(config: dict[str, Any], folder: Path, target: PreTrainedModel) ->
     if made_for and own not in made_for:
         raise UnsupportedError(f"{folder} was made for {', '.join(made_for)}, and this is {own}; give its own head")
     kind = layer.get("model_type", "llama")
-    if kind not in KINDS or layer.get("num_hidden_layers", 1) != 1:
+    if kind not in PAIR_MODELS or layer.get("num_hidden_layers", 1) != 1:
         raise UnsupportedError(
             f"{folder} has {layer.get('num_hidden_layers', 1)} layers of model_type {kind!r}; a head is read that has "
-            f"one, of {' or '.join(map(repr, KINDS))}"
+            f"one, of {' or '.join(map(repr, PAIR_MODELS))}"
         )
     flags = {**nested, **config}
     norms: Literal["none", "each", "all"] = "each" if flags.get("fc_norm") else "none"
@@ -186,8 +186,8 @@ def _layer_config(layer: dict[str, Any], kind: str) -> Any:
 def _layers(config: dict[str, Any], nested: dict[str, Any], count: int, folder: Path) -> tuple[int, ...]:
     """Return the target's hidden states that a head reads, as `output_hidden_states` numbers them.
 
-    LAYERS at the top, as speculators and vLLM have it, counts these. In `eagle_config`, as SpecForge and SGLang have
-    it, it counts layers, of whose outputs the first is state 1.
+    LAYERS at the top, as in speculators and vLLM, counts these. In `eagle_config`, as in SpecForge and SGLang,
+    it counts layers, of whose outputs the first is state 1.
     """
     chosen = config.get(LAYERS) or [number + 1 for number in nested.get(LAYERS) or ()]
     layers = tuple(chosen or (2, count // 2, count - 3))
@@ -238,10 +238,10 @@ def _known(weights: dict[str, Tensor], folder: Path, described: Described) -> li
 
 
 def _decoder(described: Described, target: PreTrainedModel, form: HeadForm) -> PreTrainedModel:
-    """Build the model of one layer, whose weights are whatever was in memory but for the target's embeddings."""
+    """Build the model of one layer, whose weights are whatever was in memory except for the target's embeddings."""
     config, embeddings = described.layer, target.get_input_embeddings()
     theirs: Any = embeddings.weight
-    model, layer = KINDS[config.model_type]
+    model, layer = PAIR_MODELS[config.model_type]
     with no_init_weights():
         made: Any = model._from_config(config, dtype=theirs.dtype)
         made.model.layers[0] = layer(config, 0).to(theirs.dtype)
@@ -266,7 +266,7 @@ def _fill(head: HeadModule, weights: dict[str, Tensor], folder: Path) -> None:
     odd = sorted(read.keys() ^ own.keys()) or [name for name in own if own[name].shape != read[name].shape]
     if odd:
         raise UnsupportedError(
-            f"{folder} is no EAGLE-3 head of the kind that its {CONFIG} says: {odd[0]!r} and {len(odd) - 1} more "
+            f"{folder} is no EAGLE-3 head that its {CONFIG} describes: {odd[0]!r} and {len(odd) - 1} more "
             "weights are missing, unknown or of another shape"
         )
     wrong = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
@@ -277,5 +277,5 @@ def _fill(head: HeadModule, weights: dict[str, Tensor], folder: Path) -> None:
 
 
 def _name(name: str) -> str:
-    start = next((start for start in NAMES if name.startswith(start)), "")
-    return NAMES[start] + name.removeprefix(start) if start else name
+    start = next((start for start in NAMES_HERE if name.startswith(start)), "")
+    return NAMES_HERE[start] + name.removeprefix(start) if start else name

@@ -18,7 +18,7 @@ from .pass_states import LAST, UNNORMED, read_outputs, tapped
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How a head computes. As it is here, it is that of a head which is made of its target's last layer.
+    """Says how a head computes. As it is here, it is that of a head which is made of its target's last layer.
 
     fuses: whether one linear layer makes what the decoder reads of two norms, of an embedding and of a state. If not,
     the decoder's layer is given both side by side, as they are (EAGLE-3, as its authors publish heads).
