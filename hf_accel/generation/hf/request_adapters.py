@@ -132,6 +132,21 @@ def read_adapter(model: PreTrainedModel, name: str, path: str | PathLike[str]) -
     return Adapter(name, parts, frozenset(parts.keys() - traced), _salt(config, tensors))
 
 
+def adapters_of_prompts(model: PreTrainedModel, given: Any, count: int) -> list[Adapter | None]:
+    """Return the adapters of `count` prompts. given: the folder of one, a list of one or None for each, or None.
+
+    Raises UnsupportedError for a list of another length, and what read_adapter and refuse_other_rows raise.
+    """
+    paths = list(given) if isinstance(given, list | tuple) else [given] * count
+    if len(paths) != count:
+        raise UnsupportedError(f"adapter has {len(paths)} folders for {count} prompts; give one, or one each")
+    read = {path: read_adapter(model, str(path), path) for path in {*paths} - {None}}
+    for each in read.values():
+        if each.outside:
+            refuse_other_rows(model, each)
+    return [read.get(path) for path in paths]
+
+
 # -- a trial -------------------------------------------------------------------------------------------------
 
 LENGTHS, LAST = (7, 10), 2  # tokens of the prompts of a trial, and of those the ones that its last pass computes
