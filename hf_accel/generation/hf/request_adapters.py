@@ -19,7 +19,8 @@ from transformers.modeling_utils import load_state_dict
 
 from ...cache.hf import page_groups
 from ...cache.pages import Pages
-from ...cache.step import TokenRange
+from ...cache.pass_rows import Parts, rows_of_passes
+from ...cache.step import Step
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...fused.hf.layer_calls import TracedForward
@@ -189,20 +190,15 @@ def _logits(model: PreTrainedModel, rows: list[tuple[int, Adapter | None]]) -> T
     """
     groups, groups_of_layer = page_groups(model.config, CacheConfig(), capacity=64)
     pages, runner = Pages(groups), ModelRunner(model, groups, groups_of_layer)
-    cached = [pages.begin() for _ in rows]
-    found = []
-    for last in (False, True):
-        ids: list[int] = []
-        ranges = []
-        for (length, _), sequence in zip(rows, cached, strict=True):
-            start, count = sequence.num_tokens, LAST if last else length - LAST
-            pages.append(sequence, count)
-            ranges.append(TokenRange(sequence, start, count))
-            ids += range(start, start + count)  # which are also their positions
-        with pass_adapters([adapter for _, adapter in rows], [each.count for each in ranges]):
-            logits = runner(ids, ids, pages.step(ranges), list(range(len(ids)))).float()
-        found.append(logits.split([each.count for each in ranges]))
-    return torch.cat([part for parts in zip(*found, strict=True) for part in parts])
+    firsts = [(number, length - LAST) for number, (length, _) in enumerate(rows)]
+    lasts = [(number, LAST) for number, _ in firsts]
+
+    def compute(parts: Parts, step: Step) -> Tensor:
+        ids = [place for _, span in parts for place in span]  # which are also their positions
+        with pass_adapters([adapter for _, adapter in rows], [len(span) for _, span in parts]):
+            return runner(ids, ids, step, list(range(len(ids)))).float()
+
+    return torch.cat(rows_of_passes(pages, [pages.begin() for _ in rows], (firsts, lasts), compute))
 
 
 # -- the model -----------------------------------------------------------------------------------------------
