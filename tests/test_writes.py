@@ -35,7 +35,7 @@ WRITERS = {
     "linear.experts": {"dict"},
     "linear.nf4": {"dict"},
     "generation.hf.engine": {"config"},
-    "generation.hf.batch": {"config"},
+    "generation.hf.config_settings": {"config"},
     "generation.hf.encoder_source": {"config"},  # that generate() has made for a call
     "generation.hf.states_drafters": {"class", "config", "dict"},
     "generation.hf.request_config": {"config", "setattr"},

@@ -221,7 +221,7 @@ class Batcher:
                     rows += given.rows(len(positions), each.start, each.count)
                 positions += each.span
                 ranges.append(each)
-                adapters.append(sequence.adapter)
+                adapters.append(sequence.settings.adapter)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
             if chunk.reaches_end:
@@ -302,7 +302,7 @@ class Batcher:
             self.pages.publish(sequence.cached, sequence.contents(sequence.num_computed))
             self.pages.publish_states(sequence.cached, sequence.num_computed)
         if reason is not None:
-            if sequence.keeps_pages:
+            if sequence.settings.keeps_pages:
                 sequence.kept_pages = sequence.cached.fork()
             self.remove(sequence, reason)
         return Progress(sequence, tokens, logprobs)
@@ -320,7 +320,7 @@ class Batcher:
         for number, token in enumerate(tokens, start=1):
             sequence.tokens.append(token)
             try:
-                reason = sequence.stop(sequence) if sequence.stop is not None else None
+                reason = sequence.stop_reason()
             except BaseException as error:
                 sequence.tokens.pop()
                 return tokens[: number - 1], None, error

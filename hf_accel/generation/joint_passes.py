@@ -38,7 +38,7 @@ def continue_joint(
             ended += end_joint(scheduler, joint, error)
             continue
         for each in moves.ended:
-            if each.keeps_pages and each.cached is not None:
+            if each.settings.keeps_pages and each.cached is not None:
                 each.kept_pages = each.cached.fork()
             scheduler.remove(each, "stop")
         ended += moves.ended

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..cache.cached_sequence import CachedSequence
     from ..cache.kinds import SourceRows
-    from ..linear.adapters import Adapter
     from .prompt_inputs import PromptInputs, RequestInputs
+    from .request_settings import RequestSettings
     from .sampling.constraint import Constraint
-    from .sampling.sampling import Sampling
 
 
 class Status(Enum):
@@ -35,28 +34,24 @@ class Sequence:
         the cached prefix.
     num_prefilled: the tokens of the prompt that transformers computes before it generates, which is a difference to
         some recurrent layers: all of them, unless a cache that was passed along left one.
-    sampling: how the next token is chosen. seed: the seed of the sequence's random numbers.
-    stop: is called with the sequence after each new token. It returns None, or the reason why the sequence ends.
+    settings: what the request asks for. inputs: what it brings besides its tokens; None if it brings nothing else.
+    seed: the seed of the sequence's random numbers. constraint: its own fork of that of the settings.
     padding, index: the ids before the prompt in the padded batch of generate(), and the prompt's row in that batch.
-    priority: sequences with a higher one go first. arrival: the order among equal priorities; the scheduler sets it.
-    followers: other samples of the same prompt, which share this sequence's pages.
-    keeps_pages: whether the pages are kept when the sequence ends, as kept_pages, which who set it releases.
-    inputs: what the request brings besides its tokens, which its followers share; None if it brings nothing else.
-    adapter: what is added to the model's linear layers for this sequence, which its followers share; None for nothing.
-    constraint: what the new tokens must match; None for any text. Each sequence has one of its own.
+    arrival: the order among equal priorities; the scheduler sets it.
+    followers: other samples of the same prompt, which share this sequence's pages, settings and inputs.
+    kept_pages: the pages after its end, where the settings say that they are kept.
     joint: the JointChoice that chooses the tokens with those of others, and decides when they end; None without one.
     """
 
     tokens: list[int]
-    max_new_tokens: int
-    sampling: Sampling
-    stop: Callable[[Sequence], str | None] | None = None
+    settings: RequestSettings
+    inputs: RequestInputs | None = None
     seed: int = 0
-    priority: int = 0
     padding: list[int] = field(default_factory=list)
     index: int = 0
     num_prompt: int = field(init=False)
     num_prefilled: int = field(init=False)
+    constraint: Constraint | None = field(init=False)
     num_computed: int = 0
     cached: CachedSequence | None = None
     status: Status = Status.WAITING
@@ -65,16 +60,23 @@ class Sequence:
     arrival: int = -1
     num_preemptions: int = 0
     followers: list[Sequence] = field(default_factory=list)
-    keeps_pages: bool = False
     kept_pages: CachedSequence | None = None
-    inputs: RequestInputs | None = None
-    adapter: Adapter | None = None
-    constraint: Constraint | None = None
     joint: Any = None
     notes: dict[str, Any] = field(default_factory=dict)  # state of stop rules and processors for this sequence
 
     def __post_init__(self) -> None:
         self.num_prompt = self.num_prefilled = len(self.tokens)
+        asked = self.settings.constraint
+        self.constraint = None if asked is None else asked.fork()
+
+    @classmethod
+    def samples(
+        cls, tokens: Iterable[int], settings: RequestSettings, seeds: Iterable[int], *, inputs: RequestInputs | None
+    ) -> list[Self]:
+        """Make the sequences of one prompt, one for each seed. The first of them leads the others."""
+        made = [cls(list(tokens), settings, inputs, seed) for seed in seeds]
+        made[0].followers = list(made[1:])
+        return made
 
     @property
     def num_new(self) -> int:
@@ -83,7 +85,7 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """The number of tokens that may still be generated."""
-        return self.max_new_tokens - self.num_new
+        return self.settings.max_new_tokens - self.num_new
 
     @property
     def decodes(self) -> bool:
@@ -123,34 +125,25 @@ class Sequence:
         known = self.tokens[:count]
         if given is not None:
             known = given.contents[:count] + self.tokens[self.num_prompt : count]
-        return known if self.adapter is None else self.adapter.contents(known)
+        adapter = self.settings.adapter
+        return known if adapter is None else adapter.contents(known)
 
     def chunk(self, count: int) -> int:
         """Return how many of the next tokens a pass takes if there is room for `count`; see PromptInputs.chunk."""
         given = self.prompt_inputs
         return count if given is None or not count else given.chunk(self.num_computed, count)
 
+    def stop_reason(self) -> str | None:
+        """Return "stop" if the sequence ends at its last token, by a rule or as a complete answer; None if not."""
+        rules = self.settings.stop
+        ends = self.tokens[-1] in rules.token_ids
+        if not ends and self.constraint is not None:
+            ends = self.constraint.is_complete(self.tokens[self.num_prompt :])
+        return "stop" if ends or any(other(self) for other in rules.others) else None
+
     @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
-
-
-Stop = Callable[[Sequence], bool]  # is called after each new token; True if the sequence ends there
-
-
-@dataclass(frozen=True)
-class StopRules:
-    """Is called with a sequence after each new token; returns "stop" if the sequence ends there, else None.
-
-    token_ids: the sequence ends after any of these tokens. others: further stopping criteria.
-    """
-
-    token_ids: frozenset[int] = frozenset()
-    others: tuple[Stop, ...] = ()
-
-    def __call__(self, sequence: Sequence) -> str | None:
-        ends = sequence.tokens[-1] in self.token_ids or any(other(sequence) for other in self.others)
-        return "stop" if ends else None
 
 
 @dataclass(frozen=True)
@@ -318,7 +311,7 @@ class WaitingQueue:
 
     def rank(self, sequence: Sequence) -> tuple[bool, int, int]:
         """The sort key; the smallest goes first. It changes only by promotion, while the sequence waits."""
-        return sequence not in self._promoted, -sequence.priority, sequence.arrival
+        return sequence not in self._promoted, -sequence.settings.priority, sequence.arrival
 
     @property
     def head(self) -> Sequence:

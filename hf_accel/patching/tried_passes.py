@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from ..attention.hf.stock import set_implementation, stock_implementation
 from ..cache.hf import model_kinds, page_groups
 from ..cache.kinds import SourceRows
 from ..cache.pages import Pages
-from ..cache.step import TokenRange
+from ..cache.pass_rows import Parts, Passes, rows_of_passes
+from ..cache.step import Step
 from ..config import CacheConfig
 from ..errors import UnsupportedError
 from ..fused.hf.mask_readers import give_eager_masks
@@ -34,7 +36,6 @@ from ..undo.journal import original_class
 
 TRIED_LAYERS = 2  # the first one can differ from all others
 LENGTHS = (5, 3)  # of the encoder's output of two sequences
-Passes = tuple[tuple[tuple[int, int], ...], ...]  # the sequences of each pass, and their tokens in it
 PASSES: Passes = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))
 
 
@@ -122,23 +123,14 @@ def paged_together(
     kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
     pages, runner = Pages(groups), kind(tried, groups, groups_of_layer, operators)
     cached = [pages.begin(source=None if source is None else SourceRows(source)) for source in sources]
-    waiting = [list(_tokens(model, number, passes)) for number in range(len(LENGTHS))]
-    outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for parts in passes:
-        ids: list[int] = []
-        positions: list[int] = []
-        ranges = []
-        for number, count in parts:
-            start = cached[number].num_tokens
-            pages.append(cached[number], count)
-            ids += waiting[number].pop(0)
-            positions += range(first + start, first + start + count)
-            seen = [count] * count if whole and not start else None
-            ranges.append(TokenRange(cached[number], start, count, seen=seen))
-        logits = runner(ids, positions, pages.step(ranges), list(range(len(ids))))
-        for (number, _), part in zip(parts, logits.split([count for _, count in parts]), strict=True):
-            outputs[number].append(part)
-    return tuple(part for each in outputs for part in each)
+    texts = [[*chain.from_iterable(_tokens(model, number, passes))] for number in range(len(LENGTHS))]
+
+    def compute(parts: Parts, step: Step) -> Tensor:
+        ids = [texts[number][place] for number, span in parts for place in span]
+        positions = [first + place for _, span in parts for place in span]
+        return runner(ids, positions, step, list(range(len(ids))))
+
+    return tuple(rows_of_passes(pages, cached, passes, compute, whole=whole))
 
 
 def sources_of(model: PreTrainedModel) -> list[Tensor]:

@@ -11,9 +11,11 @@ from typing import Any
 from transformers import ContinuousBatchingConfig
 
 from hf_accel import CacheConfig, Draft, Drafter, SpeculativeConfig
-from hf_accel.generation.hf.batch import BatchPrompt, SequenceFactory, complete_config
+from hf_accel.generation.hf.batch import BatchPrompt, SequenceFactory
+from hf_accel.generation.hf.config_settings import complete_config
 from hf_accel.generation.hf.session import Session
-from hf_accel.generation.sequence import Sequence, StopRules
+from hf_accel.generation.request_settings import RequestSettings, StopRules
+from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.drafters.drafter import copy_from
 
 MOST_ALIVE = 10
@@ -45,9 +47,9 @@ class Asked:
         """
         key = number, sequence.seed, drafts
         if key not in self.drawn:
-            ends = StopRules(getattr(sequence.stop, "token_ids", frozenset()))
-            fields: dict[str, Any] = {"stop": ends, "seed": sequence.seed, "inputs": sequence.inputs}
-            own = Sequence(list(sequence.tokens), len(self.greedy(number)), sequence.sampling, **fields)
+            ends, sampling = StopRules(sequence.settings.stop.token_ids), sequence.settings.sampling
+            settings = RequestSettings(len(self.greedy(number)), sampling, ends)
+            own = Sequence(list(sequence.tokens), settings, sequence.inputs, sequence.seed)
             speculative = SpeculativeConfig(drafter="ngram", num_draft=2, verify="seeded") if drafts else None
             with Session(self.model, CacheConfig(block_size=4), speculative=speculative) as session:
                 session.add(own)
@@ -144,11 +146,9 @@ class Programme:
         limit = draw.randint(1, len(self.asked.greedy(number)))
         settings = {"do_sample": False} | samples | {"max_new_tokens": limit}
         config = complete_config(self.asked.model, None, "a programme", settings)
-        replies = self.factory.make(
-            "", BatchPrompt(self.asked.prompts[number], config), timestamps=False, what="a prompt"
-        )
-        priority = draw.choice([0, 0, 1])
-        self.session.add(self.leader([reply.sequence for reply in replies], priority))
+        prompt = BatchPrompt(self.asked.prompts[number], config, {"priority": draw.choice([0, 0, 1])})
+        replies = self.factory.make("", prompt, timestamps=False, what="a prompt")
+        self.session.add(self.leader([reply.sequence for reply in replies]))
         drafts = self.session.speculation is not None
         for sequence in (reply.sequence for reply in replies):
             whole = self.asked.sampled(number, sequence, drafts=drafts) if samples else self.asked.greedy(number)
@@ -156,9 +156,7 @@ class Programme:
         self.happened["samples" if len(replies) > 1 else "arrived"] += 1
 
     @staticmethod
-    def leader(family: list[Sequence], priority: int) -> Sequence:
-        for sequence in family:
-            sequence.priority = priority
+    def leader(family: list[Sequence]) -> Sequence:
         return next(sequence for sequence in family if len(sequence.followers) == len(family) - 1)
 
     def cancel(self) -> None:

@@ -14,6 +14,7 @@ import hf_accel
 from hf_accel.generation.hf import graphed_runner
 from hf_accel.generation.hf.graphed_runner import GraphedRunner
 from hf_accel.generation.hf.session import Session
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.drafters import model as drafting
@@ -50,7 +51,7 @@ def session_of(model: PreTrainedModel, **settings: Any) -> tuple[Session, Graphe
 
 
 def run(session: Session, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
-    sequences = [Sequence(list(prompt), new_tokens, Sampling()) for prompt in prompts]
+    sequences = [Sequence(list(prompt), RequestSettings(new_tokens, Sampling())) for prompt in prompts]
     for sequence in sequences:
         session.add(sequence)
     while session.has_work:

@@ -23,6 +23,7 @@ from hf_accel.cache.block_folder import BLOCK_FILE, BlockFolder
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.kept_blocks import GroupFolder
 from hf_accel.generation.hf.model_identity import ModelIdentity
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.undo.state import state_of
 
 from .families import DECODER, build, prompts
@@ -316,7 +317,7 @@ def _sequence(ids: list[int]) -> Any:
     from hf_accel.generation.sampling.sampling import Sampling
     from hf_accel.generation.sequence import Sequence
 
-    return Sequence(list(ids), 9, Sampling())
+    return Sequence(list(ids), RequestSettings(9, Sampling()))
 
 
 def test_a_cache_of_fixed_size_reads_no_more_than_fits(tmp_path: Path) -> None:

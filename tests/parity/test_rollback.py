@@ -18,6 +18,7 @@ from hf_accel.config import CacheConfig
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.hf.drafting import make_speculation
 from hf_accel.generation.hf.model_runner import ModelRunner
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.controller import Controller
@@ -75,7 +76,7 @@ def test_pages_after_rollback(family: str, right: int, block_size: int) -> None:
     expected = answers(family, PROMPTS, NEW_TOKENS)
     oracle = OracleDrafter(PROMPTS, expected, right)
     batcher = batcher_of(model, CacheConfig(block_size=block_size), oracle, 6)
-    sequences = [Sequence(list(prompt), NEW_TOKENS, Sampling()) for prompt in PROMPTS]
+    sequences = [Sequence(list(prompt), RequestSettings(NEW_TOKENS, Sampling())) for prompt in PROMPTS]
     arrivals = iter(sequences)
     checked = 0
     for number in itertools.count():
@@ -101,9 +102,9 @@ def test_pages_bit_for_bit(family: str, drafter: str, dtype: Any) -> None:
     pages: list[dict[tuple[int, int], Any]] = []
     for number, source in enumerate([OracleDrafter([], []), near(family) if drafter == "near" else drafter]):
         batcher = batcher_of(model, CacheConfig(block_size=4, dtype=dtype), source, 5 * number)
-        sequences = [Sequence(list(prompt), NEW_TOKENS, Sampling()) for prompt in PROMPTS]
+        settings = RequestSettings(NEW_TOKENS, Sampling(), keeps_pages=True)
+        sequences = [Sequence(list(prompt), settings) for prompt in PROMPTS]
         for sequence in sequences:
-            sequence.keeps_pages = True
             batcher.add(sequence)
         while batcher.has_work:
             batcher.step()
@@ -126,7 +127,7 @@ def test_prefix_pages_never_change() -> None:
     group = batcher.pages.groups[0]
     known: dict[bytes, Any] = {}
     for prompt in requests(12, longest=14, seed=6, shared=9):
-        batcher.add(Sequence(list(prompt), NEW_TOKENS, Sampling()))
+        batcher.add(Sequence(list(prompt), RequestSettings(NEW_TOKENS, Sampling())))
         for _ in range(4):
             batcher.step()
             assert group.index is not None

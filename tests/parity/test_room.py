@@ -59,10 +59,11 @@ def test_bytes_of_a_token(family: str, dtype: Any) -> None:
 
 
 def _sequence() -> Any:
+    from hf_accel.generation.request_settings import RequestSettings
     from hf_accel.generation.sampling.sampling import Sampling
     from hf_accel.generation.sequence import Sequence
 
-    return Sequence([1, 2, 3], 2, Sampling())
+    return Sequence([1, 2, 3], RequestSettings(2, Sampling()))
 
 
 def test_all_that_is_free_but_what_passes_need(monkeypatch: pytest.MonkeyPatch) -> None:

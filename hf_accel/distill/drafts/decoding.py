@@ -16,9 +16,9 @@ from ...generation import sequence as generated
 from ...generation.hf.refusals import ragged_refusal
 from ...generation.hf.request_config import stop_token_ids
 from ...generation.hf.session import Session
+from ...generation.request_settings import RequestSettings, StopRules
 from ...generation.sampling.processors import Temperature
 from ...generation.sampling.sampling import Sampling
-from ...generation.sequence import StopRules
 from ...generation.speculation.controller import Controller
 from ...patching.patch import is_patched, make_draft
 from ...tensors import model_device
@@ -67,7 +67,7 @@ class Decoder:
         sampling = Sampling(temperature, greedy=not temperature)
         stop = StopRules(frozenset(stop_token_ids(self.model)))
         sequences = [
-            generated.Sequence(list(prompt), count, sampling, stop=stop, seed=self._seeds.getrandbits(62))
+            generated.Sequence(list(prompt), RequestSettings(count, sampling, stop), seed=self._seeds.getrandbits(62))
             for prompt, count in zip(prompts, max_new_tokens, strict=True)
         ]
         session = Session(

@@ -23,7 +23,8 @@ from ...attention.hf.stock import set_implementation, stock_implementation
 from ...cache.hf import RaggedCache, model_kinds, page_groups
 from ...cache.kinds import SourceKind, SourceRows
 from ...cache.pages import Pages
-from ...cache.step import TokenRange
+from ...cache.pass_rows import Parts, rows_of_passes
+from ...cache.step import Step
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...models import layer_lists, layers_config
@@ -194,26 +195,20 @@ class _SourceTrial:
             pages.begin(source=None if source is None else SourceRows(source, self.argument))
             for source in self.sources
         ]
-        outputs: list[list[Tensor]] = [[] for _ in sequences]
-        for parts in PASSES:
-            ids, positions, ranges = [], [], []
-            for number, count in parts:
-                start = sequences[number].num_tokens
-                pages.append(sequences[number], count)
-                ids.append(self.ids[number][start : start + count])
-                positions.append(torch.arange(start, start + count))
-                ranges.append(TokenRange(sequences[number], start, count))
-            cache.step, cache.positions = pages.step(ranges), torch.cat(positions)
+
+        def compute(parts: Parts, step: Step) -> Tensor:
+            ids = torch.cat([self.ids[number][span.start : span.stop] for number, span in parts])
+            cache.step, cache.positions = step, torch.tensor([place for _, span in parts for place in span])
             assert cache.once is not None
             output = small(
-                input_ids=torch.cat(ids)[None], position_ids=cache.positions[None], past_key_values=cache,
-                use_cache=True, return_dict=True, **cache.once.arguments,
+                input_ids=ids[None], position_ids=cache.positions[None], past_key_values=cache, use_cache=True,
+                return_dict=True, **cache.once.arguments,
             )  # fmt: skip
             cache.check_read()
-            counts = [count for _, count in parts]
-            for (number, _), part in zip(parts, output.last_hidden_state[0].split(counts), strict=True):
-                outputs[number].append(part)
-        return torch.cat([each for own in outputs for each in own]).split(1)
+            states: Tensor = output.last_hidden_state[0]
+            return states
+
+        return torch.cat(rows_of_passes(pages, sequences, PASSES, compute)).split(1)
 
 
 def _total(number: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections import abc
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,32 +17,25 @@ from transformers.utils import logging
 from ...cache.hf import share_settings
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...keywords import Default, check_keywords
-from ...linear.adapters import Adapter
+from ...keywords import Default
 from ...tensors import model_device
 from ...undo.state import state_of
 from ..sampling.choice import TokenLogprobs
-from ..sampling.constraint import Constrained, Constraint, answers
-from ..sampling.processors import Processor
-from ..sampling.sampling import Sampling
-from ..sequence import Sequence, StopRules
+from ..sequence import Sequence
+from .config_settings import ASKED, complete_config, settings_of_config
 from .encoder_source import decoder_prompt
 from .grammars import KEYWORDS, take_constraint
-from .processing import processors_refusal, stock_sampling, stop_rules
-from .refusals import refuse_clocks
-from .request_adapters import read_adapter, refuse_other_rows
-from .request_config import default_new_tokens
+from .request_adapters import adapters_of_prompts
 from .session import Session
 from .vocabulary import prompt_parts
 
 
 class BatchPrompt(NamedTuple):
-    """A prompt of a batch, with a complete config, the adapter that it asks for, and what its answers must match."""
+    """A prompt of a batch, with a complete config, and the fields of its RequestSettings that no config has."""
 
     ids: Any
     config: GenerationConfig
-    adapter: Adapter | None = None
-    constraint: Constraint | None = None
+    asked: abc.Mapping[str, Any] = MappingProxyType({})
 
 
 def generate_batch(
@@ -71,33 +64,34 @@ def generate_batch(
         return {reply.name: reply.output() for reply in replies}, {"loop": "ragged", **statistics, **used}
 
 
-def refuse_own_keywords(generation_config: Any, given: dict[str, Any], refusal: str) -> None:
-    """Raise UnsupportedError for what transformers' own generate_batch does not take.
+def without_own_keywords(generation_config: Any, given: dict[str, Any], refusal: str) -> dict[str, Any]:
+    """Return the keywords that transformers' own generate_batch takes. Raises UnsupportedError if others are given.
 
-    given: its other keywords. refusal: why it must run.
+    given: those of ours, generation_config aside. refusal: why it must run.
     """
-    values = [given.get(name) for name in ("speculative", "adapter", *KEYWORDS)]
-    others = any(value is not None and not isinstance(value, Default) for value in values)
+    own = {name: given.pop(name) for name in ("speculative", *ASKED) if name in given}
+    others = any(value is not None and not isinstance(value, Default) for value in own.values())
     if isinstance(generation_config, list | tuple) or others:
         raise UnsupportedError(
             "only hf_accel's own generate_batch takes speculative=, adapter=, response_format= or a list of configs, "
             f"and it cannot serve this model: {refusal}; give one generation_config, and none of the others"
         )
+    return given
 
 
-def with_configs(
-    model: Any, inputs: abc.Sequence[Any], given: Any, keywords: dict[str, Any], *, adapter: Any
-) -> list[BatchPrompt]:
+def with_configs(model: Any, inputs: abc.Sequence[Any], given: Any, keywords: dict[str, Any]) -> list[BatchPrompt]:
     """Give each prompt a complete GenerationConfig: the model's defaults, overridden by `given` and `keywords`.
 
-    keywords: may also have tokenizer=, with one that says what the answers must match. given: a config, a list with a
-    config for each prompt, or None. adapter: the folder of one, a list with one or None for each prompt, or None.
+    keywords: may also have those of ASKED: adapter=, the folder of one, or a list with one or None for each prompt,
+    and, with tokenizer=, one that says what the answers must match. given: a config, a list with a config for each
+    prompt, or None.
     Raises UnsupportedError for a list of another length, for keywords that a GenerationConfig does not have, for a
-    dict of prompts, and what read_adapter raises.
+    dict of prompts, and what adapters_of_prompts raises.
     """
     if isinstance(inputs, abc.Mapping):
         raise UnsupportedError("inputs is a dict, as a tokenizer returns it; give lists of token ids without padding")
     count, keywords = len(inputs), dict(keywords)
+    folders = keywords.pop("adapter", None)
     is_matched = not set(KEYWORDS).isdisjoint(keywords)
     constraint = take_constraint(model, keywords, given)
     if is_matched:
@@ -110,16 +104,10 @@ def with_configs(
         if id(config) not in complete:
             complete[id(config)] = complete_config(model, config, "generate_batch()", keywords)
     configs = [complete[id(config)] for config in many]
-    paths = list(adapter) if isinstance(adapter, list | tuple) else [adapter] * count
-    if len(paths) != count:
-        raise UnsupportedError(f"adapter has {len(paths)} folders for {count} prompts; give one, or one each")
-    read = {path: read_adapter(model, str(path), path) for path in {*paths} - {None}}
-    for each in read.values():
-        if each.outside:
-            refuse_other_rows(model, each)
-    adapters = [None if path is None else read[path] for path in paths]
+    adapters = adapters_of_prompts(model, folders, count)
+    asked = [{"adapter": adapter, "constraint": constraint} for adapter in adapters]
     configs = configs * count if len(configs) == 1 else configs
-    return list(map(BatchPrompt, inputs, configs, adapters, [constraint] * count))
+    return list(map(BatchPrompt, inputs, configs, asked))
 
 
 def _run(session: Session, replies: list[Reply], progress_bar: bool) -> None:
@@ -143,17 +131,6 @@ def _run(session: Session, replies: list[Reply], progress_bar: bool) -> None:
 
 # -- sequences and outputs -----------------------------------------------------------------------------------
 
-# Keywords of generate() that are no fields of a config, and what serves instead.
-MEANT = {
-    "prefix_allowed_tokens_fn": "generate(), or Engine.submit(processors=)",
-    "logits_processor": "generate(logits_processor=), or Engine.submit(processors=)",
-    "stopping_criteria": "generate(stopping_criteria=), or Engine.submit(stop=)",
-    "streamer": "generate(streamer=), or Engine.submit(), whose requests stream",
-    "assistant_model": "speculative=",
-    "input_ids": "inputs=, a list of token ids for each prompt",
-    "attention_mask": "lists of token ids without padding",
-    "tokenizer": "response_format=, ..., or stop strings in generate(), or Engine(tokenizer=)",
-}
 TOKEN_BUDGET = 2048  # tokens of a pass; it is large because only throughput counts here
 
 
@@ -206,88 +183,25 @@ class SequenceFactory:
         seed = getattr(settings, "seed", None)
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
-    def make(self, name: str, asked: BatchPrompt, *, timestamps: bool, what: str) -> list[Reply]:
+    def make(self, name: str, prompt: BatchPrompt, *, timestamps: bool, what: str) -> list[Reply]:
         """Make the sequences of one prompt's samples, in the order of transformers: the leader comes last.
 
         what: the name of the prompt for error messages.
         Raises UnsupportedError for ids or a config that are not supported.
         """
-        config, constraint = asked.config, asked.constraint
-        ids, inputs = prompt_parts(self.model, asked.ids, what)
+        config = prompt.config
+        ids, inputs = prompt_parts(self.model, prompt.ids, what)
         count = config.num_return_sequences or 1
         if self.model.config.is_encoder_decoder:
             ids, inputs = decoder_prompt(self.model, config, ids, inputs)
-        steps = [] if constraint is None else [Constrained()]
-        sampling, stop = request_rules(self.model, config, len(ids), processors=steps, num_logprobs=self.num_logprobs)
+        settings = settings_of_config(self.model, config, len(ids), prompt.asked, num_logprobs=self.num_logprobs)
         seeds = torch.randint(2**62, (count,), generator=self._generator).tolist() if config.do_sample else [0] * count
-        limit = max(1, default_new_tokens(config, len(ids)))
-        sequences = [Sequence(list(ids), limit, sampling, stop=stop, seed=seed, inputs=inputs) for seed in seeds]
-        sequences[0].followers = sequences[1:]
-        for sequence in sequences:
-            sequence.constraint = None if constraint is None else constraint.fork()
-            sequence.adapter = asked.adapter
+        sequences = Sequence.samples(ids, settings, seeds, inputs=inputs)
         names = [*(f"{name}__child#{i}" for i in range(count - 1)), name]
         return [
             Reply(own, sequence, [] if timestamps else None)
             for own, sequence in zip(names, [*sequences[1:], sequences[0]], strict=True)
         ]
-
-
-def request_rules(
-    model: Any,
-    config: GenerationConfig,
-    num_prompt: int,
-    *,
-    processors: abc.Iterable[Processor] = (),
-    num_logprobs: int | None = None,
-    takes_drafts: bool = True,
-) -> tuple[Sampling, StopRules]:
-    """Make the Sampling and StopRules of a request from a GenerationConfig whose special tokens are prepared.
-
-    processors: what is applied after the config's own processors, and before its warpers. takes_drafts: see Sampling.
-    Raises UnsupportedError for settings that continuous batching cannot serve, and for values that have no meaning.
-    """
-    if (config.num_beams or 1) > 1:
-        raise UnsupportedError(
-            f"continuous batching cannot search with num_beams={config.num_beams}; set it to 1, or use generate()"
-        )
-    refuse_clocks(model, config)
-    config, added = copy.copy(config), list(processors)
-    config.max_length = num_prompt + default_new_tokens(config, num_prompt)
-    try:
-        all_processors = model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=num_prompt,
-            logits_processor=added,
-            device=model.device,
-        )
-        criteria = model._get_stopping_criteria(generation_config=config, stopping_criteria=[])
-    except (TypeError, ValueError) as error:
-        raise UnsupportedError(f"the settings of this request have no meaning: {error}") from error
-    refusal = processors_refusal(all_processors)
-    if refusal is not None:
-        raise UnsupportedError(f"continuous batching cannot serve this generation_config: {refusal}; use generate()")
-    sampling = stock_sampling(
-        all_processors, greedy=not config.do_sample, num_logprobs=num_logprobs, takes_drafts=takes_drafts
-    )
-    rules = stop_rules(criteria)
-    if Constrained() in added:
-        rules = dataclasses.replace(rules, others=(answers, *rules.others))
-    return sampling, rules
-
-
-def complete_config(model: Any, config: GenerationConfig | None, what: str, keywords: dict[str, Any]) -> Any:
-    """Return a copy of a config, or of the model's own, updated with `keywords`, with its special tokens as tensors.
-
-    what: the name of the call for error messages. Raises UnsupportedError for keywords that a GenerationConfig does
-    not have.
-    """
-    complete, _ = model._prepare_generation_config(config)
-    fields = [name for name in GenerationConfig().to_dict() if not name.startswith("_")]
-    known_as = "it takes the fields of a GenerationConfig"
-    check_keywords(what, complete.update(**keywords), fields, MEANT, known_as=known_as)
-    model._prepare_special_tokens(complete, device=model.device)
-    return complete
 
 
 # -- transformers' ContinuousBatchingConfig ----------------------------------------------------------------

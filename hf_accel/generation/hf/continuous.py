@@ -23,7 +23,8 @@ from ...models import layers_config
 from ...undo.state import state_of
 from ..engine.engine_loop import EngineLoop, make_loop
 from ..sampling.choice import TokenLogprobs
-from .batch import BatchPrompt, Reply, SequenceFactory, complete_config, session_settings
+from .batch import BatchPrompt, Reply, SequenceFactory, session_settings
+from .config_settings import complete_config
 from .generation_state import GenerationState
 from .model_runner import attention_refusal, weights_salt
 from .refusals import ids_refusal, ragged_refusal

@@ -25,13 +25,13 @@ from ...undo.state import state_of
 from ..engine.engine_loop import EngineLoop, make_loop
 from ..engine.stream import Request, Sample
 from ..prompt_inputs import RequestInputs
-from ..sampling.constraint import Constrained, Constraint
+from ..request_settings import RequestSettings
+from ..sampling.constraint import Constraint
 from ..sampling.processors import OneByOne, Processor
 from ..sampling.purity import stateful_refusal
-from ..sampling.sampling import Sampling
 from ..sampling.stopping import StopStrings
-from ..sequence import Sequence, StopRules
-from .batch import complete_config, request_rules
+from ..sequence import Sequence
+from .config_settings import ASKED, complete_config, settings_of_config
 from .drafting import draft_models
 from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
@@ -43,7 +43,7 @@ from .session import Session
 from .vocabulary import prompt_parts
 
 NOT_GIVEN: Any = Default("not given")
-OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n", "adapter", *KEYWORDS)  # keywords of submit alone
+OWN_KEYWORDS = ("max_new_tokens", "stop", "seed", "priority", "n", *ASKED)  # keywords of submit alone
 TOKEN_BUDGET = 256  # tokens of a pass; it limits how long a prompt delays sequences in decode
 
 
@@ -160,22 +160,19 @@ class Engine:
         another process. A later error is raised where the Request is read, and ends no other request.
         """
         ids, inputs = self._begin(*self._prompt(prompt))
-        limits = self._limit(max_new_tokens, len(ids))
+        limit = self._limit(max_new_tokens, len(ids))
         ends = (self.model.generation_config.stop_strings or ()) if stop is None else stop
         strings = StopStrings(ends, self._decode)
         constraint = self.constraint(**{name: sampling.pop(name) for name in KEYWORDS if name in sampling})
-        params, rules = self._rules(sampling, ids, limits, [] if constraint is None else [Constrained()])
+        asked: dict[str, Any] = {"constraint": constraint, "priority": _integer("priority", priority)}
+        asked["adapter"] = None if adapter is None else self.adapters.named(adapter)
+        settings = self._settings(sampling, ids, limit, asked)
         if strings.strings:
-            rules = dataclasses.replace(rules, others=(*rules.others, strings))
+            stops = dataclasses.replace(settings.stop, others=(*settings.stop.others, strings))
+            settings = dataclasses.replace(settings, stop=stops)
         first = next(self._seeds) * 2654435761 % 2**62 if seed is None else _integer("seed", seed)
-        rank = _integer("priority", priority)
-        fields: dict[str, Any] = {"stop": rules, "priority": rank, "inputs": inputs}
-        fields["adapter"] = None if adapter is None else self.adapters.named(adapter)
         seeds = range(first, first + _integer("n", n, least=1))
-        sequences = [Sequence(list(ids), limits, params, seed=each, **fields) for each in seeds]
-        sequences[0].followers = sequences[1:]
-        for sequence in sequences:
-            sequence.constraint = None if constraint is None else constraint.fork()
+        sequences = Sequence.samples(ids, settings, seeds, inputs=inputs)
         self.session.scheduler.require_room(sequences[0])
         return self._hand_over(sequences, strings)
 
@@ -222,16 +219,15 @@ class Engine:
             return default_new_tokens(self.model.generation_config, num_prompt)
         return _integer("max_new_tokens", max_new_tokens, least=1)
 
-    def _rules(
-        self, given: dict[str, Any], ids: list[int], max_new_tokens: int, more: list[Processor]
-    ) -> tuple[Sampling, StopRules]:
+    def _settings(
+        self, given: dict[str, Any], ids: list[int], max_new_tokens: int, asked: dict[str, Any]
+    ) -> RequestSettings:
+        """Make the settings of a request. given: what a config says. asked: see settings_of_config."""
         config, processors = request_config(self.model, given, OWN_KEYWORDS)
         config.max_new_tokens, config.stop_strings = max_new_tokens, None
         self.model._prepare_special_tokens(config, device=self.model.device)
-        asked, drafted = given.get("logprobs"), self._takes_drafts(processors, ids)
-        return request_rules(
-            self.model, config, len(ids), processors=[*processors, *more], num_logprobs=asked, takes_drafts=drafted
-        )
+        sampling = {"num_logprobs": given.get("logprobs"), "takes_drafts": self._takes_drafts(processors, ids)}
+        return settings_of_config(self.model, config, len(ids), asked, processors=processors, **sampling)
 
     def _takes_drafts(self, processors: Iterable[Processor], ids: list[int]) -> bool:
         functions = [each for step in processors if isinstance(step, OneByOne) for each in step.functions]

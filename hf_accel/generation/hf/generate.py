@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import abc
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ...cache.step import TokenRange
 from ...errors import UnsupportedError
 from ...undo.state import state_of
 from ..prompt_inputs import PassRows, PromptInputs, RequestInputs
-from ..sampling.constraint import answers
+from ..request_settings import RequestSettings
 from ..sequence import Sequence
 from .beams import begin_search, search_output
 from .encoder_source import sources
@@ -48,7 +47,7 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
         try:
             _loop(call, session, sequences)
             result: Any = _result(call, sequences) if search is None else search_output(call, search)
-            if sequences[0].keeps_pages:
+            if sequences[0].settings.keeps_pages:
                 if call.config.return_dict_in_generate and search is None:
                     _compute_ends(session, sequences)
                 _keep(call, sequences)
@@ -77,26 +76,12 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
 def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> list[Sequence]:
     """Make a sequence for each row of the input. Samples of one prompt are followers of the first of them."""
     draws = BatchDraws() if call.speculative is None else None
-    greedy = not call.config.do_sample
-    # Drafts are verified with random numbers of their own, which would not be transformers'.
-    drafted = greedy or draws is None
-    sampling = stock_sampling(call.processors, greedy=greedy, draw=draws, takes_drafts=drafted)
-    stop, constraint = stop_rules(call.criteria), None
-    if not call.has_beams and why_together(call) is None:
-        constraint = constraint_in(call.processors)
-    if constraint is not None:
-        stop = replace(stop, others=(answers, *stop.others))
-    # If the number of pages is fixed, other sequences need the pages of those that have ended.
-    keeps = call.cache.settings.max_tokens is None or call.config.return_dict_in_generate or len(call.input_ids) == 1
-    keeps = keeps and not (call.has_beams and not call.config.return_dict_in_generate)
-    seeds = (
-        [0] * len(call.input_ids)
-        if greedy or draws is not None
-        else torch.randint(2**62, (len(call.input_ids),)).tolist()
-    )
+    settings, count = _settings(call, draws), len(call.input_ids)
+    drawn = call.config.do_sample and draws is None
+    seeds = torch.randint(2**62, (count,)).tolist() if drawn else [0] * count
     sequences: list[Sequence] = []
     brings = call.has_encoder or call.has_more_than_ids or any(inputs)
-    attended = sources(call) if call.has_encoder else [None] * len(call.input_ids)
+    attended = sources(call) if call.has_encoder else [None] * count
     for row, ids in enumerate(call.input_ids.tolist()):
         padding = 0 if call.mask is None else int((call.mask[row] == 0).sum())
         if (given := inputs[row]) is not None and given.asks:  # the padding behind it is not computed
@@ -104,14 +89,10 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
         hidden = call.num_learnt if ids else call.prompt_columns - padding
         sequence = Sequence(
             [0] * hidden + ids[padding:],
-            max_new_tokens=max(1, call.config.max_length - call.num_columns),
-            sampling=sampling,
-            stop=stop,
+            settings,
             seed=seeds[row],
             padding=ids[:padding],
             index=row,
-            keeps_pages=keeps and not call.attends_to_sources,
-            constraint=None if constraint is None else constraint.fork(),
             inputs=RequestInputs(prompt=inputs[row], source=attended[row], num_hidden=hidden) if brings else None,
         )
         leader = row - row % call.repeats
@@ -121,6 +102,23 @@ def _sequences(call: LoopCall, inputs: abc.Sequence[PromptInputs | None]) -> lis
     if draws is not None:
         draws.sequences = sequences
     return sequences
+
+
+def _settings(call: LoopCall, draws: BatchDraws | None) -> RequestSettings:
+    """Return what a call asks for, for all of its rows. draws: draws their tokens; None if the verifier does."""
+    config, alone = call.config, not call.has_beams and why_together(call) is None
+    # Drafts are verified with random numbers of their own, which would not be transformers'.
+    drafted = not config.do_sample or draws is None
+    # If the number of pages is fixed, other sequences need the pages of those that have ended.
+    keeps = call.cache.settings.max_tokens is None or config.return_dict_in_generate or len(call.input_ids) == 1
+    keeps = keeps and not (call.has_beams and not config.return_dict_in_generate)
+    return RequestSettings(
+        max(1, config.max_length - call.num_columns),
+        stock_sampling(call.processors, greedy=not config.do_sample, draw=draws, takes_drafts=drafted),
+        stop_rules(call.criteria),
+        constraint=constraint_in(call.processors) if alone else None,
+        keeps_pages=keeps and not call.attends_to_sources,
+    )
 
 
 def _is_same(first: PromptInputs | None, second: PromptInputs | None) -> bool:

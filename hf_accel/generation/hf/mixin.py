@@ -24,7 +24,8 @@ from ...tensors import made_on_host
 from ...undo.journal import original_class
 from ...undo.state import state_of
 from ..prompt_inputs import other_input
-from .batch import generate_batch, refuse_own_keywords, with_configs, with_fields
+from .batch import generate_batch, with_configs, with_fields, without_own_keywords
+from .config_settings import ASKED
 from .continuous import destroy_managers, manager_for, refuse_batching
 from .drafting import assistant_refusal, assisted
 from .encoder_source import give_stock_cache, pages_serve, with_cache, with_encoder
@@ -238,14 +239,13 @@ class AcceleratedGeneration(WritesModelCard):
         persistent_manager: bool = False,
         warmup: bool = True,
         speculative: Any = NOT_GIVEN,
-        adapter: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Generate for prompts of any length without padding, as transformers' generate_batch.
 
         inputs: for each prompt a list of token ids, or the dict that a processor makes for one prompt with images.
-        generation_config: may be a list, one for each prompt. kwargs: fields of it or of ContinuousBatchingConfig, and
-        those of generate(). adapter: a folder as of Engine.load_adapter, or a list of one or None for each prompt.
+        generation_config: may be a list, one for each prompt. kwargs: fields of it or of ContinuousBatchingConfig,
+        those of generate(), and adapter: a folder as of Engine.load_adapter, or a list of one or None for each prompt.
         persistent_manager, warmup: have an effect on transformers' manager alone. Returns transformers' dict of
         GenerationOutput. Raises UnsupportedError for unknown keywords, and models that no continuous batching serves.
         """
@@ -256,17 +256,17 @@ class AcceleratedGeneration(WritesModelCard):
         refusal = ragged_refusal(self) or prompts_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
             refuse_batching(self)  # type: ignore[arg-type]
-            refuse_own_keywords(generation_config, {**kwargs, "speculative": speculative, "adapter": adapter}, refusal)
+            kwargs = without_own_keywords(generation_config, {**kwargs, "speculative": speculative}, refusal)
             return super().generate_batch(  # type: ignore[misc]
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
                 progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,
             )  # fmt: skip
         if state.call is not None:  # generate(cache_implementation="paged") passes on all its keywords
-            kwargs = {name: value for name, value in kwargs.items() if hasattr(generation_config, name)}
+            kwargs = {n: value for n, value in kwargs.items() if hasattr(generation_config, n) or n in ASKED}
         start = time.perf_counter()
         outputs, statistics = generate_batch(
             self,  # type: ignore[arg-type]
-            with_configs(self, inputs, generation_config, kwargs, adapter=adapter),
+            with_configs(self, inputs, generation_config, kwargs),
             continuous_batching_config,
             speculative=state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative),
             timestamps=record_timestamps, progress_bar=progress_bar,

@@ -16,11 +16,12 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
 from ...tensors import integers, sent
+from ..request_settings import StopRules
 from ..sampling.constraint import Constrained
 from ..sampling.processors import MinNewTokens, MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
 from ..sampling.sampling import Draw, Sampling
 from ..sampling.token_prefix import Prefix, Tokens, prefix_of
-from ..sequence import Sequence, StopRules
+from ..sequence import Sequence
 from .grammars import ConstraintProcessor
 
 # These use only the scores. So sequences of different lengths can be processed together.
@@ -246,7 +247,7 @@ class BatchDraws:
 def stop_rules(criteria: StoppingCriteriaList) -> StopRules:
     """Make StopRules from stopping criteria, which are called after every token as in transformers.
 
-    MaxLengthCriteria is left out, because Sequence.max_new_tokens has the same effect.
+    MaxLengthCriteria is left out, because RequestSettings.max_new_tokens has the same effect.
     """
     ends: set[int] = set()
     others = []

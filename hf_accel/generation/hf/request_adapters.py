@@ -19,7 +19,8 @@ from transformers.modeling_utils import load_state_dict
 
 from ...cache.hf import page_groups
 from ...cache.pages import Pages
-from ...cache.step import TokenRange
+from ...cache.pass_rows import Parts, rows_of_passes
+from ...cache.step import Step
 from ...config import CacheConfig
 from ...errors import UnsupportedError
 from ...fused.hf.layer_calls import TracedForward
@@ -132,6 +133,21 @@ def read_adapter(model: PreTrainedModel, name: str, path: str | PathLike[str]) -
     return Adapter(name, parts, frozenset(parts.keys() - traced), _salt(config, tensors))
 
 
+def adapters_of_prompts(model: PreTrainedModel, given: Any, count: int) -> list[Adapter | None]:
+    """Return the adapters of `count` prompts. given: the folder of one, a list of one or None for each, or None.
+
+    Raises UnsupportedError for a list of another length, and what read_adapter and refuse_other_rows raise.
+    """
+    paths = list(given) if isinstance(given, list | tuple) else [given] * count
+    if len(paths) != count:
+        raise UnsupportedError(f"adapter has {len(paths)} folders for {count} prompts; give one, or one each")
+    read = {path: read_adapter(model, str(path), path) for path in {*paths} - {None}}
+    for each in read.values():
+        if each.outside:
+            refuse_other_rows(model, each)
+    return [read.get(path) for path in paths]
+
+
 # -- a trial -------------------------------------------------------------------------------------------------
 
 LENGTHS, LAST = (7, 10), 2  # tokens of the prompts of a trial, and of those the ones that its last pass computes
@@ -174,20 +190,15 @@ def _logits(model: PreTrainedModel, rows: list[tuple[int, Adapter | None]]) -> T
     """
     groups, groups_of_layer = page_groups(model.config, CacheConfig(), capacity=64)
     pages, runner = Pages(groups), ModelRunner(model, groups, groups_of_layer)
-    cached = [pages.begin() for _ in rows]
-    found = []
-    for last in (False, True):
-        ids: list[int] = []
-        ranges = []
-        for (length, _), sequence in zip(rows, cached, strict=True):
-            start, count = sequence.num_tokens, LAST if last else length - LAST
-            pages.append(sequence, count)
-            ranges.append(TokenRange(sequence, start, count))
-            ids += range(start, start + count)  # which are also their positions
-        with pass_adapters([adapter for _, adapter in rows], [each.count for each in ranges]):
-            logits = runner(ids, ids, pages.step(ranges), list(range(len(ids)))).float()
-        found.append(logits.split([each.count for each in ranges]))
-    return torch.cat([part for parts in zip(*found, strict=True) for part in parts])
+    firsts = [(number, length - LAST) for number, (length, _) in enumerate(rows)]
+    lasts = [(number, LAST) for number, _ in firsts]
+
+    def compute(parts: Parts, step: Step) -> Tensor:
+        ids = [place for _, span in parts for place in span]  # which are also their positions
+        with pass_adapters([adapter for _, adapter in rows], [len(span) for _, span in parts]):
+            return runner(ids, ids, step, list(range(len(ids)))).float()
+
+    return torch.cat(rows_of_passes(pages, [pages.begin() for _ in rows], (firsts, lasts), compute))
 
 
 # -- the model -----------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def choose_tokens(
         raise HfAccelError(f"{len(logits)} rows of logits for sequences and drafts that need {needed}")
     groups: dict[Hashable, list[int]] = {}
     for index, sequence in enumerate(sequences):
-        groups.setdefault(_group_key(sequence.sampling), []).append(index)
+        groups.setdefault(_group_key(sequence.settings.sampling), []).append(index)
     if len(groups) == 1:
         return _with_logprobs(logits, members, _choose_group(logits, members, verifier).read())
     unread = []
@@ -94,10 +94,10 @@ def processed(logits: Tensor, rows: abc.Sequence[tuple[Sequence, list[int]]]) ->
     logits = logits.detach()
     groups: dict[Hashable, list[int]] = {}
     for row, (sequence, _) in enumerate(rows):
-        groups.setdefault(_group_key(sequence.sampling), []).append(row)
+        groups.setdefault(_group_key(sequence.settings.sampling), []).append(row)
     distributions = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
     for members in groups.values():
-        sampling = rows[members[0]][0].sampling
+        sampling = rows[members[0]][0].settings.sampling
         prefixes = [prefix_of(*rows[row]) for row in members]
         own = sent(integers(members), logits)
         scores, _ = processed_scores(sampling, logits[own], prefixes)
@@ -135,7 +135,7 @@ def _rows(tensor: Tensor, members: list[Member]) -> Tensor:
 
 def _choose_group(logits: Tensor, members: list[Member], verifier: Verifier) -> Unread[list[Chosen | Exception]]:
     """Choose for members with equal keys. `logits` holds their rows and no others."""
-    sampling = members[0].sequence.sampling
+    sampling = members[0].sequence.settings.sampling
     if sampling.plain:
         return _greedy(members, likeliest(logits))
     scores, errors = processed_scores(sampling, logits, [prefix for member in members for prefix in member.prefixes()])
@@ -170,7 +170,7 @@ def _greedy(members: list[Member], best: Tensor) -> Unread[list[Chosen | Excepti
 
 
 def _sampled(distributions: Tensor, members: list[Member], verifier: Verifier) -> Unread[list[Chosen | Exception]]:
-    draw = members[0].sequence.sampling.draw
+    draw = members[0].sequence.settings.sampling.draw
     undrafted = [at for at, member in enumerate(members) if draw is not None and not len(member.draft)]
     others = [at for at in range(len(members)) if at not in set(undrafted)]
     results: dict[int, Chosen | Exception] = {}
@@ -212,7 +212,7 @@ def _with_logprobs(
     counts: list[int] = []
     reported: list[int] = []
     for at, (member, result) in enumerate(zip(members, results, strict=True)):
-        count = member.sequence.sampling.num_logprobs
+        count = member.sequence.settings.sampling.num_logprobs
         if count is not None and isinstance(result, Chosen):
             reported.append(at)
             rows += member.used(result)[: len(result.tokens)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...tensors import sent
 from .processors import Prefixes, Processor
-from .token_prefix import Tokens
 
 MOST_MASKS = 32  # masks of the latest positions: a draft's, and then those of its verification
 
@@ -143,9 +142,3 @@ def only_allowed(scores: Tensor, masks: abc.Sequence[bytes | None]) -> Tensor:
     bits = packed[..., None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=packed.device))
     allowed = bits.bitwise_and_(1).view(torch.bool).view(len(masks), -1)[:, :width]
     return torch.where(allowed, scores, torch.full((), -torch.inf, device=scores.device))
-
-
-def answers(sequence: Tokens) -> bool:
-    """Return whether the answer of a sequence with a constraint is complete. It is a stop rule."""
-    constraint: Any = sequence.constraint
-    return constraint is not None and constraint.is_complete(sequence.tokens[sequence.num_prompt :])

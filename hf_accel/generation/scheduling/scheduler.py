@@ -78,10 +78,10 @@ class Scheduler:
     def require_room(self, sequence: Sequence) -> None:
         """Raise OutOfBlocksError if the sequence does not fit even when it runs alone. Any thread may call this."""
         capacity = self.pages.capacity
-        wanted = sequence.num_prompt + sequence.max_new_tokens
+        wanted = sequence.num_prompt + (limit := sequence.settings.max_new_tokens)
         if capacity is not None and wanted > capacity:
             raise OutOfBlocksError(
-                f"a prompt of {sequence.num_prompt} tokens and max_new_tokens={sequence.max_new_tokens} make {wanted} "
+                f"a prompt of {sequence.num_prompt} tokens and max_new_tokens={limit} make {wanted} "
                 f"tokens, the cache holds {capacity}; lower max_new_tokens, shorten the prompt, or raise max_tokens"
             )
 

@@ -144,7 +144,7 @@ class Speculation:
         waiting = [
             chunk.sequence
             for chunk in chunks
-            if chunk.sequence.decodes and chunk.sequence.num_left > 1 and chunk.sequence.sampling.takes_drafts
+            if chunk.sequence.decodes and chunk.sequence.num_left > 1 and chunk.sequence.settings.sampling.takes_drafts
         ]
         for drafter in self.drafters:
             if not waiting:
@@ -236,7 +236,7 @@ class Speculation:
 
     def _show(self, sequence: Sequence, start: int, states: Tensor) -> None:
         for drafter in self.drafters:
-            if drafter.layers and sequence.sampling.takes_drafts:
+            if drafter.layers and sequence.settings.sampling.takes_drafts:
                 drafter.watch(sequence, start, states)
 
     def _watch_again(self, sequence: Sequence, rows: list[int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_accel.generation.hf.batch import request_rules
+from hf_accel.generation.hf.config_settings import settings_of_config
 from hf_accel.generation.hf.request_config import request_config
 from hf_accel.generation.sampling.sampling import Sampling
 
@@ -29,4 +29,5 @@ def request_sampling(vocabulary_size: int = 400, num_prompt: int = 3, **keywords
     model = Stub(vocabulary_size)
     config, processors = request_config(model, keywords, ())
     model._prepare_special_tokens(config, device="cpu")
-    return request_rules(model, config, num_prompt, processors=processors, num_logprobs=keywords.get("logprobs"))[0]
+    more = {"processors": processors, "num_logprobs": keywords.get("logprobs")}
+    return settings_of_config(model, config, num_prompt, {}, **more).sampling

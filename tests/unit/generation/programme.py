@@ -9,6 +9,7 @@ from typing import Any
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.pages import Pages
 from hf_accel.errors import OutOfBlocksError
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.scheduling.scheduler import Scheduler
 from hf_accel.generation.sequence import PATIENCE, Chunk, Sequence, Status
 
@@ -52,7 +53,7 @@ def pages_of(
 
 
 def sequence_of(prompt: list[int], max_new_tokens: int = 8, **fields: Any) -> Sequence:
-    return Sequence(prompt, max_new_tokens, sampling=None, **fields)  # type: ignore[arg-type]
+    return Sequence(prompt, RequestSettings(max_new_tokens, sampling=None, **fields))  # type: ignore[arg-type]
 
 
 def digests(tokens: list[int]) -> list[int]:
@@ -151,7 +152,7 @@ class Programme:
         leader = family[0]
         leader.followers = family[1:]
         capacity = self.pages.capacity
-        fits = capacity is None or all(s.num_prompt + s.max_new_tokens <= capacity for s in family)
+        fits = capacity is None or all(s.num_prompt + s.settings.max_new_tokens <= capacity for s in family)
         try:
             self.scheduler.add(leader)
         except OutOfBlocksError:
@@ -237,7 +238,7 @@ class Programme:
         self.overtaken = {s: count for s, count in self.overtaken.items() if s in waiting}
         waiting = sorted(waiting, key=lambda s: s.arrival)
         for sequence in entered:
-            first = min(waiting, key=lambda s: (s not in self.promoted, -s.priority, s.arrival))
+            first = min(waiting, key=lambda s: (s not in self.promoted, -s.settings.priority, s.arrival))
             assert sequence is first
             oldest = waiting[0]
             waiting.remove(sequence)
@@ -260,7 +261,7 @@ class Programme:
     def drain(self) -> None:
         """Everyone comes to an end without new arrivals, and gives back all blocks."""
         passes = 0
-        work = sum(s.num_prompt + s.max_new_tokens for s in self.alive)
+        work = sum(s.num_prompt + s.settings.max_new_tokens for s in self.alive)
         while self.alive:
             self.step(arrivals=False)
             passes += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.controller import Controller
 
@@ -46,7 +47,7 @@ class Simulation:
         self.read: set[Sequence] = set()
         self.noise, self.outliers, self.dice = noise, outliers, random.Random(seed)
         self.controller = controller or Controller("auto", max_draft)
-        self.sequences = [Sequence([1], 10**9, sampling=None) for _ in acceptance]
+        self.sequences = [Sequence([1], RequestSettings(10**9, sampling=None)) for _ in acceptance]
         self.time, self.tokens = 0.0, 0
 
     def measured(self, seconds: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from hf_accel.cache.pages import Pages
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.generation.batcher import Batcher, Progress
+from hf_accel.generation.request_settings import RequestSettings, StopRules
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.controller import Controller
@@ -96,15 +96,12 @@ class Programme:
             stop_token_ids=(end,),
             processors=draw.choice([(), (), (), (parity,), (Bad(len(prompt) + draw.randrange(6)),)]),
         )
-        stop = draw.choice([stops_at(end), None])
+        stop = draw.choice([stops_at(end), StopRules()])
         if draw.random() < 0.05:
-            stop = stop_that_raises
+            stop = StopRules(others=(stop_that_raises,))
         priority, first = draw.choice([0, 0, 1]), draw.randrange(1000)
-        family = [
-            Sequence(list(prompt), limit, sampling, stop=stop, seed=first + i, priority=priority)
-            for i in range(draw.choice([1, 1, 3]))
-        ]
-        family[0].followers = family[1:]
+        settings = RequestSettings(limit, sampling, stop, priority)
+        family = Sequence.samples(prompt, settings, range(first, first + draw.choice([1, 1, 3])), inputs=None)
         try:
             self.batcher.add(family[0])
         except OutOfBlocksError:
@@ -115,9 +112,7 @@ class Programme:
         for each in family:
             self.streamed[each] = []
             rule = verifier_named(self.verify)
-            self.expected[each] = sequential(
-                prompt, limit, sampling, stop, seed=each.seed, verifier=rule, window=self.window
-            )
+            self.expected[each] = sequential(prompt, settings, seed=each.seed, verifier=rule, window=self.window)
 
     def step(self, *, arrivals: bool) -> None:
         draw = self.random.random()
@@ -219,14 +214,14 @@ class Bad:
         return scores
 
 
-def stops_at(token: int) -> Callable[[Sequence], str | None]:
-    return lambda sequence: "stop" if sequence.tokens[-1] == token and sequence.num_new > 1 else None
+def stops_at(token: int) -> StopRules:
+    return StopRules(others=(lambda sequence: sequence.tokens[-1] == token and sequence.num_new > 1,))
 
 
-def stop_that_raises(sequence: Sequence) -> str | None:
+def stop_that_raises(sequence: Sequence) -> bool:
     if sequence.num_new == 3:
         raise Broken("stop")
-    return None
+    return False
 
 
 PROGRAMMES: dict[str, dict[str, Any]] = {

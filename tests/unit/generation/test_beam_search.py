@@ -12,6 +12,7 @@ from transformers.generation import logits_process
 from hf_accel.cache.cached_sequence import CachedSequence
 from hf_accel.generation.beam_search import BeamSearch, BeamSettings, largest_sums
 from hf_accel.generation.hf.beam_scores import process_of
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 
@@ -38,7 +39,7 @@ def test_the_largest_sums_are_those_of_torch(levels: int, count: int) -> None:
 
 def test_a_search_waits_for_a_beam_that_is_computed_again() -> None:
     """Its logits came before, but it has lost its pages since, which another beam may go on with."""
-    beams = [Sequence([1, 2], 5, Sampling()) for _ in range(3)]
+    beams = [Sequence([1, 2], RequestSettings(5, Sampling())) for _ in range(3)]
     settings = BeamSettings(3, 6, 5, 1.0, early_stopping=False, samples=False, stop_ids=torch.empty(0).long())
     search = BeamSearch([beams], torch.ones(3, 2).long(), settings)
     for beam in beams:

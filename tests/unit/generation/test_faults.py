@@ -16,6 +16,7 @@ from hf_accel.errors import HfAccelError, HfAccelWarning, OutOfBlocksError
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.engine.engine_loop import EngineLoop
 from hf_accel.generation.engine.stream import Sample
+from hf_accel.generation.request_settings import RequestSettings, StopRules
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.controller import Controller
@@ -77,9 +78,9 @@ def params(wish: Wish, **more: Any) -> Sampling:
 def expected(number: int, window: int | None) -> list[list[int]]:
     """What each sample of a wish generates alone."""
     wish, rule = WISHES[number], verifier_named("token")
+    settings = RequestSettings(wish.limit, params(wish))
     return [
-        sequential(wish.prompt, wish.limit, params(wish), None, seed=7 + i, verifier=rule, window=window)[0]
-        for i in range(wish.samples)
+        sequential(wish.prompt, settings, seed=7 + i, verifier=rule, window=window)[0] for i in range(wish.samples)
     ]
 
 
@@ -126,12 +127,9 @@ class Served:
         self.loop._commands.put(lambda: self.begins.wait(WAIT) and None)
 
     def submit(self, wish: Wish, **more: Any) -> list[Sample]:
-        rule = {"stop": more.pop("stop", None)}
-        family = [
-            Sequence(list(wish.prompt), wish.limit, params(wish, **more), seed=7 + i, **rule)
-            for i in range(wish.samples)
-        ]
-        family[0].followers = family[1:]
+        stop = StopRules(others=more.pop("stop", ()))
+        settings = RequestSettings(wish.limit, params(wish, **more), stop)
+        family = Sequence.samples(wish.prompt, settings, range(7, 7 + wish.samples), inputs=None)
         samples = [Sample(on_wait=self.loop.refuse_own_thread) for _ in family]
         self.loop.submit(family[0], dict(zip(family, samples, strict=True)))
         return samples
@@ -349,8 +347,7 @@ def raising(error: BaseException) -> Any:
 def test_what_is_no_exception_ends_its_request_alone(place: str, error: BaseException) -> None:
     """And is told as one: it would end the thread, or the event loop, of whoever waits for the request."""
     engine = served("scarce")
-    function = raising(error)
-    bad = engine.submit(BAD, **{place: (function,) if place == "processors" else function})
+    bad = engine.submit(BAD, **{place: (raising(error),)})
     (told,) = others_beside(engine, *bad)
     assert isinstance(told, HfAccelError) and told.__cause__ is error and repr(error) in str(told)
 

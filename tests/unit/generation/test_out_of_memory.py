@@ -13,6 +13,7 @@ from hf_accel.cache.pages import Pages
 from hf_accel.cache.step import Step
 from hf_accel.errors import HfAccelError, HfAccelWarning
 from hf_accel.generation.batcher import Batcher
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.speculation import Speculation
@@ -59,9 +60,8 @@ def requests(count: int) -> list[Sequence]:
             draw.randrange(VOCABULARY) for _ in range(draw.choice([1, 9, 30]))
         ]
         sampling = request_sampling(vocabulary_size=VOCABULARY, temperature=draw.choice([0.0, 1.0]))
-        family = [Sequence(list(prompt), 15, sampling, seed=10 * number + i) for i in range(draw.choice([1, 1, 2]))]
-        family[0].followers = family[1:]
-        made += family
+        seeds = range(10 * number, 10 * number + draw.choice([1, 1, 2]))
+        made += Sequence.samples(prompt, RequestSettings(15, sampling), seeds, inputs=None)
     return made
 
 
@@ -75,7 +75,7 @@ def check(batcher: Batcher, sequences: list[Sequence]) -> None:
         check_blocks(batcher.pages, batcher.scheduler.running)
     for each in sequences:
         prompt = each.tokens[: each.num_prompt]
-        alone = sequential(prompt, 15, each.sampling, None, seed=each.seed, verifier=RULE, window=None)
+        alone = sequential(prompt, each.settings, seed=each.seed, verifier=RULE, window=None)
         assert each.tokens[each.num_prompt :] == alone[0]
     assert all(group.pool.num_used == 0 for group in batcher.pages.groups)
 
@@ -107,8 +107,9 @@ def test_one_pass_does_not_fit(number: int, drafts: bool) -> None:
 def test_what_it_says() -> None:
     runner = SmallDevice(toy_pages(400, block_size=4, window=None), fails=(2,))
     batcher = batcher_of(runner, drafts=False, token_budget=64)
+    settings = RequestSettings(5, request_sampling(vocabulary_size=VOCABULARY, temperature=0.0))
     for _ in range(8):
-        batcher.add(Sequence([1, 2], 5, request_sampling(vocabulary_size=VOCABULARY, temperature=0.0)))
+        batcher.add(Sequence([1, 2], settings))
     batcher.step()
     words = (
         r"a pass of 8 tokens does not fit into the memory of cpu; passes have at most 4 from now on, .* Lower "
@@ -122,7 +123,8 @@ def test_what_it_says() -> None:
 def test_nothing_fits() -> None:
     runner = SmallDevice(toy_pages(400, block_size=4, window=None), most=0)
     batcher = batcher_of(runner, drafts=False)
-    batcher.add(Sequence([1], 5, request_sampling(vocabulary_size=VOCABULARY, temperature=0.0)))
+    settings = RequestSettings(5, request_sampling(vocabulary_size=VOCABULARY, temperature=0.0))
+    batcher.add(Sequence([1], settings))
     words = (
         r"one token of one sequence does not fit into the memory of cpu, .*; lower max_tokens= .*dtype='int8'.*int4"
     )

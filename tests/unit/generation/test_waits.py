@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_accel.cache.pages import Pages
 from hf_accel.cache.step import Step
 from hf_accel.generation.batcher import Batcher
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Draft, Sequence
 from hf_accel.generation.speculation.controller import Controller
@@ -75,7 +76,8 @@ class Counted(ModelDrafter):
 
 def sequences_of(*settings: dict[str, Any], count: int = 5) -> list[Sequence]:
     samplings = [request_sampling(vocabulary_size=VOCABULARY, num_prompt=3, **each) for each in settings]
-    return [Sequence([1, 2, 3 + i], 12, samplings[i % len(settings)], seed=i) for i in range(count)]
+    asked = [RequestSettings(12, sampling) for sampling in samplings]
+    return [Sequence([1, 2, 3 + i], asked[i % len(asked)], seed=i) for i in range(count)]
 
 
 def draft_model(runner: type[ToyRunner], rule: Verifier, target_pages: Pages) -> Counted:
@@ -123,7 +125,7 @@ def test_one_wait_a_step(name: str, verify: str, drafts: str, waits: Counter[str
 
 
 def uses_prefixes(settings: dict[str, Any]) -> bool:
-    return sequences_of(settings)[0].sampling.uses_prefix
+    return sequences_of(settings)[0].settings.sampling.uses_prefix
 
 
 @pytest.mark.parametrize("drafts", ["none", "drawn", "model"])
@@ -217,7 +219,7 @@ def test_impossible_rows(waits: Counter[str]) -> None:
     sampling = Sampling([Spoiled()], greedy=True)  # type: ignore[list-item]
     pages = toy_pages(100, block_size=4, window=None)
     batcher = Batcher(RemoteRunner(pages), pages)
-    sequences = [Sequence([1, 2, 3 + i], 4, sampling) for i in range(3)]
+    sequences = [Sequence([1, 2, 3 + i], RequestSettings(4, sampling)) for i in range(3)]
     for sequence in sequences:
         batcher.add(sequence)
     progress = batcher.step()

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.pages import Pages
 from hf_accel.cache.step import Step
-from hf_accel.generation.sampling.sampling import Sampling
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.token_prefix import Prefix
 from hf_accel.generation.sequence import Draft, Sequence, Shape
 from hf_accel.generation.speculation.drafters.drafter import Drafter
@@ -124,20 +124,20 @@ def next_logits(tokens: list[int], window: int | None) -> Tensor:
 
 
 def sequential(
-    prompt: list[int], limit: int, sampling: Sampling, stop: Any, *, seed: int, verifier: Verifier, window: int | None
+    prompt: list[int], settings: RequestSettings, *, seed: int, verifier: Verifier, window: int | None
 ) -> tuple[list[int], Exception | None]:
     """What a request generates alone, token by token, and what it fails with."""
-    sequence = Sequence(list(prompt), limit, sampling, seed=seed)
+    sequence = Sequence(list(prompt), settings, seed=seed)
     error = None
     try:
-        _generate(sequence, stop, verifier, window)
+        _generate(sequence, verifier, window)
     except Exception as raised:
         error = raised
     return sequence.tokens[len(prompt) :], error
 
 
-def _generate(sequence: Sequence, stop: Any, verifier: Verifier, window: int | None) -> None:
-    sampling = sequence.sampling
+def _generate(sequence: Sequence, verifier: Verifier, window: int | None) -> None:
+    sampling = sequence.settings.sampling
     while sequence.num_left > 0:
         prefix = Prefix(list(sequence.tokens), sequence.num_prompt, (), None)
         scores = sampling.process(next_logits(sequence.tokens, window)[None], [prefix])
@@ -148,7 +148,7 @@ def _generate(sequence: Sequence, stop: Any, verifier: Verifier, window: int | N
             [[token]] = verifier.verify(scores.softmax(-1), [Draft()], [place])
         sequence.tokens.append(token)
         try:
-            if stop is not None and stop(sequence) is not None:
+            if sequence.stop_reason() is not None:
                 break
         except Exception:
             sequence.tokens.pop()
@@ -197,7 +197,7 @@ class ToyDrafter(Drafter):
     def _one(self, sequence: Sequence, most: int) -> Draft:
         count = self.random.choice([0, 1, most, most])
         count = min(count, most)
-        draws = self.drawn and not sequence.sampling.greedy
+        draws = self.drawn and not sequence.settings.sampling.greedy
         tokens: list[int] = []
         laws: list[Tensor] = []
         for number in range(count):

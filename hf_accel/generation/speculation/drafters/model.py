@@ -114,7 +114,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> list[Draft]:
         self.catch_up(sequences)
-        ahead = not any(sequence.sampling.uses_prefix for sequence in sequences)
+        ahead = not any(sequence.settings.sampling.uses_prefix for sequence in sequences)
         drafts = self._drafted(sequences, lengths, ahead=ahead) or self._drafted(sequences, lengths, ahead=False)
         return [Draft(draft.tokens, draft.distribution) for draft in drafts]
 
@@ -209,12 +209,12 @@ class ModelDrafter(Drafter):
         logits: [n, target_tokens], processed here as the target's are. Returns the tokens [n] as they are on the
         device, and as they are right: the rare ones that must be drawn again are known only when they are read.
         """
-        if all(draft.sequence.sampling.plain for draft in drafts):
+        if all(draft.sequence.settings.sampling.plain for draft in drafts):
             best = likeliest(logits)
             return best, Unread(best, list)
         distributions = processed(logits, [(draft.sequence, draft.tokens) for draft in drafts])
         best = likeliest(distributions)
-        rows = [row for row, draft in enumerate(drafts) if not draft.sequence.sampling.greedy]
+        rows = [row for row, draft in enumerate(drafts) if not draft.sequence.settings.sampling.greedy]
         if not rows:
             return best, Unread(best, list)
         at = sent(integers(rows), best)

@@ -189,11 +189,10 @@ class HeadDrafter(ModelDrafter):
 
     def _choice(self, sequences: abc.Sequence[Sequence]) -> Choice | None:
         """Return how one call draws tokens for these sequences, without random numbers; None if none can."""
-        sampling = sequences[0].sampling
+        sampling = sequences[0].settings.sampling
         draws = sampling.native_draws(self.verifier.draws)
-        if draws is None or any(
-            each.sampling.key != sampling.key for each in sequences if each.sampling is not sampling
-        ):
+        others = (own for each in sequences if (own := each.settings.sampling) is not sampling)
+        if draws is None or any(own.key != sampling.key for own in others):
             return None
         is_drawn = draws.kind != LIKELIEST
         return None if is_drawn and self.num_tokens > self.target_tokens else Choice(draws)

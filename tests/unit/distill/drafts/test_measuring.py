@@ -13,6 +13,7 @@ import hf_accel
 from hf_accel import SpeculativeConfig, UnsupportedError
 from hf_accel.distill.drafts.measuring import Watch, _by_length, measure_acceptance
 from hf_accel.distill.drafts.student import init_student
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.acceptance import gains
@@ -189,7 +190,7 @@ def test_a_model_that_cannot_speculate_is_refused() -> None:
 
 def test_watch_times_whole_passes_of_settled_lengths_only() -> None:
     watch = Watch(2, 2, seed=0)
-    sequences = [Sequence([1, 2], 100, Sampling()) for _ in range(2)]
+    sequences = [Sequence([1, 2], RequestSettings(100, Sampling())) for _ in range(2)]
     lengths = []
     for number in range(400):
         limits = [1, 9] if number % 51 == 0 else [9, 9]

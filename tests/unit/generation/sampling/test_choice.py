@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.errors import HfAccelError
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.choice import Chosen, choose_tokens, processed
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sampling.token_prefix import Prefix
@@ -38,7 +39,7 @@ def rows(sequences: list[Sequence], drafts: list[Draft]) -> Tensor:
 
 
 def sequence(params: Sampling, seed: int = 0) -> Sequence:
-    return Sequence([1, 2, 1], 1000, params, seed=seed)
+    return Sequence([1, 2, 1], RequestSettings(1000, params), seed=seed)
 
 
 def generated(params: Sampling, name: str, draft: Callable[[Sequence], Draft], count: int = 30) -> list[int]:
@@ -111,7 +112,7 @@ def test_a_processor_sees_each_prefix_once() -> None:
         return scores
 
     params = request_sampling(temperature=1.0, processors=(counting,))
-    sequences = [sequence(params), Sequence([9], 5, params)]
+    sequences = [sequence(params), Sequence([9], RequestSettings(5, params))]
     drafts = [Draft([4, 5]), Draft()]
     choose_tokens(rows(sequences, drafts), sequences, drafts, TokenVerifier())
     assert seen == [[1, 2, 1], [1, 2, 1, 4], [1, 2, 1, 4, 5], [9]]
@@ -143,7 +144,7 @@ class Spiteful:
 )
 def test_an_error_is_its_own_sequences_alone(temperature: float, how: str, words: str) -> None:
     params = request_sampling(temperature=temperature, processors=(Spiteful(how),), logprobs=1)
-    sequences = [sequence(params, 1), Sequence([9], 5, params), sequence(params, 2)]
+    sequences = [sequence(params, 1), Sequence([9], RequestSettings(5, params)), sequence(params, 2)]
     drafts = [Draft([4]), Draft([1, 2]), Draft()]
     first, failed, last = choose_tokens(rows(sequences, drafts), sequences, drafts, TokenVerifier())
     others = [sequences[0], sequences[2]]
@@ -178,7 +179,8 @@ def test_a_prefix_that_nobody_reaches_may_fail(name: str, how: str, temperature:
 
 
 def test_logits_that_are_not_numbers() -> None:
-    one, other = (Sequence([token], 5, request_sampling(temperature=1.0)) for token in (1, 2))
+    settings = RequestSettings(5, request_sampling(temperature=1.0))
+    one, other = (Sequence([token], settings) for token in (1, 2))
     logits = torch.stack([model([1]), model([2]) * torch.nan])
     fine, failed = choose_tokens(logits, [one, other], [Draft(), Draft()], TokenVerifier())
     assert isinstance(fine, Chosen)
@@ -247,14 +249,14 @@ def test_drafters_get_the_law_that_the_model_would_be_given() -> None:
     logits = torch.stack([model(seq.tokens + drafted) for seq, drafted in asked])
     laws = processed(logits, asked)
     for row, (seq, drafted) in enumerate(asked):
-        scores = seq.sampling.process(logits[row : row + 1], [Prefix(seq.tokens + drafted, 3)])
-        expected = torch.eye(V)[scores.argmax(-1)] if seq.sampling.greedy else scores.softmax(-1)
+        scores = seq.settings.sampling.process(logits[row : row + 1], [Prefix(seq.tokens + drafted, 3)])
+        expected = torch.eye(V)[scores.argmax(-1)] if seq.settings.sampling.greedy else scores.softmax(-1)
         assert torch.equal(laws[row : row + 1], expected)
 
 
 def test_a_drafter_gets_some_law_even_where_processing_fails() -> None:
     params = request_sampling(temperature=1.0, processors=(Spiteful("raises"),))
-    asked = [(sequence(params), []), (Sequence([9], 5, params), [])]
+    asked = [(sequence(params), []), (Sequence([9], RequestSettings(5, params)), [])]
     laws = processed(torch.zeros(2, V), asked)
     torch.testing.assert_close(laws.sum(-1), torch.ones(2))
 
@@ -285,7 +287,7 @@ def test_law_of_two_tokens_under_processing(name: str) -> None:
             observed[V * chosen.tokens[0] + chosen.tokens[1]] += 1
         else:
             left_over.append((seed, chosen.tokens[0]))
-    follow = [Sequence([1, 2, 1, token], 9, params, seed=seed) for seed, token in left_over]
+    follow = [Sequence([1, 2, 1, token], RequestSettings(9, params), seed=seed) for seed, token in left_over]
     for seq in follow:
         seq.num_prompt = 3
     for seq, chosen in zip(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hf_accel.errors import UnsupportedError
+from hf_accel.generation.request_settings import StopRules
 from hf_accel.generation.sampling.stopping import MAX_PENDING, StopStrings
-from hf_accel.generation.sequence import StopRules
 
 from ..programme import sequence_of
 
@@ -49,10 +49,10 @@ class SentencePiece:
 
 def first_stop(rules: StopRules, prompt: list[int], generated: list[int]) -> int | None:
     """After how many generated tokens the rules say stop."""
-    sequence = sequence_of(list(prompt), 10**6)
+    sequence = sequence_of(list(prompt), 10**6, stop=rules)
     for count, token in enumerate(generated, start=1):
         sequence.tokens.append(token)
-        if rules(sequence) == "stop":
+        if sequence.stop_reason() == "stop":
             return count
     return None
 

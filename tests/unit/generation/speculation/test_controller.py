@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hf_accel.errors import UnsupportedError
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.acceptance import gains
 from hf_accel.generation.speculation.controller import Controller
@@ -162,7 +163,7 @@ def test_limits_and_max_draft_hold() -> None:
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_number_is_a_number(number: int) -> None:
     controller = Controller(number, 8)
-    sequences = [Sequence([1], 9, sampling=None) for _ in range(3)]
+    sequences = [Sequence([1], RequestSettings(9, sampling=None)) for _ in range(3)]
     assert controller.lengths(sequences, [9, 2, 0]) == [min(number, limit) for limit in (9, 2, 0)]
     for sequence in sequences:
         controller.observe_drafts(sequence, number, 0)
@@ -180,7 +181,7 @@ def test_a_width_far_from_any_seen_is_seen_first_without_drafts() -> None:
 
 def test_sources_are_judged_apart() -> None:
     controller = Controller()
-    sequence = Sequence([1], 99, sampling=None)
+    sequence = Sequence([1], RequestSettings(99, sampling=None))
     for _ in range(30):
         for source, right in (("good", True), ("bad", False)):
             (length,) = controller.lengths([sequence], [8], source=source)

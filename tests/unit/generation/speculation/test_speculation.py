@@ -11,6 +11,7 @@ import torch
 
 from hf_accel.errors import HfAccelError
 from hf_accel.generation.batcher import Batcher
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Draft, Sequence
 from hf_accel.generation.speculation.controller import Controller
@@ -52,14 +53,16 @@ def batcher_of(*drafters: Drafter, num_draft: Any = 4, num_blocks: int = 100, **
 
 
 def add(batcher: Batcher, *prompts: list[int], new_tokens: int = 13, **fields: Any) -> list[Sequence]:
-    sequences = [Sequence(list(prompt), new_tokens, Sampling(), **fields) for prompt in prompts]
+    sequences = [Sequence(list(prompt), RequestSettings(new_tokens, Sampling(), **fields)) for prompt in prompts]
     for sequence in sequences:
         batcher.add(sequence)
     return sequences
 
 
 def alone(prompt: list[int], new_tokens: int = 13) -> list[int]:
-    return sequential(prompt, new_tokens, Sampling(), None, seed=0, verifier=verifier("token"), window=None)[0]
+    return sequential(
+        prompt, RequestSettings(new_tokens, Sampling()), seed=0, verifier=verifier("token"), window=None
+    )[0]
 
 
 def finish(batcher: Batcher) -> None:
@@ -154,7 +157,7 @@ class WrongShape(Scripted):
 def test_bad_drafters_are_told_what_they_did(drafter: Drafter, message: str) -> None:
     batcher = batcher_of(drafter)
     sampling = request_sampling(temperature=1.0)
-    sequence = Sequence([1, 2, 3], 9, sampling)
+    sequence = Sequence([1, 2, 3], RequestSettings(9, sampling))
     batcher.add(sequence)
     batcher.step()
     tokens = list(sequence.tokens)

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from hf_accel.errors import HfAccelError
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Draft, Sequence, Shape
 from hf_accel.generation.speculation.acceptance import likeliest_tree
 from hf_accel.generation.speculation.controller import Controller
@@ -148,7 +149,7 @@ def tree_of(shape: Shape) -> Draft:
 
 def speed(controller: Controller, steps: int, row: float, *, is_free: bool = True, drafting: float = 0.0) -> float:
     """Return the tokens per second where a row more costs `row` passes."""
-    dice, sequence, tokens, time = random.Random(0), Sequence([1], 10**9, sampling=None), 0, 0.0  # type: ignore
+    dice, sequence, tokens, time = random.Random(0), Sequence([1], RequestSettings(10**9, sampling=None)), 0, 0.0  # type: ignore
     for _ in range(steps):
         [shape] = controller.shapes([sequence], [100], is_free=is_free, trees=True)
         draft = tree_of(shape)
@@ -188,7 +189,7 @@ def test_the_controller_finds_the_size_that_pays(row: float, drafting: float) ->
     controller = Controller()
     found, best = speed(controller, 1500, row, is_free=not drafting, drafting=drafting), expected_speed(row, drafting)
     assert best * 0.93 < found < best * 1.02
-    shape = controller.shapes([Sequence([1], 10**9, sampling=None)], [100], trees=True)[0]  # type: ignore[arg-type]
+    shape = controller.shapes([Sequence([1], RequestSettings(10**9, sampling=None))], [100], trees=True)[0]  # type: ignore[arg-type]
     assert (shape.nodes > shape.depth) is (row < 0.1), "siblings where rows are cheap"
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.drafters.unread_states import StatesBook, UnreadStates
 
@@ -17,7 +18,7 @@ def states(start: int, count: int) -> torch.Tensor:
 
 
 def sequence(num_tokens: int) -> Sequence:
-    made = Sequence([1] * num_tokens, 8, None)  # type: ignore[arg-type]
+    made = Sequence([1] * num_tokens, RequestSettings(8, None))  # type: ignore[arg-type]
     made.num_computed = num_tokens - 1
     return made
 

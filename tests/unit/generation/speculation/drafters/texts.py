@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import random
 
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 
 
 def sequence(tokens: list[int]) -> Sequence:
-    return Sequence(list(tokens), 10**9, sampling=None)
+    return Sequence(list(tokens), RequestSettings(10**9, sampling=None))
 
 
 def texts(length: int) -> dict[str, list[int]]:
