@@ -202,8 +202,7 @@ def drawn(path: Path) -> None:
 
 def test_draft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    text = SHIPPED / "heldout.txt"
-    run("draft", "--text", str(text), "--steps", "2", "--measured", "128", monkeypatch=monkeypatch)
+    run("draft", "--steps", "2", "--measured", "128", monkeypatch=monkeypatch)
     out = capsys.readouterr().out
     assert out.count("acceptance at temperature 1 on the dataset's text") == 2  # before and after
     assert "same tokens as without a draft: True" in out
@@ -217,7 +216,7 @@ def test_distil_classifier(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     packages: Any = importlib.import_module("distil_classifier").PACKAGES
-    library, few = Path(sysconfig.get_paths()["stdlib"]), tmp_path / "stdlib"  # a few modules: all take seconds to read
+    library, few = Path(sysconfig.get_paths()["stdlib"]), tmp_path / "stdlib"  # some modules: all take seconds to read
     for package in packages:
         for file in sorted((library / package).glob("*.py"), key=lambda file: -file.stat().st_size)[:5]:
             (few / package).mkdir(parents=True, exist_ok=True)
