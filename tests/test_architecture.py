@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -179,9 +180,15 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path: Path, *, types: bool = False) -> set[str]:
     """Absolute names of what a file imports anywhere, like "hf_accel.cache.pool". types: also what only types need."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     package = ["hf_accel", *path.relative_to(PACKAGE).parent.parts]
     nodes = ast.walk(tree) if types else nodes_at_run_time(tree)
     return {name for node in nodes for name in imported(node, package)}
@@ -230,8 +237,11 @@ def is_seam(module: str) -> bool:
     return "hf" in module.split(".")
 
 
-def each_file(*rooms: str) -> list[object]:
-    return [pytest.param(p, id=module_name(p)) for p in FILES if module_name(p).split(".")[0] in rooms]
+def each_file(*rooms: str) -> Iterator[tuple[str, set[str]]]:
+    """The name of each module of some rooms, and what it imports."""
+    for path in FILES:
+        if module_name(path).split(".")[0] in rooms:
+            yield module_name(path), imports(path)
 
 
 def test_every_room_has_its_layer() -> None:
@@ -239,43 +249,40 @@ def test_every_room_has_its_layer() -> None:
     assert rooms == FACTS | CORE.keys() | set(COMPOSITION)
 
 
-@pytest.mark.parametrize("path", each_file(*FACTS))
-def test_facts_know_nothing_but_torch(path: Path) -> None:
-    names = imports(path)
-    assert outer(names) <= {"torch"} | FACTS_NEED.get(module_name(path), set())
-    assert {name.split(".")[0] for name in inner(names)} <= FACTS
+def test_facts_know_nothing_but_torch() -> None:
+    for module, names in each_file(*FACTS):
+        assert outer(names) <= {"torch"} | FACTS_NEED.get(module, set()), module
+        assert {name.split(".")[0] for name in inner(names)} <= FACTS, module
 
 
-@pytest.mark.parametrize("path", each_file(*CORE))
-def test_core_rooms_stand_in_order(path: Path) -> None:
-    module = module_name(path)
-    room = module.split(".")[0]
-    names = imports(path)
-    above = ABOVE.get(room, set()) if is_seam(module) else set()
-    assert {name.split(".")[0] for name in inner(names)} <= FACTS | {room} | CORE[room] | above
-    packages = {"torch", "transformers"} | OTHER_PACKAGES.get(room, set())
-    own = {"torch", "triton"} if module.startswith("kernels.triton") else {"torch"}
-    assert outer(names) <= (packages if is_seam(module) else own)
-    if not is_seam(module):
-        assert not [name for name in inner(names) if is_seam(name)], "it would bring transformers with it"
+def test_core_rooms_stand_in_order() -> None:
+    for module, names in each_file(*CORE):
+        room = module.split(".")[0]
+        above = ABOVE.get(room, set()) if is_seam(module) else set()
+        assert {name.split(".")[0] for name in inner(names)} <= FACTS | {room} | CORE[room] | above, module
+        packages = {"torch", "transformers"} | OTHER_PACKAGES.get(room, set())
+        own = {"torch", "triton"} if module.startswith("kernels.triton") else {"torch"}
+        assert outer(names) <= (packages if is_seam(module) else own), module
+        if not is_seam(module):
+            assert not [name for name in inner(names) if is_seam(name)], f"{module} would bring transformers with it"
 
 
-@pytest.mark.parametrize("path", each_file("distill"))
-def test_rooms_of_distillation_stand_in_order(path: Path) -> None:
-    room = module_name(path).split(".")[1:2]
-    before = set(DISTILL[: DISTILL.index(room[0]) + 1]) if room else set()
-    assert {name.split(".")[1] for name in inner(imports(path)) if name.startswith("distill.")} <= before
+def test_rooms_of_distillation_stand_in_order() -> None:
+    for module, names in each_file("distill"):
+        room = module.split(".")[1:2]
+        before = set(DISTILL[: DISTILL.index(room[0]) + 1]) if room else set()
+        assert {name.split(".")[1] for name in inner(names) if name.startswith("distill.")} <= before, module
 
 
-@pytest.mark.parametrize("path", each_file(*COMPOSITION))
-def test_composition_stands_in_order(path: Path) -> None:
-    names = imports(path)
-    room = module_name(path).split(".")[0]
-    before = set(COMPOSITION[: COMPOSITION.index(room) + 1])
-    if room == "cli":
-        before.add("hf_accel")  # as users import it
-    assert {name.split(".")[0] for name in inner(names)} <= FACTS | CORE.keys() | before
-    assert outer(names) <= {"torch", "transformers", "safetensors"} | OTHER_PACKAGES.get(room, set())
+def test_composition_stands_in_order() -> None:
+    for module, names in each_file(*COMPOSITION):
+        room = module.split(".")[0]
+        before = set(COMPOSITION[: COMPOSITION.index(room) + 1])
+        if room == "cli":
+            before.add("hf_accel")  # as users import it
+        assert {name.split(".")[0] for name in inner(names)} <= FACTS | CORE.keys() | before, module
+        packages = {"torch", "transformers", "safetensors"} | OTHER_PACKAGES.get(room, set())
+        assert outer(names) <= packages, module
 
 
 def circles() -> list[list[str]]:
@@ -300,19 +307,19 @@ def test_no_imports_go_in_a_circle() -> None:
     assert circles() == []
 
 
-@pytest.mark.parametrize("module", sorted(BOOKKEEPING))
-def test_bookkeeping_needs_no_torch(module: str) -> None:
-    folder = PACKAGE / module.replace(".", "/")
-    names = imports(folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py"))
-    assert not outer(names)
-    assert inner(names) <= BOOKKEEPING
+def test_bookkeeping_needs_no_torch() -> None:
+    for module in BOOKKEEPING:
+        folder = PACKAGE / module.replace(".", "/")
+        names = imports(folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py"))
+        assert not outer(names), module
+        assert inner(names) <= BOOKKEEPING, module
 
 
-@pytest.mark.parametrize("path", [pytest.param(p, id=module_name(p) or "hf_accel") for p in FILES])
-def test_files_are_small_and_well_named(path: Path) -> None:
-    assert not FORBIDDEN_NAMES & {part.removesuffix(".py") for part in path.relative_to(PACKAGE).parts}
-    most = LONGER.get(path.relative_to(PACKAGE).as_posix(), LONGEST_FILE)
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= most
+def test_files_are_small_and_well_named() -> None:
+    for path in FILES:
+        assert not FORBIDDEN_NAMES & {part.removesuffix(".py") for part in path.relative_to(PACKAGE).parts}, path
+        most = LONGER.get(path.relative_to(PACKAGE).as_posix(), LONGEST_FILE)
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= most, path
 
 
 def test_long_files_are_counted() -> None:
@@ -365,7 +372,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 
 def public_definitions(path: Path) -> list[ast.FunctionDef | ast.ClassDef]:
-    body = ast.parse(path.read_text(encoding="utf-8")).body
+    body = tree_of(path).body
     return [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
 
 
@@ -374,9 +381,9 @@ def needs_words(node: ast.FunctionDef | ast.ClassDef) -> bool:
     return node.end_lineno is not None and node.end_lineno - node.lineno > 10
 
 
-@pytest.mark.parametrize("path", [pytest.param(p, id=module_name(p) or "hf_accel") for p in FILES])
-def test_long_definitions_are_documented(path: Path) -> None:
-    definitions = public_definitions(path)
-    if len(definitions) == 1 and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))):
-        return  # the file's own words are about it
-    assert [node.name for node in definitions if needs_words(node) and not ast.get_docstring(node)] == []
+def test_long_definitions_are_documented() -> None:
+    for path in FILES:
+        definitions = public_definitions(path)
+        if len(definitions) == 1 and ast.get_docstring(tree_of(path)):
+            continue  # the file's own words are about it
+        assert [node.name for node in definitions if needs_words(node) and not ast.get_docstring(node)] == [], path

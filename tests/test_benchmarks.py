@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace as replace_fields
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import (
     BertConfig,
     BertModel,
@@ -165,11 +167,23 @@ TABLES = {  # topic -> rows of each of its tables
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The results of all topics; processes of their own are calls here, to save their seconds of imports."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of all topics, which the first process of the tests that asks for them makes for the others."""
     if kernels.refusal() is not None:
         pytest.skip(str(kernels.refusal()))
-    out = tmp_path_factory.mktemp("results")
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "topics" / "results"
+    whole = out.parent / "whole"
+    out.mkdir(parents=True, exist_ok=True)
+    with FileLock(out.parent / "lock"):
+        if not whole.exists():
+            measure_topics(out)
+            whole.touch()
+    return out
+
+
+def measure_topics(out: Path) -> None:
+    """Run all topics; processes of their own are calls here, to save their seconds of imports."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "generate.. decodes without drafts")  # of models that are too small for them
         for module in (memory, patch_memory, isa, distill_memory):
@@ -221,7 +235,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setattr(kinds, name, value)
         patch.setattr(quiet, "busy_cores", lambda seconds: 0.0)
         run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
-        yield out
 
 
 def call_here(module: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
+
+import hf_accel
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "stdlib-tiny"
@@ -41,18 +45,6 @@ PATCH = """if True:
         hf_accel.unpatch(model)
         sys.stdout.flush(), sys.stderr.flush()
     """
-
-
-def test_a_first_patch_prints_nothing(tmp_path: Path) -> None:
-    from hf_accel.kernels import cpu as kernels
-
-    if kernels.refusal() is not None:
-        pytest.skip(f"patch() warns of it: {kernels.refusal()}")
-    done = python(PATCH, TINY, tmp_path / "printed")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "printed").read_bytes() == b""
-
-
 QUANTIZERS = ("torchao", "bitsandbytes", "peft", "compressed_tensors", "gguf", "triton", "matplotlib", "ray")
 LOADED = f"""if True:
     import sys, transformers.modeling_utils
@@ -62,51 +54,74 @@ LOADED = f"""if True:
     hf_accel.patch(model)
     print(sorted(set({QUANTIZERS}) & (set(sys.modules) - before)))
     """
-
-
-def test_a_first_patch_loads_no_other_library() -> None:
-    """Beyond those that transformers loads with the base class of its models."""
-    done = python(LOADED, TINY)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-
-
-SAVE = """if True:
-    import sys, hf_accel
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=hf_accel.AccelConfig("int8"))
-    model.save_pretrained(sys.argv[2])
-    """
 AUTO = "from transformers import AutoModelForCausalLM"
-LOAD = {
-    "import hf_accel first": f"import sys, hf_accel\n{AUTO}",
-    "import hf_accel last": f"import sys\n{AUTO}, LlamaForCausalLM\nimport hf_accel",
-    "in the middle": f"import sys, transformers.quantizers.auto, hf_accel\n{AUTO}",
-}
 USE = """
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[3])
 assert "hf_accel.patching" in sys.modules and type(model.model.layers[0].mlp.up_proj).__name__ == "QuantLinear"
-stock = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+stock = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 import torch
 ids = torch.tensor([[1, 2, 3]])
 expected = stock(input_ids=ids).logits
-ours = AutoModelForCausalLM.from_pretrained(sys.argv[2], attn_implementation="hf_accel")
+ours = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="hf_accel")
 torch.testing.assert_close(ours(input_ids=ids).logits, expected, atol=0.1, rtol=0.05)
 print("loaded")
 """
+# What one process imports before it forks a child for each of some scripts: imports are what takes seconds.
+FORKS = [
+    ("import torch", {"import hf_accel first": f"import sys, hf_accel\n{AUTO}{USE}"}),
+    ("import transformers.quantizers.auto", {"in the middle": f"import sys, hf_accel\n{AUTO}{USE}"}),
+    (
+        f"{AUTO}, LlamaForCausalLM",
+        {"import hf_accel last": f"import sys\n{AUTO}\nimport hf_accel{USE}", "patch": PATCH, "loaded": LOADED},
+    ),
+]
+FORK = """if True:
+    import json, os, pathlib, sys
+    out = pathlib.Path(sys.argv.pop())
+    for imports, scripts in json.loads(sys.argv.pop()):
+        exec(imports, {})
+        assert "hf_accel" not in sys.modules
+        for name, script in scripts.items():
+            child = os.fork()
+            if child == 0:
+                for place in (1, 2):
+                    os.dup2(os.open(out / f"{name} {place}", os.O_CREAT | os.O_WRONLY), place)
+                exec(script, {"__name__": "__main__"})
+                sys.stdout.flush(), sys.stderr.flush()
+                os._exit(0)
+            os.waitpid(child, 0)
+    """
+Ended = dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a checkpoint, and what went wrong where it was saved."""
-    path = tmp_path_factory.mktemp("saved") / "int8"
-    done = python(SAVE, TINY, path)
-    return path, done.stderr if done.returncode else ""
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """What each script has printed to its stdout, and "printed": what was printed by patch(); errors are raised."""
+    folder = tmp_path_factory.mktemp("import")
+    config = hf_accel.AccelConfig("int8")
+    AutoModelForCausalLM.from_pretrained(TINY, quantization_config=config).save_pretrained(folder / "int8")
+    done = python(FORK, TINY, folder / "printed", folder / "int8", json.dumps(FORKS), folder)
+    written = {file.name: file.read_text() for file in folder.glob("* [12]")}
+    assert done.returncode == 0, (done.stderr, written)
+    found = {name: written[f"{name} 1"] for _, scripts in FORKS for name in scripts}
+    errors = "\n".join(text for name, text in written.items() if name.endswith("2") and "Traceback" in text)
+    return found | {"printed": (folder / "printed").read_text(), "errors": errors}
 
 
-@pytest.mark.parametrize("order", LOAD)
-def test_an_import_is_enough_to_load_what_we_saved(order: str, saved: tuple[Path, str]) -> None:
+def test_a_first_patch_prints_nothing(ended: Ended) -> None:
+    from hf_accel.kernels import cpu as kernels
+
+    if kernels.refusal() is not None:
+        pytest.skip(f"patch() warns of it: {kernels.refusal()}")
+    assert ended["printed"] == "" and not ended["errors"], ended["errors"]
+
+
+def test_a_first_patch_loads_no_other_library(ended: Ended) -> None:
+    """Beyond those that transformers loads with the base class of its models."""
+    assert ended["loaded"] == "[]\n", ended["errors"]
+
+
+@pytest.mark.parametrize("order", ["import hf_accel first", "in the middle", "import hf_accel last"])
+def test_an_import_is_enough_to_load_what_we_saved(order: str, ended: Ended) -> None:
     """No name of hf_accel is used: transformers finds the quantizer, and the attention, in its registries."""
-    path, error = saved
-    assert not error
-    done = python(LOAD[order] + USE, path, TINY)
-    assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr
+    assert ended[order] == "loaded\n", ended["errors"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,14 +70,16 @@ SAME_FILE_NAMES: dict[str, str] = {  # name -> why several files have it
 }
 
 
-def crowded() -> Iterator[tuple[str, str]]:
-    """(function, what of it is too much) of all folders.
+@cache
+def crowded() -> dict[str, str]:
+    """By function, what of it is too much, of all folders.
 
     A test takes its fixtures by name. What tests call may have many settings, of which each call names a few.
     """
+    much_of: dict[str, str] = {}
     for folder, path in ((name, path) for name in FOLDERS for path in sources(ROOT, name, ".py")):
         where = path.relative_to(ROOT).as_posix()
-        for name, function, is_method in functions(ast.parse(path.read_text(encoding="utf-8"))):
+        for name, function, is_method in functions(parsed(path)):
             if is_given(name, function):  # what has many parameters has many lines
                 continue
             total, positional = parameters(function, is_method)
@@ -87,18 +89,19 @@ def crowded() -> Iterator[tuple[str, str]]:
             much.append((positional, MOST_POSITIONAL, "positional parameters"))
             found = ", ".join(f"{number} {what}" for number, most, what in much if number > most)
             if found:
-                yield f"{where}::{name}", found
+                much_of[f"{where}::{name}"] = found
+    return much_of
 
 
 def test_functions_are_small() -> None:
-    found = dict(crowded())
+    found = crowded()
     for name, reason in EXEMPT.items():
         print(f"exempt: {name}, {found.get(name)}: {reason}")
     assert {name: much for name, much in found.items() if name not in EXEMPT} == {}
 
 
 def test_exemptions_are_needed() -> None:
-    assert EXEMPT.keys() - dict(crowded()).keys() == set(), "take these from the list"
+    assert EXEMPT.keys() - crowded().keys() == set(), "take these from the list"
 
 
 def test_functions_of_ours_that_take_much() -> None:
@@ -131,8 +134,7 @@ def same_names(kind: str) -> dict[str, list[str]]:
         if kind == "file":
             places[path.stem].append(where)
         else:
-            body = ast.parse(path.read_text(encoding="utf-8")).body
-            for node in body:
+            for node in parsed(path).body:
                 if isinstance(node, ast.ClassDef):
                     places[node.name].append(where)
     return {name: found for name, found in places.items() if len(found) > 1}

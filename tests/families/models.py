@@ -28,6 +28,7 @@ MAPPINGS = {
     "sound": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
 }
 
+IS_DECODER = " (is_decoder)"  # behind the name of a class that is an encoder unless its config says so
 # Classes of several mappings are compared with what they take besides words.
 MORE_THAN = {"speech": ("causal", "seq2seq"), "vision": ("causal",)}
 
@@ -47,12 +48,19 @@ class Family:
 
     @property
     def label(self) -> str:
-        name = f"{self.name} (is_decoder)" if self.is_decoder else self.name
+        name = f"{self.name}{IS_DECODER}" if self.is_decoder else self.name
         return f"{name} {self.variant}" if self.variant else name
 
 
 @cache
 def families() -> dict[str, Family]:
+    """By the name of the class; a class that is an encoder or a decoder stands there twice. All classes are loaded."""
+    both = [[f, replace(f, is_decoder=True)] if _is_both(f) else [f] for f in classes().values()]
+    return {family.label: family for families in both for family in families}
+
+
+@cache
+def classes() -> dict[str, Family]:
     """By the name of the class; a class of several model types stands there once, with its own."""
     found: dict[str, Family] = {}
     for kind in MAPPINGS:
@@ -62,8 +70,13 @@ def families() -> dict[str, Family]:
                 more = known is not None and known.kind in MORE_THAN.get(kind, ())
                 if known is None or more or (known.kind == kind and not _own(known) and _own(this)):
                     found[name] = this
-    both = [[f, replace(f, is_decoder=True)] if _is_both(f) else [f] for f in found.values()]
-    return {family.label: family for families in both for family in families}
+    return found
+
+
+def family(label: str) -> Family:
+    """One of families(), without the seconds in which all of them are loaded."""
+    name = label.removesuffix(IS_DECODER)
+    return replace(classes()[name], is_decoder=name != label)
 
 
 def _mapped(kind: str) -> dict[str, Any]:

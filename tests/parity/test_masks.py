@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, StaticCache
 import hf_accel
 
 from ..families.inputs import decoder_prompts, shaped
-from ..families.models import build, families
+from ..families.models import build, family
 
 WINDOWED = ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Cohere2ForCausalLM", "MistralForCausalLM"]
 NOT_CAUSAL = ["BertLMHeadModel"]  # stock's sdpa goes by that wherever it is given no mask
@@ -31,7 +31,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 @cache
 def stock(name: str) -> PreTrainedModel:
-    return build(families()[name])
+    return build(family(name))
 
 
 def patched(name: str, **settings: Any) -> PreTrainedModel:
@@ -44,7 +44,7 @@ def kept(name: str) -> PreTrainedModel:
 
 
 def given(name: str, rows: int = 3, columns: int = 13, *, padded: bool = False) -> dict[str, Tensor]:
-    return shaped(families()[name].kind, rows=rows, columns=columns, padded=padded)
+    return shaped(family(name).kind, rows=rows, columns=columns, padded=padded)
 
 
 @pytest.mark.parametrize("cache_name", ["static", "as an object", "dynamic"])

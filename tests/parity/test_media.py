@@ -18,7 +18,7 @@ from hf_accel.generation.hf.prompts import prompt_inputs
 
 from ..families.features import MEDIA
 from ..families.media import alone_with_medium, media_prompts
-from ..families.models import build, families
+from ..families.models import build, family
 from ..selection import seeds
 from .speculating import OracleDrafter
 
@@ -61,7 +61,7 @@ _answers: dict[tuple[Any, ...], list[int]] = {}  # of stock's models
 
 
 def fresh(name: str) -> Any:
-    model: Any = build(families()[name], gain=2.0)
+    model: Any = build(family(name), gain=2.0)
     if name in TIED:  # its tied and scaled embedding would only repeat the last token
         head = model.get_output_embeddings()
         numbers = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(5))
@@ -77,7 +77,7 @@ def fresh(name: str) -> Any:
 def stock(name: str) -> tuple[Any, dict[str, Tensor]]:
     """A model, and a batch: rows 0 and 1 say the same about different images, row 2 is shorter."""
     model = fresh(name)
-    return model, media_prompts(model, MEDIA[families()[name].kind])
+    return model, media_prompts(model, MEDIA[family(name).kind])
 
 
 def patched(name: str, **settings: Any) -> Any:
@@ -171,7 +171,7 @@ def test_prompts_share_pages_as_far_as_words_and_media_are_equal(name: str) -> N
     first, second = prompt(name, 0), prompt(name, 1)
     assert torch.equal(first["input_ids"], second["input_ids"])
     ids = first["input_ids"][0].tolist()
-    medium = MEDIA[families()[name].kind]
+    medium = MEDIA[family(name).kind]
     token = next(t for key in medium.tokens if (t := getattr(model.config, key, None)) is not None)
     before, length = ids.index(token), len(ids)
     numbers = next(key for key in first if key in ("pixel_values", "input_features"))

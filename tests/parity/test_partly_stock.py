@@ -200,7 +200,7 @@ def test_layers_with_a_state_that_is_not_known_have_no_pages() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # it calls that
 def test_a_model_with_a_generate_of_its_own() -> None:
     """Its methods have the names of transformers' and other parameters."""
-    family = models.families().get("DiffusionGemmaForBlockDiffusion")
+    family = models.classes().get("DiffusionGemmaForBlockDiffusion")
     if family is None or transformers.__version__.startswith("5.17."):
         pytest.skip("this transformers does not have it, or its config does not declare its parts")
     stock, given = models.build(family), family_inputs.prompts("vision")

@@ -14,7 +14,7 @@ from torch import Tensor
 import hf_accel
 from hf_accel import CacheConfig
 
-from ..families.models import build, families
+from ..families.models import build, family
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__.startswith("5.17."), reason="its configs do not declare their parts: no tiny model"
@@ -25,7 +25,7 @@ LLAMA, GPT, LEARNED, WINDOWED = "LlamaForCausalLM", "GPT2LMHeadModel", "OPTForCa
 
 
 def fresh(name: str) -> Any:
-    return build(families()[name], gain=2.0)
+    return build(family(name), gain=2.0)
 
 
 @cache

@@ -14,7 +14,7 @@ from transformers.models.mllama import modeling_mllama
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, UnsupportedError
 
-from ..families.models import build, families
+from ..families.models import build, family
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__.startswith("5.17."), reason="its configs do not declare their parts: no tiny model"
@@ -27,7 +27,7 @@ WAIT = 60
 
 
 def fresh(implementation: str = "sdpa") -> Any:
-    model: Any = build(families()["MllamaForConditionalGeneration"], gain=2.0)
+    model: Any = build(family("MllamaForConditionalGeneration"), gain=2.0)
     for name, parameter in model.named_parameters():
         if name.endswith(GATES):
             parameter.data.fill_(1.0)

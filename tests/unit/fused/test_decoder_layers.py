@@ -21,7 +21,7 @@ from hf_accel.fused.hf.sites import KIND
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.row_kernels import add
 from hf_accel.undo.state import FUSED, state_of
-from tests.families.models import build, families
+from tests.families.models import build, family
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 
@@ -108,7 +108,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_bits_of_the_modules_one_by_one(name: str) -> None:
-    model = build(families()[f"{name}ForCausalLM"]).eval()
+    model = build(family(f"{name}ForCausalLM")).eval()
     hf_accel.patch(model, weights=None)
     assert len(layers_of(model)) == model.config.get_text_config().num_hidden_layers
     calls = same_bits(model)

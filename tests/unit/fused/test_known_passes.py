@@ -17,7 +17,7 @@ import hf_accel
 from hf_accel.fused.hf.layer_calls import KnownPass, LayerCalls, PassWatch
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.state import FUSED, state_of
-from tests.families.models import build, families
+from tests.families.models import build, family
 
 from .test_decoder_layers import counted, layers_of, llama
 
@@ -71,7 +71,7 @@ def test_one_layer_is_asked_for_all() -> None:
 
 
 def test_each_window_asks_for_itself() -> None:
-    model = build(families()["Gemma2ForCausalLM"]).eval()
+    model = build(family("Gemma2ForCausalLM")).eval()
     hf_accel.patch(model, weights=None)
     tokens(model)
     windows = set(model.config.layer_types)
