@@ -24,8 +24,8 @@ NOTE = (
     "first, to the same model without drafts, in turns. Oracle tree: drafting costs nothing, and the right token is "
     "the first of its siblings in {oracle:.0%} of all cases, of trees of {nodes} tokens, {depth} deep. Head: an "
     "untrained head of this model drafts at what that costs, {words} tokens known; its tokens are then put right in "
-    "{acceptances} of all cases by position, as was measured of heads on stdlib-14m, and by siblings in {siblings:.0%} "
-    "of the others; the controller chooses what is drafted. Weights in INT8. Median of {rounds} rounds."
+    "{acceptances} of all cases by position, as was measured of heads on stdlib-14m, and by siblings in "
+    "{siblings:.0%} of the others; the controller chooses what is drafted. Weights in INT8. Median of {rounds} rounds."
 )
 
 
@@ -59,8 +59,9 @@ def table(bench: Bench, entrant: Entrant, head: DraftHead, batch: int) -> Table:
     found = take_turns(runs, rounds=bench.settings.oracle.rounds)
     rows = [row(name, found) for name in found]
     title = f"replayed drafts on {bench.description}, temperature 0, batch {batch}, {workload.lengths[0]} tokens"
+    words = len(range(0, shared["vocabulary"], settings.each_word))
     note = NOTE.format(
-        oracle=settings.oracle, nodes=settings.nodes, depth=settings.depth, words=len(range(0, shared["vocabulary"], settings.each_word)),
+        oracle=settings.oracle, nodes=settings.nodes, depth=settings.depth, words=words,
         acceptances=" / ".join(f"{share:.0%}" for share in settings.acceptances), siblings=settings.siblings,
         rounds=bench.settings.oracle.rounds,
     )  # fmt: skip

@@ -144,7 +144,11 @@ def chain(
 
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "original": (write_original, {}, {}),
-    "SpecForge": (write_original, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}, {"layers": (1, 3, 5)}),
+    "SpecForge": (
+        write_original,
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
+        {"layers": (1, 3, 5)},
+    ),
     "speculators": (write_speculators, {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, {"layers": (1, 3, 5)}),
     "residual": (write_speculators, {"norm_before_residual": True}, {}),
     "norms": (write_speculators, {"fc_norm": True, "norm_output": True}, {}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -116,7 +115,7 @@ def read_published(kind: type[HeadModule], folder: Path, target: PreTrainedModel
 
 @dataclass(frozen=True)
 class Described:
-    """Holds what a config says of a head. layer: the config of the model that its layer is of. words: the tokens that it
+    """Holds what a config says of a head. layer: of the model that its layer is of. words: the tokens that it
     drafts.
     """
 
@@ -227,11 +226,15 @@ def _known(weights: dict[str, Tensor], folder: Path, described: Described) -> li
     if described.words == vocabulary:
         return None
     if d2t is None or d2t.shape != (described.words,):
-        raise UnsupportedError(f"{folder} drafts {described.words} tokens, and has no d2t that says which; copy it whole")
+        raise UnsupportedError(
+            f"{folder} drafts {described.words} tokens, and has no d2t that says which; copy it whole"
+        )
     known = (d2t.long() + torch.arange(len(d2t))).tolist()
-    rising = all(first < second for first, second in zip(known, known[1:], strict=False))
+    rising = all(first < second for first, second in pairwise(known))
     if not rising or known[0] < 0 or known[-1] >= vocabulary:
-        raise UnsupportedError(f"{folder}: the ids that d2t gives do not rise from 0 to {vocabulary - 1}; it is no d2t")
+        raise UnsupportedError(
+            f"{folder}: the ids that d2t gives do not rise from 0 to {vocabulary - 1}; it is no d2t"
+        )
     if t2d is not None and (t2d.shape != (vocabulary,) or t2d.bool().nonzero().flatten().tolist() != known):
         raise UnsupportedError(f"{folder}: d2t and t2d name different tokens; take both from one head")
     return known

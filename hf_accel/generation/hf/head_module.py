@@ -113,8 +113,8 @@ class HeadModule(nn.Module):
         return torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], dim=-1)
 
     def fused(self, states: Tensor, ids: Tensor) -> Tensor:
-        """Return what the decoder reads, [..., H], or [..., 2 H] where nothing fuses both: states [..., H], of `narrow`
-        or its own, and token ids [...].
+        """Return what the decoder reads, [..., H], or [..., 2 H] where nothing fuses both: states [..., H], of
+        `narrow` or its own, and token ids [...].
         """
         embeddings = self.token_norm(self.decoder.get_input_embeddings()(ids))
         fused: Tensor = self.fuse(torch.cat([embeddings, self.state_norm(states)], dim=-1))
