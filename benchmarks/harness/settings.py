@@ -134,8 +134,9 @@ class Drafts:
     measured: tokens that its acceptance is measured on; prompts: that are continued with it.
 
     Of the replay on the model of the run: batches; acceptances by position of a head that was trained for 15 minutes
-    of one core on stdlib-14m, and the part of the rest that siblings have, an estimate from held-out text; how often the
-    first sibling of an oracle's trees is right, and their size (3.2 tokens a pass). each_word: the head knows one of so many
+    of one core on stdlib-14m, and the part of the rest that siblings have, an estimate from held-out text; how often
+    the first sibling of an oracle's trees is right, and their size (3.2 tokens a pass). each_word: the head knows one
+    of so many tokens.
     """
 
     steps: int = 300

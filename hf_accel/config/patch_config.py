@@ -140,8 +140,12 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         for name in filter(lambda drafter: isinstance(drafter, str), self.drafters):
-            if not os.path.isdir(name):  # of a draft head
-                one_of("drafter", name, DRAFTERS)
+            if name not in DRAFTERS and not os.path.isdir(name):
+                names = ", ".join(map(repr, DRAFTERS))
+                raise UnsupportedError(
+                    f"drafter={name!r} is not known, and there is no such folder; choose one of {names}, or give the "
+                    "folder of a draft head"
+                )
         if self.drafter is None or not self.drafters:
             raise UnsupportedError(f"drafter={self.drafter!r} names none; leave speculative=None for no speculation")
         if self.num_draft != "auto":

@@ -114,7 +114,7 @@ def read_published(kind: type[HeadModule], folder: Path, target: PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedHead:
     """Holds what a config says of a head. layer: of the model that its layer is of. words: the tokens that it
     drafts.
     """
@@ -127,7 +127,7 @@ class Described:
     norms: Literal["none", "each", "all"]
 
 
-def _described(config: dict[str, Any], folder: Path, target: PreTrainedModel) -> Described:
+def _described(config: dict[str, Any], folder: Path, target: PreTrainedModel) -> DescribedHead:
     """Read a config. Raises UnsupportedError where it is not of such a head, or not of this target."""
     theirs = layers_config(target.config)
     layer = config.get("transformer_layer_config", config)
@@ -162,7 +162,7 @@ def _described(config: dict[str, Any], folder: Path, target: PreTrainedModel) ->
         )
     flags = {**nested, **config}
     norms: Literal["none", "each", "all"] = "each" if flags.get("fc_norm") else "none"
-    return Described(
+    return DescribedHead(
         _layer_config(layer, kind),
         _layers(config, nested, theirs.num_hidden_layers, folder),
         config.get("draft_vocab_size") or theirs.vocab_size,
@@ -216,7 +216,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def _known(weights: dict[str, Tensor], folder: Path, described: Described) -> list[int] | None:
+def _known(weights: dict[str, Tensor], folder: Path, described: DescribedHead) -> list[int] | None:
     """Take the tables of tokens out of the weights. Returns the ids of those that the head drafts; None for all.
 
     d2t: [words] int64, by how much the id of each is larger than its number. t2d: [V] bool, which tokens these are.
@@ -240,7 +240,7 @@ def _known(weights: dict[str, Tensor], folder: Path, described: Described) -> li
     return known
 
 
-def _decoder(described: Described, target: PreTrainedModel, form: HeadForm) -> PreTrainedModel:
+def _decoder(described: DescribedHead, target: PreTrainedModel, form: HeadForm) -> PreTrainedModel:
     """Build the model of one layer, whose weights are whatever was in memory except for the target's embeddings."""
     config, embeddings = described.layer, target.get_input_embeddings()
     theirs: Any = embeddings.weight

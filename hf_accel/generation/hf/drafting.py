@@ -143,7 +143,7 @@ class _Drafters:
 
     def make(self, wanted: Any) -> Drafter:
         if isinstance(wanted, str):
-            return self._named(wanted) if wanted in DRAFTERS else self._head(self._in_folder(wanted))
+            return self._named(wanted) if wanted in DRAFTERS else self._head(self.state.head_in(wanted, self.target))
         if isinstance(wanted, Drafter):
             return wanted
         if isinstance(wanted, HeadModule):
@@ -182,15 +182,6 @@ class _Drafters:
         capacity: dict[str, Any] = {} if self.pages.capacity is None else {"capacity": self.pages.capacity}
         groups, groups_of_layer = page_groups(draft.config, CacheConfig(prefix_sharing=False), **capacity)
         return self._drafter(make_runner(draft, groups, groups_of_layer), Pages(groups))
-
-    def _in_folder(self, folder: str) -> HeadModule:
-        """Return the head in a folder, which is loaded once."""
-        key, load_head = f"folder {folder}", self.state.load_head
-        assert load_head is not None
-        if key not in self.state.drafts:
-            self.state.drafts[key] = load_head(folder, self.target)
-        head: HeadModule = self.state.drafts[key]
-        return head
 
     def _head(self, head: HeadModule) -> HeadDrafter:
         """Make a drafter from a head of the target, which then keeps the states of its passes."""

@@ -331,3 +331,11 @@ class GenerationState:
             "tokens_per_second": new_tokens / seconds,
             **more,
         }
+
+    def head_in(self, folder: str, model: PreTrainedModel) -> Any:
+        """Return the draft head of the model in a folder, which is loaded once."""
+        assert self.load_head is not None
+        key = "folder", folder
+        if key not in self.drafts:
+            self.drafts[key] = self.load_head(folder, model)
+        return self.drafts[key]

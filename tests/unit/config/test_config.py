@@ -115,7 +115,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"attention": 3}, "attention=3 must be 'auto', a backend's name or None"),
     ({"fuse": 1}, "fuse=1 is not known"),
     ({"keep_original": "yes"}, "keep_original='yes' is not known; choose one of 'auto', True, False"),
-    ({"speculative": "medusa"}, "drafter='medusa' is not known; choose one of 'auto', 'ngram', 'suffix', 'self-int4'"),
+    (
+        {"speculative": "medusa"},
+        "drafter='medusa' is not known, and there is no such folder; choose one of 'auto', 'ngram'",
+    ),
     ({"speculative": {"max_draft": 0}}, "max_draft=0 must be an integer of at least 1"),
     ({"speculative": {"num_draft": -1}}, "num_draft=-1 must be an integer of at least 1"),
     ({"speculative": {"verify": "typical"}}, "verify='typical' is not known; choose one of 'token', 'block'"),
