@@ -170,9 +170,9 @@ def test_waste_of_the_scheduler(block_size: int, low: float, high: float) -> Non
 
 def test_requests_of_the_simulation_run_to_their_end() -> None:
     (request,) = requests_of(iter([40]), seed=0)
-    assert request.num_prompt + request.max_new_tokens == 40
+    assert request.num_prompt + request.settings.max_new_tokens == 40
     share, passes = waste(Settings(), iter([40]), block_size=1, running=1)
-    assert passes == request.max_new_tokens  # the prompt's own pass brings the first
+    assert passes == request.settings.max_new_tokens  # the prompt's own pass brings the first
     assert share == 0
 
 

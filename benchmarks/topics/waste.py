@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from hf_accel.cache.group import PageGroup
 from hf_accel.cache.pages import Pages
+from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.scheduling.scheduler import Scheduler
 from hf_accel.generation.sequence import Sequence
@@ -73,7 +74,7 @@ def requests(lengths: Iterator[int], seed: int) -> Iterator[Sequence]:
     generator = random.Random(seed)
     for length in lengths:
         prompt = 1 + int(generator.random() * max(1, length - 1))
-        yield Sequence([0] * prompt, max(1, length - prompt), sampling=Sampling())
+        yield Sequence([0] * prompt, RequestSettings(max(1, length - prompt), Sampling()))
 
 
 def run_pass(scheduler: Scheduler) -> None:

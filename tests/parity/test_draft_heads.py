@@ -22,7 +22,7 @@ from hf_accel.generation.speculation.drafters.target_states import BRANCHES, CAL
 from hf_accel.generation.speculation.verifiers import noise
 
 from .families import VOCABULARY, build
-from .speculating import answers, by_engine, by_generate, head, requests, stock, target
+from .speculating import answers, by_engine, by_generate, head, requests, target
 
 PROMPTS = requests(7, shared=9, seed=4)
 
@@ -63,7 +63,7 @@ def checked_drafts(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead
         for sequence, draft in zip(sequences, drafts, strict=True):
             if self.book._unread[sequence].first == 0:
                 seen.extend(draft.tokens)
-                assert draft.tokens == chain(made, stock(family), sequence.tokens, len(draft))
+                assert draft.tokens == chain(made, build(family), sequence.tokens, len(draft))
         return drafts
 
     monkeypatch.setattr(HeadDrafter, "propose", checked)
@@ -125,7 +125,7 @@ def checked_trees(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead,
         for sequence, draft, shape in zip(sequences, drafts, shapes, strict=True):
             if self.book._unread[sequence].first == 0 and shape.nodes > 1:
                 own = functools.partial(weigh, sequence)
-                expected = tree(made, stock(family), sequence.tokens, shape=shape, width=width, weigh=own)
+                expected = tree(made, build(family), sequence.tokens, shape=shape, width=width, weigh=own)
                 assert {tuple(draft.prefix(row)) for row in range(1, len(draft) + 1)} == set(expected)
                 assert len(draft) == len(expected) and draft.parents is not None
                 seen.append(len(draft))

@@ -202,7 +202,7 @@ def test_refused(running: Running, client: httpx.Client, good: str, path: str, b
         (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
          "chat_template_kwargs: chat_template is not served"),
         ("/v1/embeddings", {}, "POST /v1/embeddings is not served; POST /v1/chat/completions, /v1/completions, "
-         "/v1/responses, /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize are"),
+         "/v1/responses, /tokenize, /detokenize, /v1/load_lora_adapter, /v1/unload_lora_adapter are"),
     ],
     ids=["echo", "empty stop", "stop of another type", "tool choice", "chat template", "path"],
 )  # fmt: skip
