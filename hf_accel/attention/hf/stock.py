@@ -47,24 +47,27 @@ def collects_attentions() -> bool:
 def stock_attention(
     module: nn.Module, query: Tensor, kv: KV, mask: Tensor | None, *, left_out: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the model's original attention; eager where weights are asked for, which no other function returns.
+    """Compute the model's original attention, and by its eager function the weights where they are asked for.
 
     query [B, Hq, Q, D] over a dense kv -> [B, Q, Hq, Dv], and weights [B, Hq, Q, T] or None. left_out: whether stock's
-    sdpa has no mask here, and follows is_causal instead.
+    sdpa has no mask here, and follows is_causal instead. Where stock has another function than eager, the result is
+    that one's: they differ in rows that see nothing, padding, which a model may read afterwards.
     """
     name, eager = name_before_patch(module), eager_function(module)
-    weights = bool(options.get("output_attentions")) or collects_attentions()
+    weights = bool(options.pop("output_attentions", False)) or collects_attentions()
     weights = weights and (eager is None or query.shape[1] == kv.k.shape[1] or _shares_heads(eager))
-    if eager is None or (name != EAGER and not weights):
+    out = None
+    if eager is None or name != EAGER:
         function = AttentionInterface()[SDPA if name == EAGER else name]
-        result = function(module, query, kv.k, kv.v, None if left_out else mask, **options)
-        return result[0], result[1]
+        out, scores = function(module, query, kv.k, kv.v, None if left_out else mask, **options)[:2]
+        if eager is None or not weights:
+            return out, scores
     full = _full_mask(mask, query, kv.k, causal=_is_causal(module, name, options))
     del options["is_causal"]
     if options["scaling"] is None:
         options["scaling"] = query.shape[-1] ** -0.5
-    out, scores = eager(module, query, kv.k, kv.v, full, **options)
-    return out, scores
+    eager_out, scores = eager(module, query, kv.k, kv.v, full, **options)
+    return eager_out if out is None else out, scores
 
 
 def _shares_heads(eager: Any) -> bool:
