@@ -118,6 +118,14 @@ class Case:
             return alone_with_medium(self.media, 0) if alone else self.media
         return single(self.family.kind) if alone else prompts(self.family.kind)
 
+    def requests(self) -> list[dict[str, Tensor]]:
+        """Prompts of one row each, of different lengths where they need no medium."""
+        if self.needs_media:
+            return [alone_with_medium(self.media, row) for row in range(2)]
+        batch = prompts(self.family.kind)
+        kept = batch["attention_mask"].bool()
+        return [{"input_ids": ids[mask][None]} for ids, mask in zip(batch["input_ids"], kept, strict=True)]
+
     def shapes(self) -> dict[str, dict[str, Tensor]]:
         """The padded batch, and prompts of other shapes, by what they are called in a fault."""
         if self.needs_media:
@@ -462,6 +470,25 @@ def _same_beams(case: Case, inputs: dict[str, Tensor]) -> Outcome:
     if error > 1e-5:
         raise Wrong(f"beams differ, scores by {error:.1e}")
     return result
+
+
+@feature("Engine", *GENERATING)
+def _engine(case: Case) -> Outcome:
+    """Requests that an Engine computes together: each as stock answers it alone."""
+    asked = case.requests()
+    scored = {"return_dict_in_generate": True, "output_logits": True}
+    expected = [by_stock(lambda row=row: generate(case.stock, row, **scored)) for row in asked]
+    try:
+        engine = hf_accel.Engine(hf_accel.patch(case.fresh(), weights=None))
+    except hf_accel.HfAccelError as error:
+        return Outcome("refused", str(error))
+    with engine:
+        requests = [engine.submit(row, max_new_tokens=NEW_TOKENS, temperature=0) for row in asked]
+        answers = [request.result(60).tokens for request in requests]
+    for theirs, tokens in zip(expected, answers, strict=True):
+        begun = theirs.sequences[:, : theirs.sequences.shape[1] - len(theirs.logits)]
+        same_tokens(theirs, torch.cat([begun, torch.tensor([tokens])], dim=1), begun.shape[1])
+    return Outcome("fast")
 
 
 _generates("no cache", settings=lambda case: {"use_cache": False})

@@ -88,6 +88,19 @@ def test_logprobs() -> None:
         assert output.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("setting", [{"encoder_no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 1.5}])
+def test_settings_that_read_the_prompt(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By generate_batch and by an Engine, where each request has a prompt of its own."""
+    model, config = target("llama"), GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0, **setting)
+    expected = [alone("llama", prompt, config) for prompt in PROMPTS[:6]]
+    assert expected != answers("llama", PROMPTS[:6], 8)
+    assert tokens(model.generate_batch(PROMPTS[:6], config)) == expected
+    monkeypatch.setattr(model, "generation_config", config)
+    with hf_accel.Engine(model) as engine:
+        asked = [engine.submit(prompt, max_new_tokens=8, temperature=0) for prompt in PROMPTS[:6]]
+        assert [request.result(60).tokens for request in asked] == expected
+
+
 def test_few_blocks() -> None:
     """Who can never fit fails alone; the others wait, and are preempted."""
     model = hf_accel.patch(build("llama"), weights=None, cache=hf_accel.CacheConfig(block_size=4, max_tokens=96))

@@ -6,6 +6,7 @@ import copy
 from collections import abc
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from ...errors import UnsupportedError
@@ -49,7 +50,7 @@ def complete_config(model: Any, config: GenerationConfig | None, what: str, keyw
 def settings_of_config(
     model: Any,
     config: GenerationConfig,
-    num_prompt: int,
+    prompt: abc.Sequence[int],
     asked: abc.Mapping[str, Any],
     *,
     processors: abc.Iterable[Processor] = (),
@@ -57,8 +58,9 @@ def settings_of_config(
 ) -> RequestSettings:
     """Make the settings of a request from a GenerationConfig whose special tokens are prepared.
 
-    num_prompt: the tokens of its prompt. asked: the fields of the settings that no config has. processors: what is
-    applied after the config's own processors, and before its warpers. sampling: keywords of stock_sampling.
+    prompt: the tokens with which its sequences begin. asked: the fields of the settings that no config has.
+    processors: what is applied after the config's own processors, and before its warpers. sampling: keywords of
+    stock_sampling.
     Raises UnsupportedError for settings that continuous batching cannot serve, and for values that have no meaning.
     """
     if (config.num_beams or 1) > 1:
@@ -66,13 +68,15 @@ def settings_of_config(
             f"continuous batching cannot search with num_beams={config.num_beams}; set it to 1, or use generate()"
         )
     refuse_clocks(model, config)
-    config, limit = copy.copy(config), default_new_tokens(config, num_prompt)
-    config.max_length = num_prompt + limit
+    config, limit = copy.copy(config), default_new_tokens(config, len(prompt))
+    config.max_length = len(prompt) + limit
     constrained = [] if asked.get("constraint") is None else [Constrained()]
     try:
         all_processors = model._get_logits_processor(
             generation_config=config,
-            input_ids_seq_length=num_prompt,
+            input_ids_seq_length=len(prompt),
+            # What must not be repeated of the prompt (encoder_no_repeat_ngram_size) is read from here.
+            encoder_input_ids=torch.tensor([prompt], dtype=torch.int64, device=model.device),
             logits_processor=[*processors, *constrained],
             device=model.device,
         )

@@ -227,7 +227,7 @@ class Engine:
         config.max_new_tokens, config.stop_strings = max_new_tokens, None
         self.model._prepare_special_tokens(config, device=self.model.device)
         sampling = {"num_logprobs": given.get("logprobs"), "takes_drafts": self._takes_drafts(processors, ids)}
-        return settings_of_config(self.model, config, len(ids), asked, processors=processors, **sampling)
+        return settings_of_config(self.model, config, ids, asked, processors=processors, **sampling)
 
     def _takes_drafts(self, processors: Iterable[Processor], ids: list[int]) -> bool:
         functions = [each for step in processors if isinstance(step, OneByOne) for each in step.functions]

@@ -30,4 +30,4 @@ def request_sampling(vocabulary_size: int = 400, num_prompt: int = 3, **keywords
     config, processors = request_config(model, keywords, ())
     model._prepare_special_tokens(config, device="cpu")
     more = {"processors": processors, "num_logprobs": keywords.get("logprobs")}
-    return settings_of_config(model, config, num_prompt, {}, **more).sampling
+    return settings_of_config(model, config, [0] * num_prompt, {}, **more).sampling
