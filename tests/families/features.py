@@ -483,7 +483,10 @@ def _engine(case: Case) -> Outcome:
     except hf_accel.HfAccelError as error:
         return Outcome("refused", str(error))
     with engine:
-        requests = [engine.submit(row, max_new_tokens=NEW_TOKENS, temperature=0) for row in asked]
+        try:
+            requests = [engine.submit(row, max_new_tokens=NEW_TOKENS, temperature=0) for row in asked]
+        except hf_accel.UnsupportedError as error:
+            return Outcome("refused", str(error))
         answers = [request.result(60).tokens for request in requests]
     for theirs, tokens in zip(expected, answers, strict=True):
         begun = theirs.sequences[:, : theirs.sequences.shape[1] - len(theirs.logits)]
