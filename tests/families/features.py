@@ -485,9 +485,9 @@ def _engine(case: Case) -> Outcome:
     with engine:
         try:
             requests = [engine.submit(row, max_new_tokens=NEW_TOKENS, temperature=0) for row in asked]
+            answers = [request.result(60).tokens for request in requests]
         except hf_accel.UnsupportedError as error:
             return Outcome("refused", str(error))
-        answers = [request.result(60).tokens for request in requests]
     for theirs, tokens in zip(expected, answers, strict=True):
         begun = theirs.sequences[:, : theirs.sequences.shape[1] - len(theirs.logits)]
         same_tokens(theirs, torch.cat([begun, torch.tensor([tokens])], dim=1), begun.shape[1])
