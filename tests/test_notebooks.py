@@ -1,12 +1,8 @@
-"""Every notebook of examples/ runs from top to bottom, and shows what it is there to show.
-
-Its cells run here, where torch and transformers are loaded already; `make test-all` runs them in fresh kernels."""
+"""Every notebook of examples/ runs from top to bottom in a fresh kernel, and shows what it is there to show."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,6 @@ NOTEBOOKS = sorted(path.stem for path in EXAMPLES.glob("*.ipynb"))
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
-Executed = Callable[[str], str]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +24,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
 
 
-def in_a_kernel(name: str) -> str:
+def executed(name: str) -> str:
     """What its cells print and show, as text."""
     notebook: Any = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
@@ -37,28 +32,6 @@ def in_a_kernel(name: str) -> str:
     shown = [output.get("text") or output["data"].get("text/markdown") or output["data"]["text/plain"]
              for output in outputs if output.get("name") != "stderr"]  # fmt: skip
     return "\n".join(shown)
-
-
-@pytest.fixture(params=["here", pytest.param("in a kernel", marks=pytest.mark.long)])
-def executed(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Executed:
-    """Returns what the cells of a notebook print and show, as text."""
-
-    def here(name: str) -> str:
-        monkeypatch.chdir(EXAMPLES)
-        names: dict[str, Any] = {"__name__": "__main__"}
-        for cell in nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4).cells:
-            if cell.cell_type == "code":
-                *statements, last = ast.parse(cell.source).body
-                shown = isinstance(last, ast.Expr)
-                exec(compile(ast.Module(statements if shown else [*statements, last], []), name, "exec"), names)
-                if isinstance(last, ast.Expr):
-                    value = eval(compile(ast.Expression(last.value), name, "eval"), names)
-                    print(value._repr_markdown_() if hasattr(value, "_repr_markdown_") else repr(value))
-        return capsys.readouterr().out
-
-    return in_a_kernel if request.param == "in a kernel" else here
 
 
 def test_no_notebook_is_left_out() -> None:
@@ -75,13 +48,13 @@ def test_outputs_are_not_kept(name: str) -> None:
     assert all(len(cell.source.splitlines()) <= 30 for cell in code)
 
 
-def test_first_steps(executed: Executed) -> None:
+def test_first_steps() -> None:
     shown = executed("first_steps")
     assert "hf_accel plan: LlamaForCausalLM" in shown and "the same tokens: " in shown
     assert shown.count("certificate: ") == 2 and "against float: perplexity" in shown
 
 
-def test_your_model(executed: Executed) -> None:
+def test_your_model() -> None:
     rows = [line.split("|")[1:-1] for line in executed("your_model").splitlines() if line.endswith(" MB |")]
     assert [row[0].strip() for row in rows] == ["transformers", "weights=None", "int8", "int4"]
     perplexities = [float(row[1]) for row in rows]
@@ -92,7 +65,7 @@ def test_your_model(executed: Executed) -> None:
 
 @pytest.mark.long  # it trains two models
 def test_distil() -> None:
-    shown = in_a_kernel("distil")
+    shown = executed("distil")
     losses = [float(number) for number in re.findall(r"(?:untrained|text alone|distilled) (\d+\.\d+)", shown)]
     assert len(losses) == 3
     untrained, alone, distilled = losses

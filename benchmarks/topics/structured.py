@@ -53,9 +53,9 @@ def measure(bench: Bench) -> list[Table]:
 
 
 def coverage(model: Any, tokenizer: Any, count: int = COUNT, seed: int = 0) -> Table:
+    """Answer every schema once. Raises AssertionError for a finished answer that does not match."""
     import jsonschema  # what developers install; other topics run without it
 
-    """Answer every schema once. Raises AssertionError for a finished answer that does not match."""
     made = list(schemas(count, seed))
     refused: dict[int, str] = {}
     requests, times = {}, []

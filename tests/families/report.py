@@ -53,7 +53,7 @@ The columns, with `hf_accel.patch(model, weights=None)` where nothing else is sa
 | forward | the logits of a padded batch, and of prompts of the shapes below |
 | output_attentions | the logits, and the attention weights where transformers gives some |
 | greedy, sampling, beams | `generate` over a padded batch: greedy search, sampling with the same seed, three beams |
-| Engine | three requests that an `hf_accel.Engine` computes together, each as transformers answers it alone |
+| Engine | requests that an `hf_accel.Engine` computes together, each as transformers answers it alone |
 | no cache, static cache | `use_cache=False`, `cache_implementation="static"` |
 | checkpointing | the gradient under reentrant gradient checkpointing |
 | changed in use | the text after weights, hooks, a forward, buffers or scalars of a model in use were changed |

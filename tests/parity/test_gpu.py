@@ -55,7 +55,7 @@ def test_generate() -> None:
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
         assert out[0, ids.shape[1] :].tolist() == answers("llama", PROMPTS[:1], NEW_TOKENS)[0]
         graphs = hf_accel.stats(model)["graphs"]
-        assert graphs["replays"] >= NEW_TOKENS - 3 and (number < 2 or graphs["captures"] == 0), graphs
+        assert graphs["replays"] >= NEW_TOKENS - 3 and (number == 0 or graphs["captures"] <= (number == 1)), graphs
 
 
 def test_generate_after_the_weights_have_moved() -> None:

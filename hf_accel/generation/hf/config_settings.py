@@ -17,7 +17,7 @@ from ..sampling.processors import Processor
 from .grammars import KEYWORDS
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
-from .request_config import default_new_tokens
+from .request_config import default_new_tokens, prompt_setting
 
 ASKED = ("adapter", *KEYWORDS)  # keywords by which a request asks for what no config can say
 # Keywords of generate() that are no fields of a config, and what serves instead.
@@ -75,8 +75,7 @@ def settings_of_config(
         all_processors = model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=len(prompt),
-            # What must not be repeated of the prompt (encoder_no_repeat_ngram_size) is read from here.
-            encoder_input_ids=torch.tensor([prompt], dtype=torch.int64, device=model.device),
+            encoder_input_ids=torch.tensor([prompt], device=model.device) if prompt_setting(config) else None,
             logits_processor=[*processors, *constrained],
             device=model.device,
         )

@@ -27,6 +27,7 @@ from ..prompt_inputs import TEXT_INPUTS, RequestInputs, other_input
 from .decoder_call import UpToDecoder
 from .generation_state import LoopCall
 from .model_runner import prepare_step
+from .request_config import prompt_setting
 
 DECODER_IDS = "decoder_input_ids"
 RAGGED_MODES = {GenerationMode[name] for name in ("GREEDY_SEARCH", "SAMPLE", "BEAM_SEARCH", "BEAM_SAMPLE")}
@@ -182,9 +183,8 @@ def decoder_prompt(
     are tokens that the decoder begins with. Raises UnsupportedError for settings that need the encoder's ids
     themselves, and for inputs that the encoder does not take, or the tokens that the decoder cannot begin with.
     """
-    for name, plain in (("encoder_repetition_penalty", 1.0), ("encoder_no_repeat_ngram_size", 0)):
-        if getattr(config, name, None) not in (None, plain):
-            raise UnsupportedError(f"continuous batching cannot serve {name}=; use generate()")
+    if (name := prompt_setting(config)) is not None:
+        raise UnsupportedError(f"continuous batching cannot serve {name}=; use generate()")
     start, kind = config._decoder_start_token_tensor, type(model).__name__
     if start is None:
         raise UnsupportedError(f"{kind} has no decoder_start_token_id; set it in generation_config")

@@ -173,3 +173,9 @@ def default_new_tokens(config: Any, num_prompt: int) -> int:
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     return NEW_TOKENS if config.max_length is None else max(1, config.max_length - num_prompt)
+
+
+def prompt_setting(config: Any) -> str | None:
+    """Return the name of a setting of a GenerationConfig that reads what the encoder does, or else the prompt."""
+    plain = {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
+    return next((name for name, value in plain.items() if getattr(config, name, None) not in (None, value)), None)
