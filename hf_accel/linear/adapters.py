@@ -167,10 +167,15 @@ class PassAdapters:
         """The layers of the adapters that no native call of a whole layer computes."""
         return set().union(*(adapter.outside for adapter in self.adapters))
 
-    def _add(self, module: nn.Module, given: tuple[Any, ...], out: Tensor) -> Tensor | None:
+    def _add(self, module: nn.Module, given: tuple[Any, ...], out: Any) -> Tensor | None:
         """Change what a layer has returned: a forward hook."""
         if _running.get() is not self:  # another thread calls the model meanwhile
             return None
+        if not isinstance(out, Tensor):  # a router may be a linear layer that returns its choice too
+            raise UnsupportedError(
+                f"a {type(module).__name__} returns a {type(out).__name__}, and adapters add to products of linear "
+                "layers; load an adapter that leaves this layer as it is"
+            )
         x = given[0].reshape(-1, given[0].shape[-1])
         if len(x) != self.num_rows:
             raise UnsupportedError(

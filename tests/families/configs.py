@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .overrides import CONSTRUCTED, OVERRIDES
+from .variants import variation
 
 VOCABULARY = 131
 PADDING, BEGIN, END = 0, 1, 2
@@ -95,19 +96,24 @@ SIZES: dict[str, int] = {
 MISSING = {"head_dim", "vocab_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"}  # None by default
 
 
-def tiny_config(model_type: str, kind: type[PreTrainedConfig] | None = None, **given: Any) -> PreTrainedConfig:
+def tiny_config(
+    model_type: str, kind: type[PreTrainedConfig] | None = None, *, variant: int = 0, **given: Any
+) -> PreTrainedConfig:
     """A tiny config of a model type; kind: what the model's class takes, which may be a part of that type's."""
     if model_type in CONSTRUCTED:
         return CONSTRUCTED[model_type](tiny_config)
-    return shrunk(kind or CONFIG_MAPPING[model_type], **given)
+    return shrunk(kind or CONFIG_MAPPING[model_type], variant=variant, **given)
 
 
-def shrunk(kind: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig:
-    """kind with every known size made small; given: values that the model's class asks for."""
+def shrunk(kind: type[PreTrainedConfig], *, variant: int = 0, is_part: bool = False, **given: Any) -> PreTrainedConfig:
+    """kind with every known size made small; given: values that the model's class asks for.
+
+    variant: draws other values for it and its parts (variants.py), unless it is 0.
+    """
     values: dict[str, Any] = {}
     parts = getattr(kind, "sub_configs", {}) | getattr(kind, "sub_configs_defaults", {})
     for name, part in parts.items():
-        values[name] = shrunk(_sub_class(part))
+        values[name] = shrunk(_sub_class(part), variant=variant, is_part=True)
     default = _default(kind)
     for field in dataclasses.fields(kind):
         if field.name in values or field.name.startswith("_"):
@@ -118,7 +124,10 @@ def shrunk(kind: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig:
     values |= _layer_lists(default, values) | _token_ids(kind, default) | _rotary_sections(kind, default)
     if values.get("kv_lora_rank"):
         values["num_key_value_heads"] = HEADS  # each head makes its own K from the compressed one
-    return kind(**values | OVERRIDES.get(kind.__name__, {}) | given)
+    values |= OVERRIDES.get(kind.__name__, {})
+    if variant:
+        values |= variation(kind, variant, values, is_part=is_part or bool(parts))
+    return kind(**values | given)
 
 
 def _sub_class(spec: Any) -> type[PreTrainedConfig]:

@@ -55,7 +55,8 @@ def media_prompts(model: PreTrainedModel, medium: Medium) -> dict[str, Tensor]:
     reasons = []
     for recipe in medium.recipes:
         try:
-            tensors = recipe(model.config, torch.Generator().manual_seed(7))
+            made = recipe(model.config, torch.Generator().manual_seed(7))
+            tensors = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in made.items()}
         except Exception as error:
             reasons.append(str(error))
             continue

@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from .configs import BEGIN, tiny_config
 from .overrides import OF_MODELS
-from .variants import variation
+from .variants import dtype_of
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -29,6 +29,7 @@ MAPPINGS = {
 }
 
 IS_DECODER = " (is_decoder)"  # behind the name of a class that is an encoder unless its config says so
+TRIES, OTHERS = 8, 1000  # of configurations for a variant: the next is drawn by its number and so many more
 # Classes of several mappings are compared with what they take besides words.
 MORE_THAN = {"speech": ("causal", "seq2seq"), "vision": ("causal",)}
 
@@ -122,16 +123,23 @@ def build(family: Family, *, seed: int = 0, gain: float = 1.0) -> PreTrainedMode
     kind: Any = getattr(transformers, family.name)
     given = OF_MODELS.get(family.name, {}) | OF_MODELS.get(replace(family, variant=0).label, {})
     given |= {"is_decoder": True} if family.is_decoder else {}
-    if family.variant:
-        given |= variation(kind.config_class, family.variant)
-    config = tiny_config(family.model_type, kind.config_class, **given)
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        config._attn_implementation = "eager"  # as newer transformers choose: the sdpa of older ones does not cap
+    dtype = dtype_of(family.variant) if family.variant else torch.float32
+    draws = [family.variant + OTHERS * n for n in range(TRIES if family.variant else 1)]
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model: PreTrainedModel = kind(config)
+        for draw in draws:
+            torch.manual_seed(seed)
+            try:
+                config = tiny_config(family.model_type, kind.config_class, variant=draw, **given)
+                if getattr(config, "attn_logit_softcapping", None) is not None:
+                    config._attn_implementation = "eager"  # as newer transformers choose: older sdpa does not cap
+                # Of 16 bits are the parameters alone, as of a model that is loaded.
+                model: PreTrainedModel = kind(config) if dtype == torch.float32 else kind._from_config(config, dtype=dtype)
+                break
+            except Exception:  # what was drawn does not fit the class
+                if draw == draws[-1]:
+                    raise
         enliven(model, gain)
-    model = model.float().eval()
+    model = (model.float() if dtype == torch.float32 else model).eval()
     if model.can_generate():
         model.generation_config.eos_token_id = None  # texts of one length: nothing ends by chance
         if hasattr(model.generation_config, "max_denoising_steps"):

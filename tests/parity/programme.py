@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import save_file
 
 from transformers import ContinuousBatchingConfig
 
-from hf_accel import CacheConfig, Draft, Drafter, SpeculativeConfig
+from hf_accel import CacheConfig, Draft, Drafter, SpeculativeConfig, UnsupportedError
 from hf_accel.generation.hf.batch import BatchPrompt, SequenceFactory
 from hf_accel.generation.hf.config_settings import complete_config
+from hf_accel.generation.hf.request_adapters import CONFIG, PREFIX, WEIGHTS, _known_layers, read_adapter, refuse_other_rows
 from hf_accel.generation.hf.session import Session
-from hf_accel.generation.request_settings import RequestSettings, StopRules
+from hf_accel.generation.request_settings import StopRules
+from hf_accel.generation.sampling.constraint import Constraint
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.drafters.drafter import copy_from
 
@@ -24,6 +33,55 @@ BLOCK_SIZES = (1, 4, 8)
 
 class Broken(RuntimeError):
     """What a model or a drafter raises when a programme tells it to."""
+
+
+class Pattern:
+    """A Matcher that allows two of three tokens, other ones after each text, and sometimes one alone."""
+
+    def __init__(self, vocabulary: int, taken: list[int] | None = None) -> None:
+        self.vocabulary, self.taken = vocabulary, list(taken or ())
+
+    def _allowed(self, taken: list[int]) -> list[int]:
+        total = sum(taken) + 5 * len(taken)
+        if total % 4 == 0:
+            return [3 + total % (self.vocabulary - 3)]
+        return [token for token in range(self.vocabulary) if (token + total) % 3]
+
+    def deep_copy(self) -> Self:
+        return type(self)(self.vocabulary, self.taken)
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        fits = (token in self._allowed(self.taken + tokens[:at]) for at, token in enumerate(tokens))
+        return next((at for at, each in enumerate(fits) if not each), len(tokens))
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        self.taken += tokens
+        return True
+
+    def rollback(self, num_tokens: int) -> bool:
+        del self.taken[len(self.taken) - num_tokens :]
+        return True
+
+    def compute_bitmask(self) -> bytes:
+        bits = bytearray(-(-self.vocabulary // 8))
+        for token in self._allowed(self.taken):
+            bits[token // 8] |= 1 << token % 8
+        return bytes(bits)
+
+    def compute_ff_tokens(self) -> list[int]:
+        found: list[int] = []
+        while len(allowed := self._allowed(self.taken + found)) == 1 and len(found) < 3:
+            found += allowed
+        return found
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def is_error(self) -> bool:
+        return False
+
+    def get_error(self) -> str:
+        return ""
 
 
 @dataclass
@@ -38,17 +96,35 @@ class Asked:
     prompts: list[Any]
     greedy: Callable[[int], list[int]]
     needs: int
-    drawn: dict[tuple[int, int, bool], list[int]] = field(default_factory=dict)
+    drawn: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
-    def sampled(self, number: int, sequence: Sequence, *, drafts: bool) -> list[int]:
-        """Return the tokens that a session draws with the seed of a sequence, where the request is alone.
+    @cached_property
+    def vocabulary(self) -> int:
+        size: int = self.model.config.get_text_config(decoder=True).vocab_size
+        return size
+
+    @cached_property
+    def adapters(self) -> list[Any]:
+        """Two adapters of some linear layers, or none where requests of the model can have none."""
+        try:
+            found = [_adapter(self.model, seed) for seed in (1, 2)]
+            for each in found:
+                refuse_other_rows(self.model, each)
+            return found
+        except UnsupportedError:
+            return []
+
+    def alone(self, number: int, sequence: Sequence, *, drafts: bool) -> list[int]:
+        """Return the tokens that a session gives for what a sequence asks for, where the request is alone.
 
         drafts: whether the session has a drafter. Its verifier draws by another rule, for which drafts do not matter.
         """
-        key = number, sequence.seed, drafts
+        asked = sequence.settings
+        samples = None if asked.sampling.greedy else sequence.seed
+        key = number, samples, drafts, asked.constraint is not None, asked.adapter
         if key not in self.drawn:
-            ends, sampling = StopRules(sequence.settings.stop.token_ids), sequence.settings.sampling
-            settings = RequestSettings(len(self.greedy(number)), sampling, ends)
+            ends = StopRules(asked.stop.token_ids)
+            settings = replace(asked, max_new_tokens=len(self.greedy(number)), stop=ends, priority=0)
             own = Sequence(list(sequence.tokens), settings, sequence.inputs, sequence.seed)
             speculative = SpeculativeConfig(drafter="ngram", num_draft=2, verify="seeded") if drafts else None
             with Session(self.model, CacheConfig(block_size=4), speculative=speculative) as session:
@@ -57,6 +133,23 @@ class Asked:
                     session.step()
             self.drawn[key] = own.tokens[own.num_prompt :]
         return self.drawn[key]
+
+
+def _adapter(model: Any, seed: int) -> Any:
+    """An adapter of about half of a model's linear layers."""
+    numbers = random.Random(seed)
+    tensors, names = {}, []
+    generator = torch.Generator().manual_seed(seed)
+    for name, layer in _known_layers(model).items():
+        if numbers.random() < 0.5 and isinstance(getattr(layer, "in_features", None), int) and "lm_head" not in name:
+            names.append(name)
+            for letter, size in (("A", (2, layer.in_features)), ("B", (layer.out_features, 2))):
+                tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = 0.5 * torch.randn(size, generator=generator)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(tensors, Path(folder) / WEIGHTS)
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": names}
+        (Path(folder) / CONFIG).write_text(json.dumps(config))
+        return read_adapter(model, str(seed), folder)
 
 
 class Foreseen(Drafter):
@@ -94,8 +187,7 @@ class Programme:
         self.streamed: dict[Sequence, list[int]] = {}
         self.happened: Counter[str] = Counter()
         self.fails: str | None = None
-        vocabulary = asked.model.config.get_text_config(decoder=True).vocab_size
-        self.drafter = Foreseen(self.random, self.expected, vocabulary)
+        self.drafter = Foreseen(self.random, self.expected, asked.vocabulary)
         self.session = self.make_session()
         self.factory = SequenceFactory(asked.model, ContinuousBatchingConfig(seed=self.random.randrange(4)))
         self.runner, self.session.runner = self.session.runner, self.run
@@ -103,11 +195,12 @@ class Programme:
     def make_session(self) -> Session:
         draw, needs = self.random.choice, self.asked.needs
         cache = CacheConfig(block_size=draw(BLOCK_SIZES), max_tokens=draw([needs, 2 * needs, 8 * needs]))
-        drafts = SpeculativeConfig(drafter=self.drafter, num_draft=draw([1, 3, 6]), verify="seeded")
+        speculative = draw([None, SpeculativeConfig(drafter=self.drafter, num_draft=draw([1, 3, 6]), verify="seeded")])
+        self.drafts = speculative is not None
         return Session(
             self.asked.model,
             cache,
-            speculative=draw([None, drafts]),
+            speculative=speculative,
             token_budget=draw([None, 5, 16, 64]),
             max_running=draw([None, None, 3]),
         )
@@ -146,12 +239,19 @@ class Programme:
         limit = draw.randint(1, len(self.asked.greedy(number)))
         settings = {"do_sample": False} | samples | {"max_new_tokens": limit}
         config = complete_config(self.asked.model, None, "a programme", settings)
-        prompt = BatchPrompt(self.asked.prompts[number], config, {"priority": draw.choice([0, 0, 1])})
+        asks: dict[str, Any] = {"priority": draw.choice([0, 0, 1])}
+        if draw.random() < 0.2:
+            asks["constraint"] = Constraint(Pattern(self.asked.vocabulary))
+        if draw.random() < 0.2 and self.asked.adapters:
+            asks["adapter"] = draw.choice(self.asked.adapters)
+        self.happened += Counter({name: name in asks for name in ("constraint", "adapter")})
+        prompt = BatchPrompt(self.asked.prompts[number], config, asks)
         replies = self.factory.make("", prompt, timestamps=False, what="a prompt")
         self.session.add(self.leader([reply.sequence for reply in replies]))
-        drafts = self.session.speculation is not None
+        drafts = self.drafts  # not those of constraints, which leave a session's own rule as it is
         for sequence in (reply.sequence for reply in replies):
-            whole = self.asked.sampled(number, sequence, drafts=drafts) if samples else self.asked.greedy(number)
+            is_plain = not samples and len(asks) == 1
+            whole = self.asked.greedy(number) if is_plain else self.asked.alone(number, sequence, drafts=drafts)
             self.expected[sequence], self.streamed[sequence] = whole[:limit], []
         self.happened["samples" if len(replies) > 1 else "arrived"] += 1
 
@@ -168,7 +268,7 @@ class Programme:
     def run_pass(self, *, fails: bool) -> None:
         if fails:
             self.fails = self.random.choice(["before", "after", None])
-            self.drafter.fails = self.fails is None and self.session.speculation is not None
+            self.drafter.fails = self.fails is None and self.drafts
         try:
             progress = self.session.step()
         except Broken:

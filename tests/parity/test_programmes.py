@@ -19,10 +19,22 @@ from torch import Tensor
 import hf_accel
 from hf_accel.kernels.cpu import refusal
 
-from . import test_chunks, test_compressed, test_convolutions, test_encoder_decoders, test_media
+from . import (
+    test_chunks,
+    test_compressed,
+    test_convolutions,
+    test_delta_attention,
+    test_encoder_decoders,
+    test_indexers,
+    test_media,
+    test_operators,
+    test_own_code,
+    test_reused_keys,
+    test_whole_prompts,
+)
 from .families import VOCABULARY, build
 from .programme import Asked, Programme
-from .recurrent_models import LAYERS, delta_rule_of, state_space_of
+from .recurrent_models import LAYERS, delta_rule_of, gated_unit_of, matrix_memory_of, state_space_of, time_mixes_of
 
 NEW_TOKENS, NEW_BEHIND_ENCODERS = 16, 26
 MOST_FOR_ENCODERS = 10  # tokens, so that it is not the encoder's output that fills a cache
@@ -41,8 +53,18 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mamba 1": lambda: state_space_of("jamba", LAYERS, tokens=4, repeats=2),
     "mamba 2": lambda: state_space_of("bamba", LAYERS, tokens=4, repeats=2),
     "convolutions": test_convolutions.model_of,
+    "delta attention": test_delta_attention.model_of,
+    "reused keys": test_reused_keys.model_of,
+    "indices": test_indexers.model_of,
+    "gated units": lambda: gated_unit_of(("recurrent", "attention"), tokens=4),
+    "time mixes": time_mixes_of,
+    "matrix memories": matrix_memory_of,
+    "own code": lambda: test_own_code.model_of("zaya"),
+    "operators": lambda: test_operators.model_of("bloom"),
+    "operators and windows": lambda: test_operators.model_of("gpt_neo"),
+    "whole prompts": lambda: test_whole_prompts.model_of("roformer"),
 } | {kind: (lambda name=name: test_encoder_decoders.model_of(name)) for kind, name in ENCODERS.items()}
-STATES = ("delta rule", "mamba 1", "mamba 2")
+STATES = ("delta rule", "mamba 1", "mamba 2", "delta attention", "gated units", "time mixes", "matrix memories")
 KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in (*MODELS, *IMAGES)]
 
 
