@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ ODDS = (131, 137, 149, 160)  # sizes of a vocabulary; the ids of prompts and ima
 WIDTHS = (40, 64, 72, 100)  # of feed-forwards: multiples of 4, as transformers' own code asks here and there
 DTYPES = (torch.float16, *[torch.float32] * 3, torch.bfloat16, *[torch.float32] * 3)  # by the number of a variant
 SMALL_ROTATION = 16  # positions for which a rotation was trained
+LONG_ONLY = ("Phi3Config", "Phi4MultimodalConfig")  # which take this rotation, and the usual one
 Draw = random.Random
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SMALL_ROTATION}
@@ -194,7 +194,12 @@ def _rotations(names: set[str], default: Any, values: dict[str, Any], draw: Draw
     parameters = values.get("rope_parameters", getattr(default, "rope_parameters", None))
     if not isinstance(parameters, dict) or "max_position_embeddings" not in names:  # of patches, which have another
         return {}
-    made: Callable[[dict[str, Any]], dict[str, Any]] = lambda one: _rotation(one, values, draw)  # noqa: E731
+    kinds = (ROTATIONS[0], CHANGING[1]) if type(default).__name__ in LONG_ONLY else ROTATIONS
+    kinds = CHANGING if kinds is ROTATIONS and draw.random() < 0.12 else kinds
+
+    def made(one: dict[str, Any]) -> dict[str, Any]:
+        return _rotation(one, dict(draw.choice(kinds)), values, draw)
+
     if "rope_theta" in parameters and "mrope_section" not in parameters:
         found = made(parameters)
     elif parameters and all(isinstance(one, dict) and "rope_theta" in one for one in parameters.values()):
@@ -203,13 +208,16 @@ def _rotations(names: set[str], default: Any, values: dict[str, Any], draw: Draw
         found = {name: made(one) for name, one in parameters.items()}
     else:
         return {}
-    kinds = [one["rope_type"] for one in (found.values() if "rope_type" not in found else [found])]
-    few = {"max_position_embeddings": SMALL_ROTATION} if "dynamic" in kinds or draw.random() < 0.2 else {}
-    longrope = {"original_max_position_embeddings": SMALL_ROTATION} if "longrope" in kinds else {}
+    types = [one["rope_type"] for one in (found.values() if "rope_type" not in found else [found])]
+    few = {"max_position_embeddings": SMALL_ROTATION} if "dynamic" in types or draw.random() < 0.2 else {}
+    longrope = {"original_max_position_embeddings": SMALL_ROTATION} if "longrope" in types else {}
     return {"rope_parameters": found} | {name: v for name, v in (few | longrope).items() if name in names}
 
 
-def _rotation(parameters: dict[str, Any], values: dict[str, Any], draw: Draw) -> dict[str, Any]:
+def _rotation(
+    parameters: dict[str, Any], chosen: dict[str, Any], values: dict[str, Any], draw: Draw
+) -> dict[str, Any]:
+    """The chosen rotation for a config that has these parameters."""
     size = values.get("head_dim") or values.get("qk_rope_head_dim")
     if values.get("qk_rope_head_dim"):
         size = values["qk_rope_head_dim"]
@@ -220,7 +228,6 @@ def _rotation(parameters: dict[str, Any], values: dict[str, Any], draw: Draw) ->
     kept = {}
     if part is not None:
         kept["partial_rotary_factor"] = part = draw.choice((0.25, 0.5, 0.75, 1.0))
-    chosen = dict(draw.choice(CHANGING if draw.random() < 0.12 else ROTATIONS))
     if chosen["rope_type"] == "longrope":
         half = int(size * (part or 1.0)) // 2
         chosen["short_factor"] = [round(draw.uniform(0.8, 2), 2) for _ in range(half)]
