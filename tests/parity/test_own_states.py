@@ -19,12 +19,13 @@ from hf_accel.undo.state import FUSED
 
 from ..selection import seeds
 from .families import VOCABULARY
-from .recurrent_models import matrix_memory_of, time_mixes_of
+from .recurrent_models import matrix_memory_of, state_space_of, time_mixes_of
 from .together import PROMPTS, alone, check_programme, padded, together
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
 
 MODELS: dict[str, Callable[[], Any]] = {"rwkv": time_mixes_of, "xlstm": matrix_memory_of}
+EMBEDDED = MODELS | {"mamba2": lambda: state_space_of("mamba2", ["mamba"], tokens=4, repeats=2)}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -53,6 +54,17 @@ def test_padding_is_tokens() -> None:
     hf_accel.patch(model, weights=None)
     assert torch.equal(model.generate(ids, **settings), expected)
     assert hf_accel.stats(model)["loop"] == "ragged"
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "rwkv", "xlstm"])
+def test_embeddings_as_prompts(kind: str) -> None:
+    """A decoder whose code takes no layers but its own cannot be tried with stand-ins, and runs in stock's loop."""
+    model = EMBEDDED[kind]()
+    embedded = model.get_input_embeddings()(torch.tensor([PROMPTS[0]]))
+    settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones(embedded.shape[:2]).long()}
+    expected = model.generate(inputs_embeds=embedded, **settings)
+    hf_accel.patch(model, weights=None)
+    assert torch.equal(model.generate(inputs_embeds=embedded, **settings), expected)
 
 
 def test_rows_that_change_each_other_stay_on_transformers_loop() -> None:

@@ -130,8 +130,9 @@ def happened(kind: str, seeds: range) -> Counter[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_few_programmes(kind: str) -> None:
-    assert happened(kind, range(2))["finished"] > 0
+def test_a_programme(kind: str) -> None:
+    """`python -m tests.parity.play --all` plays many."""
+    assert happened(kind, range(1))["finished"] > 0
 
 
 @pytest.mark.long

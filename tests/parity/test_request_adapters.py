@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import hf_accel
 from hf_accel import UnsupportedError
 
+from . import test_chunks
 from .families import build, prompts
 from .snapshot import snapshot
 from .speculating import OracleTree
@@ -296,6 +297,22 @@ def test_other_places_of_a_model(folder: Path, tmp_path: Path) -> None:
         pytest.raises(UnsupportedError, match="PEFT has put adapters into it already"),
     ):
         engine.load_adapter("second", folder / "all")
+
+
+def test_a_linear_layer_that_returns_more_than_its_product(tmp_path: Path) -> None:
+    """Llama 4's router is one."""
+    model = test_chunks.model_of()
+    name, router = next((n, m) for n, m in model.named_modules() if n.endswith(".router"))
+    tensors = {"A": torch.randn(2, router.in_features), "B": torch.randn(router.out_features, 2)}
+    save_file({f"base_model.model.{name}.lora_{key}.weight": x for key, x in tensors.items()},
+              tmp_path / "adapter_model.safetensors")  # fmt: skip
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": [name]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with (
+        hf_accel.Engine(hf_accel.patch(model, weights=None)) as engine,
+        pytest.raises(UnsupportedError, match="Llama4Router returns a tuple"),
+    ):
+        engine.load_adapter("router", tmp_path)
 
 
 def test_a_model_that_changes_under_its_adapters(folder: Path) -> None:

@@ -247,13 +247,22 @@ class _DecoderTrial:
     def _placed(self, given: Mapping[str, Any]) -> list[Tensor]:
         """Return what each layer is given of states and places in a call of the decoder."""
         self.seen, self.places, self.numbers = [], [], []
-        self.decoder(**given)
+        self._run(**given)
         return [*self.seen, *self.places, *self.numbers]
+
+    def _run(self, **given: Any) -> Any:
+        """Call the decoder, whose own code need not take layers that are no layers: RWKV's return more than states."""
+        try:
+            return self.decoder(**given)
+        except NotRaggedError:
+            raise
+        except Exception as error:
+            raise NotRaggedError(f"{type(self.decoder).__name__} cannot be tried without its layers: {error}") from error
 
     def entered(self, given: Mapping[str, Any]) -> list[Tensor]:
         """Return what each layer is given in a call of the decoder, of states, places and masks, and the result."""
         self.seen, self.places, self.masks = [], [], []
-        result = self.decoder(**{**given, "past_key_values": None, "use_cache": False, "return_dict": True})
+        result = self._run(**{**given, "past_key_values": None, "use_cache": False, "return_dict": True})
         return [*self.seen, *self.places, *self.masks, result.last_hidden_state]
 
     def __call__(self, embedded: Tensor, more: dict[str, Any]) -> list[Tensor]:
@@ -262,7 +271,7 @@ class _DecoderTrial:
         positions = torch.arange(len(embedded), device=embedded.device)[None]
         if self.planes is not None:
             positions = positions.expand(self.planes, 1, -1)
-        result = self.decoder(
+        result = self._run(
             inputs_embeds=embedded[None], position_ids=positions, use_cache=True, return_dict=True,
             past_key_values=DynamicCache(config=self.config), **more,
         )  # fmt: skip
