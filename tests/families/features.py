@@ -88,7 +88,9 @@ class Case:
     @cached_property
     def dequantized(self) -> PreTrainedModel:
         """Stock's modules, with the values that the INT8 weights stand for."""
-        return dequantized(self.fresh(), self.exact_int8)  # of which neither has run: RWKV changes weights when it does
+        return dequantized(
+            self.fresh(), self.exact_int8
+        )  # of which neither has run: RWKV changes weights when it does
 
     def fresh(self, *, seed: int = 0) -> PreTrainedModel:
         return build(self.family, seed=seed, gain=self.gain)

@@ -133,7 +133,9 @@ def build(family: Family, *, seed: int = 0, gain: float = 1.0) -> PreTrainedMode
                 if getattr(config, "attn_logit_softcapping", None) is not None:
                     config._attn_implementation = "eager"  # as newer transformers choose: older sdpa does not cap
                 # Of 16 bits are the parameters alone, as of a model that is loaded.
-                model: PreTrainedModel = kind(config) if dtype == torch.float32 else kind._from_config(config, dtype=dtype)
+                model: PreTrainedModel = (
+                    kind(config) if dtype == torch.float32 else kind._from_config(config, dtype=dtype)
+                )
                 break
             except Exception:  # what was drawn does not fit the class
                 if draw == draws[-1]:

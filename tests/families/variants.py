@@ -80,12 +80,12 @@ FREE: dict[str, tuple[Any, ...]] = dict.fromkeys(
     "kv_lora_rank": (16, 24, 40), "qk_rope_head_dim": (4, 8, 16), "qk_nope_head_dim": (8, 16, 24),
     "v_head_dim": (8, 16, 24), "linear_key_head_dim": (8, 16, 24), "linear_value_head_dim": (8, 16, 32),
     "linear_num_key_heads": (1, 2), "linear_num_value_heads": (2, 4), "feed_forward_proj": ("relu", "gated-gelu"),
-    "relative_attention_max_distance": (8, 16, 40), "relative_attention_num_buckets": (4, 8, 12), "clip_qkv": (None, 1.0),
+    "relative_attention_max_distance": (8, 16, 40), "relative_attention_num_buckets": (4, 8, 12),
+    "clip_qkv": (None, 1.0), "num_kv_shared_layers": (0, 1, 2),
     "swiglu_limit": (1.0, 7.0), "logit_scale": (0.0625, 1.0), "d_kv": (8, 16, 24), "attention_chunk_size": (4, 7, 32),
     "qk_dim_factor": (0.5, 1.0), "gate_soft_cap": (5.0, 15.0), "output_logit_soft_cap": (5.0, 30.0),
-    "rescale_every": (0, 1, 6), "router_bias": (False, True), "second_expert_policy": ("all",),
-    "topk_method": ("greedy",), "time_step_limit": ((0.0, float("inf")), (0.01, 0.1)), "num_kv_shared_layers": (0, 1, 2),
-    "no_rope_layer_interval": (1, 2), "conv_use_xielu": (False,), "mamba_expand": (2,),
+    "rescale_every": (0, 1, 6), "router_bias": (False, True), "time_step_limit": ((0.0, float("inf")), (0.01, 0.1)),
+    "no_rope_layer_interval": (1, 2),
 }  # fmt: skip
 
 

@@ -257,7 +257,9 @@ class _DecoderTrial:
         except NotRaggedError:
             raise
         except Exception as error:
-            raise NotRaggedError(f"{type(self.decoder).__name__} cannot be tried without its layers: {error}") from error
+            raise NotRaggedError(
+                f"{type(self.decoder).__name__} cannot be tried without its layers: {error}"
+            ) from error
 
     def entered(self, given: Mapping[str, Any]) -> list[Tensor]:
         """Return what each layer is given in a call of the decoder, of states, places and masks, and the result."""
