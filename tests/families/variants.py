@@ -108,7 +108,7 @@ def variation(kind: type[PreTrainedConfig], seed: int, small: dict[str, Any], *,
         values |= _scanned(names, small, values, draw)
     count = next((small[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if n in small), None)
     if count is not None:
-        values |= _layers(names, default, small, count, draw)
+        values |= _layers(names, default, small, count, draw=draw)
     return values | _rotations(names, default, small | values, draw)
 
 
@@ -172,7 +172,7 @@ def _scanned(names: set[str], small: dict[str, Any], values: dict[str, Any], dra
     return {name: value for name, value in found.items() if name in names}
 
 
-def _layers(names: set[str], default: Any, small: dict[str, Any], count: int, draw: Draw) -> dict[str, Any]:
+def _layers(names: set[str], default: Any, small: dict[str, Any], count: int, *, draw: Draw) -> dict[str, Any]:
     """Layers of the kinds that the family has, in any mix; as many as any, where nothing else is told for each."""
     listed = {name for name, value in small.items() if isinstance(value, list | tuple) and len(value) == count}
     values: dict[str, Any] = {}
