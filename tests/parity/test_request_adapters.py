@@ -122,15 +122,21 @@ def test_without_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served(folder, model, ids, token_budget=None)[0] == expected(folder, None, ids)
 
 
+@pytest.mark.parametrize("own", [None, "few"])
 @pytest.mark.parametrize("weights", [None, "int8"])
-def test_rows_without_an_adapter_keep_their_bits(folder: Path, weights: Any) -> None:
-    """In bfloat16 too, where what is rounded once and what is rounded twice differ."""
+def test_rows_keep_their_bits_next_to_other_adapters(folder: Path, weights: Any, own: str | None) -> None:
+    """In bfloat16 too, where what is rounded once and what is rounded twice differ; also in layers that adapters of
+    neighbours change and the row's own one does not.
+    """
     model = build("llama", dtype=torch.bfloat16)
     hf_accel.patch(model, weights=weights)
 
     def logprobs(neighbours: list[str]) -> list[float]:
         with hf_accel.Engine(model) as engine:
-            rows = [engine.submit(IDS[2], max_new_tokens=NEW, temperature=0, logprobs=0)]
+            if own is not None:
+                engine.load_adapter("own", folder / own)
+            named = own and "own"
+            rows = [engine.submit(IDS[2], max_new_tokens=NEW, temperature=0, logprobs=0, adapter=named)]
             for name in neighbours:
                 engine.load_adapter(name, folder / name)
                 rows.append(engine.submit(IDS[3], max_new_tokens=NEW, temperature=0, adapter=name))

@@ -1,6 +1,9 @@
 // Runs the operations of a layer one after the other: the kernels that Python would call one by one, so that
 // the result has the same bits. What this saves is the time between them.
 #include "layer.h"
+
+#include <algorithm>
+
 #include "kernels/page_dtype.h"
 #include "parallel.h"
 
@@ -51,8 +54,20 @@ struct Layer {
     return {};
   }
 
-  // The sums of rows without an adapter are rounded once, behind the activation. Those of an adapter's rows are rounded
-  // ahead of it, as the modules of such a layer round them one by one.
+  // Says which rows an adapter changes in one of these matrices. Returns whether it is all of them.
+  bool mark_adapted(const Adapters& adapters, int64_t matrices, bool* adapted) const {
+    std::memset(adapted, 0, static_cast<size_t>(call.tokens));
+    for (int64_t g = 0; g < adapters.count; ++g) {
+      const AdaptedRows& group = adapters.groups[g];
+      const LowRank* parts = adapters.parts + group.adapter * adapters.stride;
+      if (std::any_of(parts, parts + matrices, [](const LowRank& part) { return part.a != nullptr; }))
+        for (int64_t i = 0; i < group.count; ++i) adapted[adapters.rows[group.first + i]] = true;
+    }
+    return std::all_of(adapted, adapted + call.tokens, [](bool row) { return row; });
+  }
+
+  // The sums of rows that no adapter changes are rounded once, behind the activation. Those of other rows are rounded
+  // ahead of it, as the modules of such a layer round them one by one; if all are such, by the product.
   void adapted_activation(const LayerOp& op, const Linear& fused, const Adapters& adapters) const {
     struct Sums; struct Rounded; struct Matrices; struct Adapted;
     const bool gates = fused.epilogue <= GELU_TANH_MUL;
@@ -67,20 +82,20 @@ struct Layer {
     Linear plain = fused;
     plain.epilogue = NONE;
     plain.matrices = matrices;
-    float* sums = static_cast<float*>(scratch<Sums>(static_cast<size_t>(call.tokens * width) * sizeof *sums));
-    char* rounded = static_cast<char*>(scratch<Rounded>(static_cast<size_t>(call.tokens * width * size)));
-    product(op, plain, sums, width, F32);
+    bool* adapted = static_cast<bool*>(scratch<Adapted>(static_cast<size_t>(call.tokens)));
+    const bool all = mark_adapted(adapters, fused.count, adapted);
+    const size_t numbers = static_cast<size_t>(call.tokens * width);
+    char* rounded = static_cast<char*>(scratch<Rounded>(numbers * static_cast<size_t>(size)));
+    char* sums = all ? rounded : static_cast<char*>(scratch<Sums>(numbers * sizeof(float)));
+    const int32_t sums_dtype = all ? call.dtype : F32;
+    product(op, plain, sums, width, sums_dtype);
     const int32_t kind = gates ? fused.epilogue + (SILU - SILU_MUL) : fused.epilogue;
     const int64_t columns = gates ? outputs : width;
-    kernels.adapt({adapters, &plain, at(op.x), sums, rounded, op.x.stride, width, width, call.dtype, F32, call.threads});
-    bool* adapted = static_cast<bool*>(scratch<Adapted>(static_cast<size_t>(call.tokens)));
-    std::memset(adapted, 0, static_cast<size_t>(call.tokens));
-    for (int64_t g = 0; g < adapters.count; ++g)
-      for (int64_t i = 0; i < adapters.groups[g].count; ++i) adapted[adapters.rows[adapters.groups[g].first + i]] = true;
+    kernels.adapt({adapters, &plain, at(op.x), sums, rounded, op.x.stride, width, width, call.dtype, sums_dtype, call.threads});
     for (int64_t row = 0, end; row < call.tokens; row = end) {
       for (end = row + 1; end < call.tokens && adapted[end] == adapted[row]; ++end) {}
       const int64_t bytes = adapted[row] ? size : 4;
-      const char* from = (adapted[row] ? rounded : reinterpret_cast<char*>(sums)) + row * width * bytes;
+      const char* from = (adapted[row] ? rounded : sums) + row * width * bytes;
       kernels.activate({from, gates ? from + outputs * bytes : nullptr, at(op.out) + row * op.out.stride * size, width,
                         width, op.out.stride, end - row, columns, kind, adapted[row] ? call.dtype : F32, call.dtype,
                         call.threads});

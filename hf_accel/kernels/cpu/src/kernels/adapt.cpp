@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int64_t PART_BLOCKS = 8;  // blocks of outputs of a task
+constexpr int64_t AHEAD = 2;        // how many blocks ahead to prefetch: streams are too short for the CPU's own prefetching
 #if defined(HFA_AVX512)
 constexpr int MOST_SUMS = 16;  // that fit the registers
 #else
@@ -22,45 +23,63 @@ struct GroupRows {
   int64_t count;
 };
 
-// sums[r * stride + k] = a[k] x[r] of RANKS rows of a, from `first` on, and ROWS rows of x.
+// sums[r * stride + k] = a[k] x[r] of RANKS rows of a, from `first` on, and ROWS rows of x. next: what is read behind a.
 template <class Dot, int ROWS, int RANKS, class T, class W>
-void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, int64_t first, float* sums,
-                int64_t stride) {
+void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, const void* next, int64_t first,
+                float* sums, int64_t stride) {
+  constexpr int PIECES = BLOCK / Dot::STEP;
   const int64_t inputs = c.linear->in_features;
   const T* x[ROWS];
   F acc[ROWS][RANKS];
-  for (int r = 0; r < ROWS; ++r) {
+  unrolled<ROWS>([&](auto r) HFA_INLINE {
     x[r] = static_cast<const T*>(c.x) + rows[r] * c.x_stride;
-    for (int k = 0; k < RANKS; ++k) acc[r][k] = zero();
+    unrolled<RANKS>([&](auto k) HFA_INLINE { acc[r][k] = zero(); });
+  });
+  const int64_t size = part.rank * BLOCK;  // of a block of inputs
+  const W* a = static_cast<const W*>(part.a) + first * BLOCK;
+  int64_t i = 0;
+  for (; i + BLOCK <= inputs; i += BLOCK, a += size) {
+    const int64_t behind = i / BLOCK + AHEAD - inputs / BLOCK;
+    const W* soon = behind < 0 ? a + AHEAD * size : static_cast<const W*>(next) + behind * size;
+    unrolled<RANKS>([&](auto k) HFA_INLINE {
+      unrolled<PIECES>([&](auto piece) HFA_INLINE {
+        constexpr int64_t at = piece * Dot::STEP;
+        if constexpr (at * sizeof(W) % 64 == 0) __builtin_prefetch(soon + k * BLOCK + at);  // gcc 12 drops prefetch() here
+        const auto weight = Dot::load(a + k * BLOCK + at);
+        unrolled<ROWS>([&](auto r) HFA_INLINE { acc[r][k] = Dot::dot(acc[r][k], weight, Dot::load(x[r] + i + at)); });
+      });
+    });
   }
-  for (int64_t i = 0; i < inputs; i += Dot::STEP) {
-    const W* a = static_cast<const W*>(part.a) + (i / BLOCK * part.rank + first) * BLOCK + i % BLOCK;
-    const bool whole = i + Dot::STEP <= inputs;
-    decltype(Dot::load(a)) given[ROWS];
-    for (int r = 0; r < ROWS; ++r)
-      given[r] = whole ? Dot::load(x[r] + i) : Dot::load_n(x[r] + i, static_cast<int>(inputs - i));
-    for (int k = 0; k < RANKS; ++k) {
+  for (; i < inputs; i += Dot::STEP, a += Dot::STEP) {
+    const int n = static_cast<int>(at_most(Dot::STEP, inputs - i));
+    unrolled<RANKS>([&](auto k) HFA_INLINE {
       const auto weight = Dot::load(a + k * BLOCK);
-      for (int r = 0; r < ROWS; ++r) acc[r][k] = Dot::dot(acc[r][k], weight, given[r]);
-    }
+      unrolled<ROWS>([&](auto r) HFA_INLINE { acc[r][k] = Dot::dot(acc[r][k], weight, Dot::load_n(x[r] + i, n)); });
+    });
   }
-  for (int r = 0; r < ROWS; ++r)
-    for (int k = 0; k < RANKS; ++k) sums[r * stride + k] = reduce_add(acc[r][k]);
+  unrolled<ROWS>([&](auto r) HFA_INLINE {
+    unrolled<RANKS>([&](auto k) HFA_INLINE { sums[r * stride + k] = reduce_add(acc[r][k]); });
+  });
 }
 
-template <class Dot, int ROWS, class T, class W>
-void inner_rows(const AdaptCall& c, const int32_t* rows, const LowRank& part, float* sums, int64_t stride) {
-  constexpr int RANKS = MOST_SUMS / ROWS;
-  int64_t k = 0;
-  for (; k + RANKS <= part.rank; k += RANKS) inner_tile<Dot, ROWS, RANKS, T, W>(c, rows, part, k, sums + k, stride);
-  for (; k < part.rank; ++k) inner_tile<Dot, ROWS, 1, T, W>(c, rows, part, k, sums + k, stride);
+// RANKS: of a tile at most.
+template <class Dot, int ROWS, int RANKS, class T, class W>
+void inner_ranks(const AdaptCall& c, const int32_t* rows, const LowRank& part, const void* next, int64_t k, float* sums,
+                 int64_t stride) {
+  for (; k + RANKS <= part.rank; k += RANKS)
+    inner_tile<Dot, ROWS, RANKS, T, W>(c, rows, part, next, k, sums + k, stride);
+  if constexpr (RANKS > 1)
+    if (k < part.rank) inner_ranks<Dot, ROWS, RANKS / 2, T, W>(c, rows, part, next, k, sums, stride);
 }
 
 template <class Dot, class T, class W>
-void inner(const AdaptCall& c, const GroupRows& rows, const LowRank& part, float* sums, int64_t stride) {
+void inner(const AdaptCall& c, const GroupRows& rows, const LowRank& part, const void* next, float* sums,
+           int64_t stride) {
   int64_t r = 0;
-  for (; r + 4 <= rows.count; r += 4) inner_rows<Dot, 4, T, W>(c, rows.numbers + r, part, sums + r * stride, stride);
-  for (; r < rows.count; ++r) inner_rows<Dot, 1, T, W>(c, rows.numbers + r, part, sums + r * stride, stride);
+  for (; r + 4 <= rows.count; r += 4)
+    inner_ranks<Dot, 4, MOST_SUMS / 4, T, W>(c, rows.numbers + r, part, next, 0, sums + r * stride, stride);
+  for (; r < rows.count; ++r)
+    inner_ranks<Dot, 1, MOST_SUMS, T, W>(c, rows.numbers + r, part, next, 0, sums + r * stride, stride);
 }
 
 // Adds scale * sums b to ROWS rows of WIDE vectors of outputs, which begin at `column`.
@@ -68,13 +87,13 @@ template <int ROWS, int WIDE, class T, class W>
 void outer_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, const W* b, const float* sums,
                 int64_t stride, int64_t column, int64_t outputs) {
   F acc[ROWS][WIDE];
-  for (int r = 0; r < ROWS; ++r)
-    for (int w = 0; w < WIDE; ++w) acc[r][w] = zero();
-  for (int64_t k = 0; k < part.rank; ++k)
-    for (int w = 0; w < WIDE; ++w) {
+  unrolled<ROWS>([&](auto r) HFA_INLINE { unrolled<WIDE>([&](auto w) HFA_INLINE { acc[r][w] = zero(); }); });
+  const int64_t rank = part.rank;
+  for (int64_t k = 0; k < rank; ++k)
+    unrolled<WIDE>([&](auto w) HFA_INLINE {
       const F weight = load_as(b + k * BLOCK + w * LANES);
-      for (int r = 0; r < ROWS; ++r) acc[r][w] = fmadd(weight, set1(sums[r * stride + k]), acc[r][w]);
-    }
+      unrolled<ROWS>([&](auto r) HFA_INLINE { acc[r][w] = fmadd(weight, set1(sums[r * stride + k]), acc[r][w]); });
+    });
   for (int r = 0; r < ROWS; ++r) {
     T* out = static_cast<T*>(c.out) + rows[r] * c.out_stride + column;
     for (int w = 0; w < WIDE && w * LANES < outputs; ++w) {
@@ -130,14 +149,17 @@ void run(const AdaptCall& c) {
     const int64_t g = task / matrices, m = task % matrices;
     const LowRank& part = part_of(g, m);
     const GroupRows own{given.rows + given.groups[g].first, given.groups[g].count};
+    const int64_t soon = task + c.threads;
+    const void* next = soon < given.count * matrices ? part_of(soon / matrices, soon % matrices).a : part.b;
+    if (!next) next = part.a;
     if (part.a)
       for_dtype(part.dtype, [&](auto* null) {
         typedef std::remove_pointer_t<decltype(null)> W;
 #if defined(HFA_BF16)
         if constexpr (std::is_same_v<T, Bf16> && std::is_same_v<W, Bf16>)
-          return inner<PairDot, T, W>(c, own, part, sums_of(g, m), most);
+          return inner<PairDot, T, W>(c, own, part, next, sums_of(g, m), most);
 #endif
-        inner<FloatDot, T, W>(c, own, part, sums_of(g, m), most);
+        inner<FloatDot, T, W>(c, own, part, next, sums_of(g, m), most);
       });
   });
   const int64_t tasks = ceil_div(blocks, PART_BLOCKS);
