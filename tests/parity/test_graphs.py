@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.generation import pass_clock
 from hf_accel.generation.hf import graphed_runner
 from hf_accel.generation.hf.graphed_runner import GraphedRunner
 from hf_accel.generation.hf.session import Session
@@ -18,6 +21,7 @@ from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.drafters import model as drafting
+from hf_accel.generation.speculation.speculation import Speculation
 
 from ..unit.generation.tape import TapeMaker, install
 from .families import FAMILIES, build
@@ -94,6 +98,26 @@ def test_verification(drafter: str, makers: list[TapeMaker]) -> None:
     assert found["replays"] > 5
     assert len(makers) == (1 if drafter == "ngram" else 2)
     assert all("replay" in maker.events for maker in makers)
+
+
+def test_what_drafts_cost_leaves_out_captures(makers: list[TapeMaker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the first pass of each shape would look as slow as many, and drafts as dear."""
+    late, seconds = [0.0], []
+    capture, observe = TapeMaker.capture, Speculation.observe_pass
+    monkeypatch.setattr(pass_clock, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0]))
+
+    def slow(maker: TapeMaker, function: Any) -> Any:
+        late[0] += 1000.0
+        return capture(maker, function)
+
+    def observed(self: Speculation, rows: int, taken: float) -> None:
+        seconds.append(taken)
+        observe(self, rows, taken)
+
+    monkeypatch.setattr(TapeMaker, "capture", slow)
+    monkeypatch.setattr(Speculation, "observe_pass", observed)
+    by_generate_batch(patched(), PROMPTS, 2 * NEW_TOKENS, speculative="ngram")
+    assert late[0] > 0 and seconds and max(seconds) < 1000.0
 
 
 @pytest.mark.parametrize("graphed", [True, False], ids=["graphed", "eager"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections import Counter, abc
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor
 from ...cache.pages import Pages
 from ...errors import HfAccelWarning
 from ..agreement import ALONE, ProcessAgreement
+from ..pass_clock import now
 from ..sequence import NO_DRAFT, Chunk, Draft, Sequence, Shape
 from .acceptance import Tally
 from .controller import Controller
@@ -137,7 +137,7 @@ class Speculation:
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[Draft]:
         """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
         self._drafts, self._states, self._seconds = {}, {}, 0.0
-        begun = time.perf_counter()
+        begun = now()
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
             room = min(self.invariant_rows - rows, sys.maxsize if room is None else room)
@@ -158,7 +158,7 @@ class Speculation:
         if self.states is not None:
             self._keeps = not all(self.controller.rests(drafter.name) for drafter in self.drafters if drafter.layers)
             self.keep_states(self._keeps)
-        seconds = time.perf_counter() - begun
+        seconds = now() - begun
         if self._drafts:  # otherwise the balance would fall where nothing is drafted, and nothing ever would be again
             self.controller.observe_asking([], seconds - self._seconds)
         self._seconds = seconds
@@ -184,14 +184,14 @@ class Speculation:
         if not asked:
             return
         chosen = [sequence for sequence, _ in asked]
-        begun = time.perf_counter()
+        begun = now()
         drafter.catch_up(chosen)
-        ready = time.perf_counter()
+        ready = now()
         if trees:
             drafts = drafter.propose_trees(chosen, [shape for _, shape in asked])
         else:
             drafts = drafter.propose(chosen, [shape.depth for _, shape in asked])
-        ended = time.perf_counter()
+        ended = now()
         for (sequence, shape), draft in zip(asked, drafts, strict=True):
             self._take(drafter, sequence, in_branches(draft, shape, drafter.name), pages)
         passes = 0.0 if drafter.is_free else ended - ready
