@@ -77,7 +77,9 @@ def test_a_library_for_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
             return b"no kernels for portable"
 
     monkeypatch.delenv("HF_ACCEL_ISA", raising=False)
-    with pytest.raises(UnsupportedError, match=r"built for other CPUs \(no kernels for portable\); on this one, run py"):
+    with pytest.raises(
+        UnsupportedError, match=r"built for other CPUs \(no kernels for portable\); on this one, run py"
+    ):
         library._select(Refuses())
 
 
