@@ -1,4 +1,4 @@
-"""The clock of passes, whose seconds say what drafts cost. It stands still while something is done that a pass needs once.
+"""The clock of passes, whose seconds say what drafts cost. It stands still while a pass does what is done once.
 
 A graph that is captured takes as long as many passes, and no later pass of its shape takes that again.
 """
