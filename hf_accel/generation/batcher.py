@@ -18,11 +18,11 @@ from ..linear.adapters import pass_adapters
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
 from .joint_passes import continue_joint, end_joint
-from .pass_clock import now
 from .prompt_inputs import PassRows, Rows
 from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
 from .sequence import NO_DRAFT, Chunk, Draft, Sequence
+from .speculation.costs import now
 from .speculation.speculation import Speculation
 from .speculation.trees import pass_ranges
 from .speculation.verifiers.rejection import TokenVerifier

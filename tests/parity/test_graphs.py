@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
-from hf_accel.generation import pass_clock
 from hf_accel.generation.hf import graphed_runner
 from hf_accel.generation.hf.graphed_runner import GraphedRunner
 from hf_accel.generation.hf.session import Session
 from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.speculation import costs
 from hf_accel.generation.speculation.drafters import model as drafting
 from hf_accel.generation.speculation.speculation import Speculation
 
@@ -104,7 +104,7 @@ def test_what_drafts_cost_leaves_out_captures(makers: list[TapeMaker], monkeypat
     """Or the first pass of each shape would look as slow as many, and drafts as dear."""
     late, seconds = [0.0], []
     capture, observe = TapeMaker.capture, Speculation.observe_pass
-    monkeypatch.setattr(pass_clock, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0]))
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0]))
 
     def slow(maker: TapeMaker, function: Any) -> Any:
         late[0] += 1000.0

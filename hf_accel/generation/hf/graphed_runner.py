@@ -22,8 +22,8 @@ from ...tensors import autocast_dtype, integers, packed, plain_tensors, views
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
 from ..graphs import SPLIT, Graph, GraphMaker, make_graphs
-from ..pass_clock import done_once
 from ..prompt_inputs import Rows
+from ..speculation.costs import done_once
 from .generation_state import GenerationState
 from .model_runner import ModelRunner, pass_inputs, prepare_step
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from ...cache.pages import Pages
 from ...errors import HfAccelWarning
 from ..agreement import ALONE, ProcessAgreement
-from ..pass_clock import now
 from ..sequence import NO_DRAFT, Chunk, Draft, Sequence, Shape
 from .acceptance import Tally
 from .controller import Controller
+from .costs import now
 from .drafters.drafter import Drafter
 from .trees import Fork, branches, fork_branches, in_branches
 from .verifiers.verifier import Verifier
