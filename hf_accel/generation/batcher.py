@@ -22,7 +22,6 @@ from .prompt_inputs import PassRows, Rows
 from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
 from .sequence import NO_DRAFT, Chunk, Draft, Sequence
-from .speculation.costs import now
 from .speculation.speculation import Speculation
 from .speculation.trees import pass_ranges
 from .speculation.verifiers.rejection import TokenVerifier
@@ -149,7 +148,8 @@ class Batcher:
 
     def _pass(self) -> list[Progress]:
         self.in_pass, self._rows = [], 0
-        start = now()
+        if self.speculation is not None:
+            self.speculation.begin_pass()
         try:
             chunks = self.scheduler.schedule()
             self.in_pass = [chunk.sequence for chunk in chunks]
@@ -169,7 +169,7 @@ class Batcher:
                 self._forget(sequence)
             raise
         if self.speculation is not None:
-            self.speculation.observe_pass(self._rows, now() - start)
+            self.speculation.observe_pass(self._rows)
         self.num_passes, self.num_computed = self.num_passes + 1, self.num_computed + self._rows
         return self.take_failed() + progress
 

@@ -20,8 +20,8 @@ from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation import costs
+from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.drafters import model as drafting
-from hf_accel.generation.speculation.speculation import Speculation
 
 from ..unit.generation.tape import TapeMaker, install
 from .families import FAMILIES, build
@@ -103,19 +103,19 @@ def test_verification(drafter: str, makers: list[TapeMaker]) -> None:
 def test_what_drafts_cost_leaves_out_captures(makers: list[TapeMaker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the first pass of each shape would look as slow as many, and drafts as dear."""
     late, seconds = [0.0], []
-    capture, observe = TapeMaker.capture, Speculation.observe_pass
+    capture, observe = TapeMaker.capture, Controller.observe_pass
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0]))
 
     def slow(maker: TapeMaker, function: Any) -> Any:
         late[0] += 1000.0
         return capture(maker, function)
 
-    def observed(self: Speculation, rows: int, taken: float) -> None:
+    def observed(self: Controller, rows: int, taken: float) -> None:
         seconds.append(taken)
         observe(self, rows, taken)
 
     monkeypatch.setattr(TapeMaker, "capture", slow)
-    monkeypatch.setattr(Speculation, "observe_pass", observed)
+    monkeypatch.setattr(Controller, "observe_pass", observed)
     by_generate_batch(patched(), PROMPTS, 2 * NEW_TOKENS, speculative="ngram")
     assert late[0] > 0 and seconds and max(seconds) < 1000.0
 

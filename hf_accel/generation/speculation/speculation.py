@@ -126,6 +126,7 @@ class Speculation:
         self._drafts: dict[Sequence, Draft] = {}
         self._forks: dict[Sequence, list[Fork]] = {}
         self._states: dict[Sequence, tuple[int, Tensor]] = {}  # of trees, from the first row on
+        self._begun = 0.0  # when the pass began
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
 
     def leave_trees(self, why: str | None) -> None:
@@ -133,6 +134,9 @@ class Speculation:
         self.statistics.no_trees = why if any(drafter.trees for drafter in self.drafters) else None
 
     # -- before the pass -------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        self._begun = now()
 
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[Draft]:
         """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
@@ -273,8 +277,9 @@ class Speculation:
         for fork in self._forks.pop(sequence, ()):
             fork.cached.release()
 
-    def observe_pass(self, rows: int, seconds: float) -> None:
-        """Record a pass over `rows` rows. seconds: the time of the whole pass, drafting included."""
+    def observe_pass(self, rows: int) -> None:
+        """Record the pass that began with `begin_pass`, over `rows` rows."""
+        seconds = now() - self._begun
         self.controller.observe_pass(rows, seconds - self._seconds)
         self.statistics.record_pass(self._seconds, seconds - self._seconds)
 
