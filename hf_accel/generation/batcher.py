@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import abc
 from dataclasses import dataclass
@@ -149,7 +148,8 @@ class Batcher:
 
     def _pass(self) -> list[Progress]:
         self.in_pass, self._rows = [], 0
-        start = time.perf_counter()
+        if self.speculation is not None:
+            self.speculation.begin_pass()
         try:
             chunks = self.scheduler.schedule()
             self.in_pass = [chunk.sequence for chunk in chunks]
@@ -169,7 +169,7 @@ class Batcher:
                 self._forget(sequence)
             raise
         if self.speculation is not None:
-            self.speculation.observe_pass(self._rows, time.perf_counter() - start)
+            self.speculation.observe_pass(self._rows)
         self.num_passes, self.num_computed = self.num_passes + 1, self.num_computed + self._rows
         return self.take_failed() + progress
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from hf_accel.generation.hf.session import Session
 from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import Sequence
+from hf_accel.generation.speculation import costs
+from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.drafters import model as drafting
 
 from ..unit.generation.tape import TapeMaker, install
@@ -94,6 +98,26 @@ def test_verification(drafter: str, makers: list[TapeMaker]) -> None:
     assert found["replays"] > 5
     assert len(makers) == (1 if drafter == "ngram" else 2)
     assert all("replay" in maker.events for maker in makers)
+
+
+def test_what_drafts_cost_leaves_out_captures(makers: list[TapeMaker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the first pass of each shape would look as slow as many, and drafts as dear."""
+    late, seconds = [0.0], []
+    capture, observe = TapeMaker.capture, Controller.observe_pass
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0]))
+
+    def slow(maker: TapeMaker, function: Any) -> Any:
+        late[0] += 1000.0
+        return capture(maker, function)
+
+    def observed(self: Controller, rows: int, taken: float) -> None:
+        seconds.append(taken)
+        observe(self, rows, taken)
+
+    monkeypatch.setattr(TapeMaker, "capture", slow)
+    monkeypatch.setattr(Controller, "observe_pass", observed)
+    by_generate_batch(patched(), PROMPTS, 2 * NEW_TOKENS, speculative="ngram")
+    assert late[0] > 0 and seconds and max(seconds) < 1000.0
 
 
 @pytest.mark.parametrize("graphed", [True, False], ids=["graphed", "eager"])

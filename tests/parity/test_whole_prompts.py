@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ from transformers import (
 import hf_accel
 from hf_accel import PagedCache
 from hf_accel.fused.hf.operator_models import OperatorModel, operator_model
+from hf_accel.generation.hf.model_runner import ModelRunner
 from hf_accel.generation.prompt_inputs import whole
+from hf_accel.generation.speculation import costs
 
 from .families import VOCABULARY
 from .together import PROMPTS, alone, check_preemption, check_programme, check_sampling, check_together
@@ -81,10 +84,25 @@ def test_samples_and_beams(kind: str) -> None:
     assert torch.equal(model.generate(ids, **settings), expected) and hf_accel.stats(model)["loop"] == "ragged"
 
 
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let passes of any size take a second, and all else nothing, for those that choose the lengths of drafts."""
+    passes, call = [0.0], ModelRunner.__call__
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        passes[0] += 1
+        return call(*args, **keywords)
+
+    monkeypatch.setattr(ModelRunner, "__call__", counted)
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: passes[0]))
+
+
 @pytest.mark.parametrize("kind", FEW)
-def test_tokens_looked_up_in_the_prompt(kind: str) -> None:
+def test_tokens_looked_up_in_the_prompt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers' own loop ends in an AttributeError; ours drafts and gives the tokens of a call without drafts."""
     model, ids = model_of(kind), torch.tensor([PROMPTS[0][:6] * 3])
+    monkeypatch.setattr(
+        costs, "time", SimpleNamespace(perf_counter=count().__next__)
+    )  # or a slow span ends the drafts
     settings = {"max_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids, **settings)
     hf_accel.patch(model, weights=None)

@@ -23,6 +23,7 @@ from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
 from ..graphs import SPLIT, Graph, GraphMaker, make_graphs
 from ..prompt_inputs import Rows
+from ..speculation.costs import done_once
 from .generation_state import GenerationState
 from .model_runner import ModelRunner, pass_inputs, prepare_step
 
@@ -172,7 +173,7 @@ class GraphedRunner(ModelRunner):
             return self._full
         try:
             # Without inference mode, because a later pass outside of it must be able to write to these tensors.
-            with torch.inference_mode(False), torch.no_grad():
+            with done_once(), torch.inference_mode(False), torch.no_grad():
                 captured = self._capture(found)
         except torch.OutOfMemoryError:
             self._full = "there was no memory for one more graph"

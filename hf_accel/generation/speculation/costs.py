@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import sqrt
 from statistics import median_low
 
@@ -16,6 +19,31 @@ NOISE = 0.1  # the assumed mean relative deviation of an observation, which coun
 
 # The seconds of a pass, as a function of its rows: the tokens that it computes, which are the rows of its input.
 Seconds = Callable[[int], float]
+
+
+class _Thread(threading.local):
+    once = 0.0  # seconds
+
+
+_thread = _Thread()
+
+
+def now() -> float:
+    """Return seconds, of which the differences within one thread leave out what is done once."""
+    return time.perf_counter() - _thread.once
+
+
+@contextmanager
+def done_once() -> Iterator[None]:
+    """Stop the clock of this thread while a pass does what no later one does, such as the capture of a graph.
+
+    Otherwise the first pass of each shape would look as slow as many, and so would drafts.
+    """
+    start = now()
+    try:
+        yield
+    finally:
+        _thread.once += now() - start
 
 
 class CostTable:

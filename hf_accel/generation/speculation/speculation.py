@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections import Counter, abc
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from ..agreement import ALONE, ProcessAgreement
 from ..sequence import NO_DRAFT, Chunk, Draft, Sequence, Shape
 from .acceptance import Tally
 from .controller import Controller
+from .costs import now
 from .drafters.drafter import Drafter
 from .trees import Fork, branches, fork_branches, in_branches
 from .verifiers.verifier import Verifier
@@ -126,6 +126,7 @@ class Speculation:
         self._drafts: dict[Sequence, Draft] = {}
         self._forks: dict[Sequence, list[Fork]] = {}
         self._states: dict[Sequence, tuple[int, Tensor]] = {}  # of trees, from the first row on
+        self._begun = 0.0  # when the pass began
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
 
     def leave_trees(self, why: str | None) -> None:
@@ -134,10 +135,13 @@ class Speculation:
 
     # -- before the pass -------------------------------------------------------------------------------
 
+    def begin_pass(self) -> None:
+        self._begun = now()
+
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[Draft]:
         """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
         self._drafts, self._states, self._seconds = {}, {}, 0.0
-        begun = time.perf_counter()
+        begun = now()
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
             room = min(self.invariant_rows - rows, sys.maxsize if room is None else room)
@@ -158,7 +162,7 @@ class Speculation:
         if self.states is not None:
             self._keeps = not all(self.controller.rests(drafter.name) for drafter in self.drafters if drafter.layers)
             self.keep_states(self._keeps)
-        seconds = time.perf_counter() - begun
+        seconds = now() - begun
         if self._drafts:  # otherwise the balance would fall where nothing is drafted, and nothing ever would be again
             self.controller.observe_asking([], seconds - self._seconds)
         self._seconds = seconds
@@ -184,14 +188,14 @@ class Speculation:
         if not asked:
             return
         chosen = [sequence for sequence, _ in asked]
-        begun = time.perf_counter()
+        begun = now()
         drafter.catch_up(chosen)
-        ready = time.perf_counter()
+        ready = now()
         if trees:
             drafts = drafter.propose_trees(chosen, [shape for _, shape in asked])
         else:
             drafts = drafter.propose(chosen, [shape.depth for _, shape in asked])
-        ended = time.perf_counter()
+        ended = now()
         for (sequence, shape), draft in zip(asked, drafts, strict=True):
             self._take(drafter, sequence, in_branches(draft, shape, drafter.name), pages)
         passes = 0.0 if drafter.is_free else ended - ready
@@ -273,8 +277,9 @@ class Speculation:
         for fork in self._forks.pop(sequence, ()):
             fork.cached.release()
 
-    def observe_pass(self, rows: int, seconds: float) -> None:
-        """Record a pass over `rows` rows. seconds: the time of the whole pass, drafting included."""
+    def observe_pass(self, rows: int) -> None:
+        """Record the pass that began with `begin_pass`, over `rows` rows."""
+        seconds = now() - self._begun
         self.controller.observe_pass(rows, seconds - self._seconds)
         self.statistics.record_pass(self._seconds, seconds - self._seconds)
 

@@ -157,18 +157,25 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     _check_sizes(library)
     library.hfa_error.restype = ctypes.c_char_p
-    level = choose_isa(instruction_sets(), requested=os.environ.get("HF_ACCEL_ISA"))
-    if library.hfa_select(level.encode()):
-        if os.environ.get("HF_ACCEL_ISA"):
-            raise UnsupportedError(
-                f"cpu kernels: HF_ACCEL_ISA={level!r}: {library.hfa_error().decode()}; unset it, or build again"
-            )
-        level = next(lower for lower in _below(level) if not library.hfa_select(lower.encode()))
-    _selected.append(level)
+    _selected.append(_select(library))
     global _cores, _shares_threads
     _shares_threads = share_threads(library)
     _cores = usable_cores() if _shares_threads else 1
     return library
+
+
+def _select(library: Any) -> str:
+    """Have the library take its best level that this CPU has, or the one that HF_ACCEL_ISA names; returns its name."""
+    level = choose_isa(instruction_sets(), requested=os.environ.get("HF_ACCEL_ISA"))
+    if not library.hfa_select(level.encode()):
+        return level
+    reason = library.hfa_error().decode()
+    if os.environ.get("HF_ACCEL_ISA"):
+        raise UnsupportedError(f"cpu kernels: HF_ACCEL_ISA={level!r}: {reason}; unset it, or build again")
+    for lower in _below(level):
+        if not library.hfa_select(lower.encode()):
+            return lower
+    raise UnsupportedError(f"cpu kernels: the library was built for other CPUs ({reason}); on this one, run {BUILD}")
 
 
 Struct = TypeVar("Struct", bound=Structure)

@@ -68,6 +68,21 @@ def test_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
         library._library.__wrapped__()
 
 
+def test_a_library_for_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses:
+        def hfa_select(self, level: bytes) -> int:
+            return 1
+
+        def hfa_error(self) -> bytes:
+            return b"no kernels for portable"
+
+    monkeypatch.delenv("HF_ACCEL_ISA", raising=False)
+    with pytest.raises(
+        UnsupportedError, match=r"built for other CPUs \(no kernels for portable\); on this one, run py"
+    ):
+        library._select(Refuses())
+
+
 def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_ACCEL_LIBRARY", str(tmp_path / "nowhere.so"))
     monkeypatch.setattr(library, "HERE", tmp_path)
