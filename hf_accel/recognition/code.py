@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from .cache_code import (
     updates_of,
 )
 from .selected_code import SELECTED, selects_tokens
-from .source import tree_of
+from .source import nodes_of, tree_of
 
 
 @lru_cache(maxsize=4096)
@@ -243,8 +244,8 @@ def functions_of(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | 
             if any("mask" in n or n in CACHE_NAMES for n in function.__code__.co_varnames):
                 return None
             continue
-        found[name] = _DeadBranches(absent).visit(copy.deepcopy(node))
-        for part in ast.walk(found[name]):
+        found[name] = _DeadBranches(absent).visit(node)
+        for part in nodes_of(found[name]):
             match part:
                 case ast.Attribute(value=ast.Name(id="self"), attr=own):
                     waiting.append(own)
@@ -261,19 +262,35 @@ def _own_method(kind: type, name: str) -> FunctionType | None:
     return None
 
 
-class _DeadBranches(ast.NodeTransformer):
-    """Removes branches that run only with an encoder's output, or with a part that is None."""
+class _DeadBranches(ast.NodeVisitor):
+    """Leaves out branches that run only with an encoder's output, or with a part that is None.
+
+    A node in which something is left out is a copy; all others are those of the tree that is visited.
+    """
 
     def __init__(self, absent: frozenset[str]) -> None:
         self.absent = absent
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        changed: dict[str, Any] = {}
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                kept = self._all(value)
+                if len(kept) != len(value) or any(map(operator.is_not, kept, value)):
+                    changed[name] = kept
+            elif isinstance(value, ast.AST) and (kept := self.visit(value)) is not value:
+                changed[name] = kept
+        return node if not changed else type(node)(**{**vars(node), **changed})
+
+    def _all(self, nodes: list[Any]) -> list[Any]:
+        visited = (self.visit(node) if isinstance(node, ast.AST) else node for node in nodes)
+        return [each for found in visited for each in (found if isinstance(found, list) else [found])]
 
     def visit_If(self, node: ast.If) -> Any:
         truth = self._truth(node.test)
         if truth is None:
             return self.generic_visit(node)
-        kept = ast.Module(node.body if truth else node.orelse, type_ignores=[])
-        self.generic_visit(kept)
-        return kept.body or ast.copy_location(ast.Pass(), node)
+        return self._all(node.body if truth else node.orelse) or ast.copy_location(ast.Pass(), node)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         truth = self._truth(node.test)
@@ -322,14 +339,14 @@ def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
     }
     return [
         node
-        for node in ast.walk(function)
+        for node in nodes_of(function)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
     ]
 
 
 def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
     """Return the second argument of ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)."""
-    for node in ast.walk(function):
+    for node in nodes_of(function):
         match node:
             case ast.Call(func=ast.Attribute(attr="get_interface"), args=[_, ast.Name(id=name)]):
                 yield name
@@ -372,7 +389,7 @@ def _computes_attention(name: str, functions: list[ast.FunctionDef]) -> bool:
     called = {
         node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         for function in functions
-        for node in ast.walk(function)
+        for node in nodes_of(function)
         if isinstance(node, ast.Call)
     }
     return masked and "ttention" in name and bool(called & set(OPERATORS))
