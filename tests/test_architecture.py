@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hf_accel
+from benchmarks.structure import parsed
 
 PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -181,14 +182,9 @@ def module_name(path: Path) -> str:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
 def imports(path: Path, *, types: bool = False) -> set[str]:
     """Absolute names of what a file imports anywhere, like "hf_accel.cache.pool". types: also what only types need."""
-    tree = tree_of(path)
+    tree = parsed(path)
     package = ["hf_accel", *path.relative_to(PACKAGE).parent.parts]
     nodes = ast.walk(tree) if types else nodes_at_run_time(tree)
     return {name for node in nodes for name in imported(node, package)}
@@ -372,7 +368,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 
 def public_definitions(path: Path) -> list[ast.FunctionDef | ast.ClassDef]:
-    body = tree_of(path).body
+    body = parsed(path).body
     return [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
 
 
@@ -384,6 +380,6 @@ def needs_words(node: ast.FunctionDef | ast.ClassDef) -> bool:
 def test_long_definitions_are_documented() -> None:
     for path in FILES:
         definitions = public_definitions(path)
-        if len(definitions) == 1 and ast.get_docstring(tree_of(path)):
+        if len(definitions) == 1 and ast.get_docstring(parsed(path)):
             continue  # the file's own words are about it
         assert [node.name for node in definitions if needs_words(node) and not ast.get_docstring(node)] == [], path
