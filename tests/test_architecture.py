@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -329,20 +328,6 @@ def test_public_names_are_a_decision() -> None:
         hf_accel.pach  # noqa: B018
     assert (raised.value.name, raised.value.obj) == ("pach", hf_accel), "Python proposes names that it finds by these"
     assert set(dir(hf_accel)) == {*PUBLIC_NAMES, "__version__"}, "pack.py is no name that a user means"
-
-
-def test_names_are_loaded_when_they_are_asked_for() -> None:
-    script = """if True:
-        import sys, hf_accel
-        assert not {"torch", "transformers"} & set(sys.modules) and not set(hf_accel._LAZY) & set(vars(hf_accel))
-        assert hf_accel.distillation_loss is hf_accel.distillation_loss
-        assert "hf_accel.distill.losses.distillation_loss" in sys.modules and "transformers.trainer" not in sys.modules
-        import hf_accel.verify.certificate, hf_accel.estimate
-        assert callable(hf_accel.verify) and callable(hf_accel.estimate), "and not the folders of these names"
-        hf_accel.patch, hf_accel.load
-        assert not [name for name in sys.modules if name.startswith(("hf_accel.distill.tr", "transformers.trainer"))]
-        """
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
 def test_lazy_names_are_those_that_type_checkers_see() -> None:
