@@ -18,7 +18,7 @@ from hf_accel.undo.state import find_state
 from .families import VOCABULARY
 from .speculating import OracleDrafter, requests
 
-PROMPTS = requests(4, longest=40, seed=6, shared=9)
+PROMPTS = requests(5, longest=40, seed=6, shared=9)
 NEW_TOKENS = 8
 WAIT = 60
 _answers: dict[tuple[Any, ...], list[int]] = {}  # of stock's models
