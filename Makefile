@@ -18,6 +18,10 @@ PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 8 --dist workste
 KERNELS = hf_accel/kernels/cpu
 SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name '*.h')
 
+# Tests and the many processes that they start read what the first of them has compiled, also on a machine whose
+# environment says that Python should write no bytecode: that is a third of the time to collect the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all lint types check sanitize families mutants soak wheel wheels docs bench gpu clean
 
 demo: $(VENV)/.ready

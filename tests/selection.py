@@ -3,7 +3,8 @@
 Of a test of three parameters or more, any two of their values meet in a test that is chosen. What depends on three
 values at once takes `@pytest.mark.covering(3)`; where the parameters have nothing to do with each other,
 `@pytest.mark.covering(1)` says that each value in one test will do. A machine may have to skip all tests of an
-instruction set or of a backend: so those of each are chosen by themselves. What is not chosen is marked `long`.
+instruction set or of a backend: so those of each are chosen by themselves. Instruction sets are one code: with that
+which this machine takes all values meet as said; any other is one of the values. What is not chosen is marked `long`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from hf_accel.kernels import cpu
+
 STRENGTH = 2  # how many values meet
-BY_THEMSELVES = ("isa", "backend")  # parameters of which a machine may have to skip values
+LEVEL, BACKEND = "isa", "backend"  # parameters of which a machine may have to skip values
 Row = tuple[int, ...]  # the place of the value of each parameter among its values
 
 
@@ -38,10 +41,22 @@ def chosen_of(items: list[Any]) -> set[int]:
     strength = STRENGTH if mark is None else mark.args[0]
     if len(rows[0]) <= strength:
         return set(range(len(items)))
-    parts: dict[Any, list[int]] = {}
+    parts: dict[tuple[Any, int], list[int]] = {}
     for place, item in enumerate(items):
-        parts.setdefault(tuple(id(item.callspec.params.get(name)) for name in BY_THEMSELVES), []).append(place)
-    return {part[place] for part in parts.values() for place in covering([rows[each] for each in part], strength)}
+        parts.setdefault((item.callspec.params.get(LEVEL), id(item.callspec.params.get(BACKEND))), []).append(place)
+    own = level_taken(level for level, _ in parts)
+    return {
+        part[place]
+        for (level, _), part in parts.items()
+        for place in covering([rows[each] for each in part], max(1, strength - (level != own)))
+    }
+
+
+def level_taken(levels: Iterable[Any]) -> Any:
+    """Return which of the values of LEVEL this machine takes; the first one where it takes none of them."""
+    known = list(levels)
+    taken = None if cpu.refusal() is not None else cpu.isa()
+    return taken if taken in known else known[0]
 
 
 def rows_of(items: list[Any]) -> list[Row]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hf_accel
+from benchmarks.structure import parsed
 
 PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -92,7 +92,6 @@ LONGER = {  # files that hold one subject in more lines, which may only become f
     "generation/hf/continuous.py": 425,
     "generation/scheduling/scheduler.py": 447,
     "patching/planning.py": 365,
-    "recognition/code.py": 378,
 }
 
 PUBLIC_NAMES = [
@@ -181,14 +180,9 @@ def module_name(path: Path) -> str:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
 def imports(path: Path, *, types: bool = False) -> set[str]:
     """Absolute names of what a file imports anywhere, like "hf_accel.cache.pool". types: also what only types need."""
-    tree = tree_of(path)
+    tree = parsed(path)
     package = ["hf_accel", *path.relative_to(PACKAGE).parent.parts]
     nodes = ast.walk(tree) if types else nodes_at_run_time(tree)
     return {name for node in nodes for name in imported(node, package)}
@@ -335,20 +329,6 @@ def test_public_names_are_a_decision() -> None:
     assert set(dir(hf_accel)) == {*PUBLIC_NAMES, "__version__"}, "pack.py is no name that a user means"
 
 
-def test_names_are_loaded_when_they_are_asked_for() -> None:
-    script = """if True:
-        import sys, hf_accel
-        assert not {"torch", "transformers"} & set(sys.modules) and not set(hf_accel._LAZY) & set(vars(hf_accel))
-        assert hf_accel.distillation_loss is hf_accel.distillation_loss
-        assert "hf_accel.distill.losses.distillation_loss" in sys.modules and "transformers.trainer" not in sys.modules
-        import hf_accel.verify.certificate, hf_accel.estimate
-        assert callable(hf_accel.verify) and callable(hf_accel.estimate), "and not the folders of these names"
-        hf_accel.patch, hf_accel.load
-        assert not [name for name in sys.modules if name.startswith(("hf_accel.distill.tr", "transformers.trainer"))]
-        """
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-
-
 def test_lazy_names_are_those_that_type_checkers_see() -> None:
     """What __init__ imports for types is what it imports when a name is asked for."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
@@ -372,7 +352,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 
 def public_definitions(path: Path) -> list[ast.FunctionDef | ast.ClassDef]:
-    body = tree_of(path).body
+    body = parsed(path).body
     return [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
 
 
@@ -384,6 +364,6 @@ def needs_words(node: ast.FunctionDef | ast.ClassDef) -> bool:
 def test_long_definitions_are_documented() -> None:
     for path in FILES:
         definitions = public_definitions(path)
-        if len(definitions) == 1 and ast.get_docstring(tree_of(path)):
+        if len(definitions) == 1 and ast.get_docstring(parsed(path)):
             continue  # the file's own words are about it
         assert [node.name for node in definitions if needs_words(node) and not ast.get_docstring(node)] == [], path

@@ -1,4 +1,6 @@
-"""What a user sees in a terminal of our import and first patch, which is nothing; and that the import is enough."""
+"""What a user sees in a terminal of our import and first patch, which is nothing; that the import is enough, loads
+what is asked for, and works on a system that is not Linux.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import hf_accel
+from hf_accel.kernels.cpu import refusal
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "stdlib-tiny"
@@ -25,8 +28,9 @@ def python(script: str, *arguments: object, **environment: str) -> subprocess.Co
     )  # fmt: skip
 
 
-def test_an_import_prints_nothing() -> None:
-    done = python("import hf_accel")
+def test_an_import_prints_and_loads_nothing() -> None:
+    loaded = "{'torch', 'transformers'} & set(sys.modules)"
+    done = python(f"import sys, hf_accel; assert not {loaded} and not set(hf_accel._LAZY) & set(vars(hf_accel))")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -54,6 +58,68 @@ LOADED = f"""if True:
     hf_accel.patch(model)
     print(sorted(set({QUANTIZERS}) & (set(sys.modules) - before)))
     """
+NAMES = """if True:
+    import sys, hf_accel
+    assert hf_accel.distillation_loss is hf_accel.distillation_loss
+    assert "hf_accel.distill.losses.distillation_loss" in sys.modules
+    import hf_accel.verify.certificate, hf_accel.estimate
+    assert callable(hf_accel.verify) and callable(hf_accel.estimate), "and not the folders of these names"
+    hf_accel.patch, hf_accel.load
+    assert not [name for name in sys.modules if name.startswith(("hf_accel.distill.tr", "transformers.trainer"))]
+    print("loaded")
+    """
+# Other packages are loaded before: they have ways of their own on each system. Of hf_accel everything is loaded.
+ELSEWHERE = """if True:
+    import builtins, importlib, os, pkgutil, signal, sys
+    import filelock, psutil, torch, transformers, transformers.modeling_utils, typer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+    try:
+        import fastapi, prometheus_client, uvicorn
+    except ImportError:  # extras
+        pass
+    POSIX = "fcntl", "grp", "pwd", "resource", "termios", "pty", "tty", "syslog"
+    own = builtins.__import__
+    def without_posix(name, globals=None, *rest):
+        if (globals or {}).get("__name__", "").startswith("hf_accel") and name in POSIX:
+            raise ImportError(f"this system has no {name}")
+        return own(name, globals, *rest)
+    builtins.__import__ = without_posix
+    for name in ("fork", "forkpty", "register_at_fork", "sched_getaffinity", "sysconf", "uname", "getuid", "setsid"):
+        delattr(os, name)
+    for name in ("SIGALRM", "SIGKILL", "SIGHUP", "SIGUSR1", "setitimer", "alarm"):
+        delattr(signal, name)
+    def hidden(event, arguments):
+        if event == "open" and str(arguments[0]).startswith(("/proc", "/sys")):
+            raise FileNotFoundError(2, "No such file or directory", arguments[0])
+    sys.addaudithook(hidden)
+    sys.platform = "darwin"
+    psutil.virtual_memory = lambda: type("Memory", (), {"total": 2**34, "available": 2**33})
+    import hf_accel
+    loaded = 0
+    for module in pkgutil.walk_packages(hf_accel.__path__, "hf_accel."):
+        if module.name.startswith(("hf_accel.kernels.triton", "hf_accel.cli.optimum")):
+            continue  # what needs packages that not every system has
+        if module.name.endswith(("__main__", "libhf_accel_cpu")):  # programs, and a library
+            continue
+        importlib.import_module(module.name)
+        loaded += 1
+    path, out = sys.argv[1], f"{sys.argv[2]} elsewhere"
+    os.mkdir(out)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    inputs = AutoTokenizer.from_pretrained(path)("import re", return_tensors="pt")
+    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    with hf_accel.patched(model, weights=None):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), expected)
+    hf_accel.patch(model)
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    for _ in range(2):  # a new file, and one that replaces another
+        hf_accel.save_gguf(model, os.path.join(out, "model.gguf"))
+        hf_accel.save_compressed(model, os.path.join(out, "compressed"))
+        model.save_pretrained(os.path.join(out, "saved"))
+    again = AutoModelForCausalLM.from_pretrained(os.path.join(out, "saved"))
+    assert torch.equal(again.generate(**inputs, max_new_tokens=8, do_sample=False), tokens)
+    print(loaded, sorted(os.listdir(out)), hf_accel.estimate(path, context=8) is not None)
+    """
 AUTO = "from transformers import AutoModelForCausalLM"
 USE = """
 model = AutoModelForCausalLM.from_pretrained(sys.argv[3])
@@ -72,7 +138,13 @@ FORKS = [
     ("import transformers.quantizers.auto", {"in the middle": f"import sys, hf_accel\n{AUTO}{USE}"}),
     (
         f"{AUTO}, LlamaForCausalLM",
-        {"import hf_accel last": f"import sys\n{AUTO}\nimport hf_accel{USE}", "patch": PATCH, "loaded": LOADED},
+        {
+            "import hf_accel last": f"import sys\n{AUTO}\nimport hf_accel{USE}",
+            "patch": PATCH,
+            "loaded": LOADED,
+            "names": NAMES,
+            "elsewhere": ELSEWHERE,
+        },
     ),
 ]
 FORK = """if True:
@@ -109,10 +181,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def test_a_first_patch_prints_nothing(ended: Ended) -> None:
-    from hf_accel.kernels import cpu as kernels
-
-    if kernels.refusal() is not None:
-        pytest.skip(f"patch() warns of it: {kernels.refusal()}")
+    if refusal() is not None:
+        pytest.skip(f"patch() warns of it: {refusal()}")
     assert ended["printed"] == "" and not ended["errors"], ended["errors"]
 
 
@@ -125,3 +195,15 @@ def test_a_first_patch_loads_no_other_library(ended: Ended) -> None:
 def test_an_import_is_enough_to_load_what_we_saved(order: str, ended: Ended) -> None:
     """No name of hf_accel is used: transformers finds the quantizer, and the attention, in its registries."""
     assert ended[order] == "loaded\n", ended["errors"]
+
+
+def test_names_are_loaded_when_they_are_asked_for(ended: Ended) -> None:
+    assert ended["names"] == "loaded\n", ended["errors"]
+
+
+@pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+def test_all_of_it_is_imported_and_used_on_another_system(ended: Ended) -> None:
+    """Without modules, functions and files that only POSIX or Linux has."""
+    assert ended["elsewhere"], ended["errors"]
+    loaded, _, rest = ended["elsewhere"].strip().splitlines()[-1].partition(" ")
+    assert int(loaded) > 150 and rest == "['compressed', 'model.gguf', 'saved'] True"

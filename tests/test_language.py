@@ -7,11 +7,12 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from benchmarks.structure import sources
+from benchmarks.structure import parsed, sources
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,9 +80,14 @@ def test_the_lists_are_long_enough() -> None:
 # -- docstrings ----------------------------------------------------------------------------------------------
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(path)))
+
+
 def documented(path: Path) -> Iterator[tuple[int, str]]:
     """(line, docstring) of the module, and of its classes and functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
@@ -139,7 +145,7 @@ def native_comments(path: Path) -> Iterator[tuple[int, str]]:
 
 def names(path: Path) -> Iterator[tuple[int, str]]:
     """(line, words) of each function, class, parameter and variable that the file defines."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield node.lineno, spaced(name)
@@ -154,8 +160,7 @@ def spaced(name: str) -> str:
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of the strings that a file holds and that are no docstring: among them its messages."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
 
@@ -197,7 +202,7 @@ MOST_MEANINGS = 2  # values of one constant's name in all modules
 
 def top_level(path: Path) -> Iterator[tuple[str, str]]:
     """(name, value) of the public functions, with the value "", and of the constants of a module."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path).body:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if not name.startswith("_"):
                 yield name, ""

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from .selection import BY_THEMSELVES, chosen_of, covering, seeds
+from hf_accel.kernels import cpu
+
+from .selection import chosen_of, covering, seeds
 
 
 def combined(rows: list[tuple[int, ...]], strength: int) -> set[Any]:
@@ -53,13 +55,29 @@ def test_only_products_of_three_parameters_are_cut() -> None:
     assert len(chosen_of(items("a", "b", strength=1))) == 3
 
 
-@pytest.mark.parametrize("name", BY_THEMSELVES)
-def test_each_of_what_a_machine_may_not_have_is_covered(name: str) -> None:
-    made = items(name, "a", "b", "c")
+def pairs_of_each(name: str, made: list[Any]) -> dict[Any, int]:
+    """How many pairs of two other values meet with each value of a parameter."""
     chosen = [made[place].callspec.params for place in chosen_of(made)]
-    for value in {id(each[name]) for each in chosen}:
-        pairs = {(id(each["a"]), id(each["b"])) for each in chosen if id(each[name]) == value}
-        assert len(pairs) == 9
+    return {
+        value: len({(id(each["a"]), id(each["b"])) for each in chosen if each[name] is value})
+        for value in {each[name] for each in chosen}
+    }
+
+
+def test_each_backend_is_covered_by_itself() -> None:
+    assert list(pairs_of_each("backend", items("backend", "a", "b", "c")).values()) == [9, 9, 9]
+
+
+def test_one_instruction_set_meets_all_and_each_other_meets_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = items("isa", "a", "b")
+    taken = made[9].callspec.params["isa"]
+    monkeypatch.setattr(cpu, "refusal", lambda: None)
+    monkeypatch.setattr(cpu, "isa", lambda: taken)
+    pairs = pairs_of_each("isa", made)
+    assert pairs.pop(taken) == 9
+    assert list(pairs.values()) == [3, 3]
+    monkeypatch.setattr(cpu, "refusal", lambda: "no compiler")
+    assert pairs_of_each("isa", made)[made[0].callspec.params["isa"]] == 9
 
 
 def test_seeds_that_wait() -> None:

@@ -21,7 +21,7 @@ from benchmarks.structure import (
     WORSE_IF_MORE,
     circles,
     code_lines,
-    count,
+    count_package,
     functions,
     import_graph,
     is_given,
@@ -199,7 +199,7 @@ def test_files_that_a_step_passes(passed: dict[str, list[str]]) -> None:
 
 def test_the_tree_is_no_worse_than_the_table(passed: dict[str, list[str]]) -> None:
     """After a rise that a feature is worth, `python -m benchmarks.structure --accept` writes the line that says so."""
-    counts = count(ROOT, passed)
+    counts = count_package(ROOT, passed)
     table = known_columns(FOLDER / f"{TOPIC}.json")[THIS]
     assert set(WORSE_IF_MORE) <= counts.keys() & table.keys()
     assert worse(counts, table) == {}, "improve it, or: python -m benchmarks.structure --accept 'COUNT=FEATURE'"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from benchmarks.structure import parsed
+
 from .test_architecture import FILES, module_name
 
 # Rooms that never hold a model: their setattr is about their own objects.
@@ -138,7 +140,7 @@ def test_only_these_files_write_to_a_model() -> None:
     for path in FILES:
         module = module_name(path)
         if not any(module == room or module.startswith(f"{room}.") for room in WITHOUT_MODELS):
-            kinds = set(writes(ast.parse(path.read_text(encoding="utf-8"))))
+            kinds = set(writes(parsed(path)))
             writer = next((w for w in WRITERS if module == w or module.startswith(f"{w}.")), module)
             found[writer] = found.get(writer, set()) | kinds
     assert {writer: kinds for writer, kinds in found.items() if kinds} == WRITERS
@@ -147,7 +149,7 @@ def test_only_these_files_write_to_a_model() -> None:
 def test_attributes_on_a_model_are_named_in_one_file() -> None:
     notes = {"cache.hf.layers", "linear.layer_state"}
     for path in FILES:
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        nodes = ast.walk(parsed(path))
         strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         named = [string for string in strings if string.startswith("_hf_accel")]
         assert not named or module_name(path) in {"undo.state"} | notes

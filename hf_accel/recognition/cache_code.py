@@ -7,6 +7,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from .source import nodes_of
+
 EXPANDS = "expand_kv"  # the method that makes keys and values of compressed ones
 POSITION_BIAS = "position_bias"  # the keyword of a bias that is added to scores
 CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
@@ -20,7 +22,7 @@ PARTS_OF_TWO = frozenset({"self_attention_cache", "cross_attention_cache", "is_u
 
 def assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
     """Iterate over (value, target) of each assignment."""
-    for node in ast.walk(function):
+    for node in nodes_of(function):
         if isinstance(node, ast.Assign):
             yield from ((node.value, target) for target in node.targets)
         elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
@@ -43,7 +45,7 @@ def names_in(node: ast.AST | None) -> set[str]:
 def cache_refusals(function: ast.FunctionDef, calls: list[ast.Call]) -> Iterator[str]:
     """Yield why K and V cannot stay in pages on the way to an attention function, each as a clause."""
     caches, updates = _caches(function), updates_of(function)
-    for node in ast.walk(function):
+    for node in nodes_of(function):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches:
             if node.attr not in CACHE_METHODS | PARTS_OF_TWO:
                 yield f"uses {ast.unparse(node)}"
@@ -66,7 +68,7 @@ def counts_tokens(function: ast.FunctionDef) -> bool | None:
     caches = _caches(function)
     asked = [
         node
-        for node in ast.walk(function)
+        for node in nodes_of(function)
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches and node.attr == COUNT
     ]
     if not asked:
@@ -83,9 +85,9 @@ def counts_tokens(function: ast.FunctionDef) -> bool | None:
         ]:
             numbered = f"torch.arange(hidden_states.shape[1], device=hidden_states.device) + {name}"
             sums = [
-                node for node in ast.walk(function) if isinstance(node, ast.BinOp) and ast.unparse(node) == numbered
+                node for node in nodes_of(function) if isinstance(node, ast.BinOp) and ast.unparse(node) == numbered
             ]
-            uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+            uses = [node for node in nodes_of(function) if isinstance(node, ast.Name) and node.id == name]
             return call is asked[0] and len(asked) == len(sums) == 1 and len(uses) == 2
     return False
 
@@ -95,7 +97,7 @@ def updates_of(function: ast.FunctionDef) -> list[ast.Attribute]:
     caches = _caches(function)
     return [
         node
-        for node in ast.walk(function)
+        for node in nodes_of(function)
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in caches and node.attr == "update"
     ]
 
@@ -117,7 +119,7 @@ def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) 
     expansion = expansion_of(function, call)
     keys, values = _keys_and_values(call) if expansion is None else expansion.args
     if expansion is not None:
-        uses = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        uses = [node.id for node in nodes_of(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
                 and node.lineno > (update.end_lineno or update.lineno)]  # fmt: skip
         if any(isinstance(each, ast.Name) and uses.count(each.id) != 1 for each in (keys, values)):
             return False
@@ -126,7 +128,7 @@ def _hands_on(function: ast.FunctionDef, update: ast.Attribute, call: ast.Call) 
         return False
     assigned = [
         (node, target)
-        for node in ast.walk(function)
+        for node in nodes_of(function)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.func is update
         for target in node.targets
     ]
@@ -165,7 +167,7 @@ def expansion_of(function: ast.FunctionDef, call: ast.Call) -> ast.Call | None:
         return None
     assigned = [
         (node, target)
-        for node in ast.walk(function)
+        for node in nodes_of(function)
         if isinstance(node, ast.Assign)
         for target in node.targets
         if {keys, values} & {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
@@ -173,7 +175,7 @@ def expansion_of(function: ast.FunctionDef, call: ast.Call) -> ast.Call | None:
     match assigned:
         case [(ast.Assign(value=ast.Call(args=[_, _], keywords=[]) as made), ast.Tuple(elts=elements))]:
             method = isinstance(made.func, ast.Attribute) and ast.unparse(made.func) == f"self.{EXPANDS}"
-            loaded = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+            loaded = [n.id for n in nodes_of(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
             once = loaded.count(keys) == loaded.count(values) == 1
             named = [getattr(each, "id", None) for each in elements] == [keys, values]
             return made if method and once and named else None
@@ -186,7 +188,7 @@ def _is_written(function: ast.FunctionDef, names: set[str], after: ast.Assign, b
         and isinstance(node.ctx, ast.Store | ast.Del)
         and node.id in names
         and (after.end_lineno or after.lineno) < node.lineno < before.lineno
-        for node in ast.walk(function)
+        for node in nodes_of(function)
     )
 
 

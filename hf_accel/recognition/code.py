@@ -31,8 +31,9 @@ from .cache_code import (
     takes_given_keys,
     updates_of,
 )
+from .dead_branches import DeadBranches
 from .selected_code import SELECTED, selects_tokens
-from .source import tree_of
+from .source import nodes_of, tree_of
 
 
 @lru_cache(maxsize=4096)
@@ -243,8 +244,8 @@ def functions_of(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | 
             if any("mask" in n or n in CACHE_NAMES for n in function.__code__.co_varnames):
                 return None
             continue
-        found[name] = _DeadBranches(absent).visit(copy.deepcopy(node))
-        for part in ast.walk(found[name]):
+        found[name] = DeadBranches(absent).visit(node)
+        for part in nodes_of(found[name]):
             match part:
                 case ast.Attribute(value=ast.Name(id="self"), attr=own):
                     waiting.append(own)
@@ -261,55 +262,6 @@ def _own_method(kind: type, name: str) -> FunctionType | None:
     return None
 
 
-class _DeadBranches(ast.NodeTransformer):
-    """Removes branches that run only with an encoder's output, or with a part that is None."""
-
-    def __init__(self, absent: frozenset[str]) -> None:
-        self.absent = absent
-
-    def visit_If(self, node: ast.If) -> Any:
-        truth = self._truth(node.test)
-        if truth is None:
-            return self.generic_visit(node)
-        kept = ast.Module(node.body if truth else node.orelse, type_ignores=[])
-        self.generic_visit(kept)
-        return kept.body or ast.copy_location(ast.Pass(), node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> Any:
-        truth = self._truth(node.test)
-        return self.generic_visit(node) if truth is None else self.visit(node.body if truth else node.orelse)
-
-    def _truth(self, test: ast.AST) -> bool | None:
-        """Return the value of a condition; None where it is not known."""
-        match test:
-            case ast.Name(id="is_cross_attention") | ast.Attribute(attr="is_cross_attention"):
-                return False
-            case ast.Call(func=ast.Name(id="isinstance"), args=[_, ast.Name(id="EncoderDecoderCache")]):
-                return False
-            case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in self.absent:
-                return False
-            case ast.Compare(
-                left=ast.Attribute(attr="_attn_implementation"), ops=[ast.In()], comparators=[ast.Tuple()]
-            ):
-                return False  # of names of transformers' own functions
-            case ast.Compare(
-                left=ast.Attribute(value=ast.Name(id="self"), attr=name),
-                ops=[ast.Is() | ast.IsNot() as how],
-                comparators=[ast.Constant(value=None)],
-            ) if name in self.absent:
-                return isinstance(how, ast.Is)
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                truth = self._truth(operand)
-                return None if truth is None else not truth
-            case ast.BoolOp(op=op, values=values):
-                truths = [self._truth(value) for value in values]
-                decisive = isinstance(op, ast.Or)
-                if decisive in truths:
-                    return decisive
-                return None if None in truths else not decisive
-        return None
-
-
 # -- calls of the attention function -----------------------------------------------------------------------
 
 
@@ -322,14 +274,14 @@ def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
     }
     return [
         node
-        for node in ast.walk(function)
+        for node in nodes_of(function)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
     ]
 
 
 def _eager_names(function: ast.FunctionDef) -> Iterator[str]:
     """Return the second argument of ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)."""
-    for node in ast.walk(function):
+    for node in nodes_of(function):
         match node:
             case ast.Call(func=ast.Attribute(attr="get_interface"), args=[_, ast.Name(id=name)]):
                 yield name
@@ -372,7 +324,7 @@ def _computes_attention(name: str, functions: list[ast.FunctionDef]) -> bool:
     called = {
         node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         for function in functions
-        for node in ast.walk(function)
+        for node in nodes_of(function)
         if isinstance(node, ast.Call)
     }
     return masked and "ttention" in name and bool(called & set(OPERATORS))

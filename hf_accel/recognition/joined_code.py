@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from .code import attention_code, functions_of
+from .source import nodes_of
 
 
 def attends_to_joined_keys(module: Any) -> bool:
@@ -18,6 +19,6 @@ def attends_to_joined_keys(module: Any) -> bool:
 @lru_cache(maxsize=4096)
 def _joins_keys(kind: type) -> bool:
     functions = functions_of(kind, frozenset()) if attention_code(kind).attends else None
-    nodes = [node for function in functions or () for node in ast.walk(function)]
+    nodes = [node for function in functions or () for node in nodes_of(function)]
     called = [node.func.attr for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     return called.count("update") == 2 and called.count("cat") == 2

@@ -9,6 +9,7 @@ from typing import Any
 from .cache_code import CACHE_NAMES, CHANGES_KEYS, MORE_THAN_ONCE
 from .call_form import parameter_names
 from .code import BY_ITSELF, attention_code, code_of, functions_of
+from .source import nodes_of
 
 
 @lru_cache(maxsize=4096)
@@ -16,7 +17,7 @@ def attends_by_operators(kind: type) -> bool:
     """Return whether modules of a class update a cache, and then attend by torch's operators."""
     refusal = attention_code(kind).refusal
     functions = functions_of(kind, frozenset()) if refusal is not None and refusal.endswith(BY_ITSELF) else None
-    nodes = (node for function in functions or () for node in ast.walk(function))
+    nodes = (node for function in functions or () for node in nodes_of(function))
     return any(isinstance(node, ast.Attribute) and node.attr == "update" for node in nodes)
 
 

@@ -32,6 +32,12 @@ def tree_of(function: Any) -> ast.FunctionDef | None:
     return node if isinstance(node, ast.FunctionDef) else None
 
 
+@lru_cache(maxsize=64)  # many questions are asked of one tree, and then of the next
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return the nodes of a tree, which must not be changed, in the order of ast.walk."""
+    return tuple(ast.walk(tree))
+
+
 @lru_cache(maxsize=1024)
 def lines_of(function: Any) -> tuple[str, ...]:
     """Return the lines of a function's code as ast.unparse writes them, without blanks around them."""

@@ -36,7 +36,7 @@ from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import requests
 
-WAIT, NEW_TOKENS = 60, 12
+WAIT, NEW_TOKENS = 60, 8
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 160,
@@ -549,7 +549,7 @@ def test_an_engine_says_what_an_encoder_needs() -> None:
             engine.submit({"input_features": features[:1], "decoder_input_ids": [2, 0]})
 
 
-@pytest.mark.parametrize("seed", seeds(3, 8))
+@pytest.mark.parametrize("seed", seeds(2, 8))
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of recomputed tokens, samples and preemption change no request's tokens."""
     numbers = random.Random(seed)

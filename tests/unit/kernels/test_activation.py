@@ -155,6 +155,7 @@ def test_halves_of_one_product_are_multiplied(activation: str, dtype: torch.dtyp
     both = (torch.randn(37, 2 * 93) * 3).to(dtype)
     x, y = both.chunk(2, dim=1)
     assert torch.equal(activate(x, activation, y=y), activate(x, activation) * y)
+    assert torch.equal(activate(x, activation, y=y.contiguous()), activate(x, activation, y=y))  # another stride
     with pytest.raises(UnsupportedError, match="one shape"):
         activate(x, activation, y=y[:, 1:])
     with pytest.raises(UnsupportedError, match="one dtype"):
