@@ -26,12 +26,8 @@ from ...kernels.cpu.library import native
 from ...recognition.call_form import (
     BIAS,
     CACHES,
-    EMBEDDINGS,
     MASK,
-    POSITIONS,
-    ROW_MASK,
     STARTS,
-    TABLES,
     CallForm,
     argument,
     bound,
@@ -43,7 +39,7 @@ from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_f
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..encoder_programme import Causal, EncoderProgramme
-from ..encoder_rows import Bias, CallTensors, RowLayout
+from ..encoder_rows import CallTensors, RowLayout
 from .encoder_checks import is_empty, layout_for, refuse_functions_of_users, scale_of
 from .layer_attention import attend_of, sees_all
 
@@ -152,29 +148,15 @@ class EncoderCalls(ABC):
             layout = first.with_padding(layout)
             if layout is None:
                 return None
-        if first.masks_rows and ROW_MASK in form.tensors and not layout.shows(argument(own, ROW_MASK, args, kwargs)):
+        tensors = first.tensors_of(layout, partial(argument, own, args=args, kwargs=kwargs))
+        if tensors is None:
             return None
-        tables = bias = None
-        if first.tables is not None:
-            tables = layout.tables(argument(own, TABLES, args, kwargs), of_last=first.rotates_last)
-            if tables is None or tables[0].shape[1] != first.tables:
-                return None
-        if first.biased_heads:
-            bias = _bias(first, layout, argument(own, BIAS, args, kwargs))
-            if bias is None:
-                return None
-        written, positions = first.to_write(layout), None
-        if first.positions is not None:
-            names = (POSITIONS, EMBEDDINGS) if first.distances is None else (first.distances.argument, "")
-            said, embeddings = (argument(own, name, args, kwargs) for name in names)
-            positions = first.positions_of(layout, said, embeddings)
-            if positions is None:
-                return None
+        written = first.to_write(layout)
         if written is None:
-            return compute.run(x, layout, CallTensors(tables, bias, None, positions))
+            return compute.run(x, layout, tensors)
         if not is_empty(cache, first.layer_idx):
             return None
-        result = compute.run(x, layout, CallTensors(tables, bias, written))
+        result = compute.run(x, layout, tensors._replace(written=written))
         cache.update(written.k, written.v, first.layer_idx)
         return result
 
@@ -323,21 +305,6 @@ class KnownStack(Known):
         for module in self._trace.after:
             rows = module(rows)
         return self._trace.outcome(layout.padded(rows))
-
-
-def _bias(programme: EncoderProgramme, layout: RowLayout, given: Any) -> Bias | None:
-    """Return the bias of a layer, which is given one or computes it; None for one of another form."""
-    (batch, tokens), heads = layout.shape, programme.biased_heads
-    if programme.own_bias is not None:  # in the layout of the kernel, for the layers behind that share it
-        given = programme.own_bias(tokens).contiguous()
-        if programme.merges_bias:
-            given = given.expand(batch, *given.shape).flatten(0, 1)
-    if not programme.merges_bias:
-        return layout.bias(given, heads)
-    if type(given) is not Tensor or given.shape != (batch * heads, tokens, tokens):
-        return None
-    bias = layout.bias(given.unflatten(0, (batch, heads)), heads)
-    return None if bias is None else bias._replace(given=given)
 
 
 def _only_collects(hook: Any) -> bool:
