@@ -71,8 +71,10 @@ class EncoderProgramme(NativeOperations):
         self.window = attended_window(trace.operations) if causal is None else causal.window
         ahead = 0 if self.causal else EVERY_KEY if self.window is None else self.window - 1
         attention = Attention(scale, attends["options"].get("softcap"), self.window, ahead)
-        super().__init__(trace, table_dtype, attention, torch.device("cpu"))
         rotations = [operation.values for operation in trace.operations if operation.kind == "rope"]
+        self._reads_tables = all("read" not in values for values in rotations)
+        table_dtype = next((values["table_dtype"] for values in rotations if "read" in values), table_dtype)
+        super().__init__(trace, table_dtype, attention, torch.device("cpu"))
         dims = {values["dim"] for values in rotations}
         if len(dims) > 1:
             raise UntraceableError("it rotates heads of different sizes")
@@ -83,6 +85,8 @@ class EncoderProgramme(NativeOperations):
         self.own_bias: Computed | None = attends["own_bias"]
         self.positions = next((each for each in trace.operations if each.kind == "position_scores"), None)
         self._reading = [operation for operation in trace.operations if "read" in operation.values]
+        # Programmes for which these are equal read the same of a call.
+        self.reading = self.tables, self._reads_tables, tuple(each.values["read"] for each in self._reading)
         self._adds_mask: bool = attends["adds_mask"]
         self._columns: Columns | None = attends.get("columns")
         self._merges_bias: bool = attends.get("merges_bias", False)
@@ -103,7 +107,9 @@ class EncoderProgramme(NativeOperations):
             return None
         if self._columns is not None and mask is not None:
             columns = self._columns(mask, batch, tokens)
-            return None if columns is None else layout_of_columns(columns)
+            found = None if columns is None else layout_of_columns(columns)
+            far = self.window is not None and tokens > self.window  # where padding counts in distances
+            return None if found is None or (far and not found.ends_with_padding()) else found
         if self.causal or self.window is None:
             return layout_of(mask, batch, tokens)
         return windowed_layout(mask, batch, tokens, self.window)
@@ -131,7 +137,7 @@ class EncoderProgramme(NativeOperations):
     def tensors_of(self, layout: RowLayout, said: Said) -> CallTensors | None:
         """Return what a call gives besides its rows; None if it is of another form. said: gives its arguments."""
         tables = bias = None
-        if self.tables is not None:
+        if self.tables is not None and self._reads_tables:
             tables = layout.tables(said(TABLES), of_last=self.rotates_last)
             if tables is None or tables[0].shape[1] != self.tables:
                 return None

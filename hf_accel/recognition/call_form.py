@@ -111,7 +111,9 @@ def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _is_passed_on(name: str, value: object) -> bool:
-    return type(value) in (*PLAIN, Opaque) or (name in PASSED_ON and not isinstance(value, PLAIN_TYPES))
+    return (
+        type(value) in PLAIN or isinstance(value, Opaque) or (name in PASSED_ON and not isinstance(value, PLAIN_TYPES))
+    )
 
 
 def _is_size(value: object) -> bool:

@@ -20,7 +20,7 @@ from .gated_bias import small_linear
 from .known_module import KnownModule, PositionRows, Said, columns_of_pairs, note_parts, tried
 from .operation import Operation, UntraceableError
 from .stand_ins import ATTENTION_KEPT, StandIn, require
-from .symbols import BATCH, TOKENS, Opaque, Vector
+from .symbols import BATCH, TOKENS, WEIGHTS_OF_ATTENTION, Opaque, Vector
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
 DISTANCES = "relative_position_embeddings"
@@ -162,7 +162,7 @@ def recorded_distances(
     q, k, v = (each.view(BATCH, TOKENS, heads, dim).transpose(1, 2) for each in (queries[0], *products[1:]))
     values = {"masked": attention_mask is not None, "columns": columns_of_pairs if parts.pairs else None}
     attended = record.attend_to_all((q, k, v), scale, (module,), **values)
-    return record.linear(held[parts.out], attended.view(BATCH, TOKENS, width)), Opaque("attention weights")
+    return record.linear(held[parts.out], attended.view(BATCH, TOKENS, width)), WEIGHTS_OF_ATTENTION
 
 
 def read_distances(operation: Operation, layout: Any, said: Said, tensors: Any) -> Any:

@@ -15,7 +15,7 @@ from ..undo.journal import original_class
 from .known_module import KnownModule, columns_of_ones, note_parts, tried
 from .operation import UntraceableError
 from .stand_ins import StandIn, require
-from .symbols import BATCH, TOKENS, Computed, Opaque
+from .symbols import BATCH, TOKENS, WEIGHTS_OF_ATTENTION, Computed, Opaque
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
 PROJECTIONS, OUT = ("q_proj", "k_proj", "v_proj"), "out_proj"
@@ -123,7 +123,7 @@ def recorded_gates(
     attended = record.attend_to_all((q, k, v), dim**-0.5, **values)
     record.operations[-1].inputs.append(gates.span)
     out = record.linear(held[OUT], attended.view(BATCH, TOKENS, heads * dim))
-    return out, Opaque("attention weights"), record.bias
+    return out, WEIGHTS_OF_ATTENTION, record.bias
 
 
 GATED_MODULES = KnownModule(attends_with_gates, recorded_gates, attends=True)

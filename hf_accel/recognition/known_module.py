@@ -36,7 +36,8 @@ class KnownModule(NamedTuple):
     parts: returns what is known of a module, None (or False) if it is of no such kind. recorded: records what a module
     does with stand-ins, and returns what its code would; it is given the trace, the module with its parts, and
     the arguments of the call. inputs: the names of what a layer is given for such modules alone. attends: whether they
-    attend by themselves. products: the names of their convolutions that are linear layers.
+    attend by themselves. products: the names of their convolutions that are linear layers. others: which calls of a
+    layer with such a module are stock's, as the end of a list.
 
     An operation that reads more of a call than rows has a function `read` among its values: operation, RowLayout,
     Said, CallTensors -> these with what it reads, or None for a call of another form.
@@ -47,6 +48,7 @@ class KnownModule(NamedTuple):
     inputs: tuple[str, ...] = ()
     attends: bool = False
     products: tuple[str, ...] = ()
+    others: str = ""
 
 
 def tried(key: Hashable, trial: Callable[[], Answer]) -> Answer:

@@ -41,7 +41,18 @@ from .scores import Scores
 from .source import results_of
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import ModuleStandIn, StandIn, require
-from .symbols import BATCH, SOURCE, TOKENS, TOKENS_BEFORE, Computed, MaskStandIn, Opaque, Vector, ZerosOfTokens
+from .symbols import (
+    BATCH,
+    SOURCE,
+    TOKENS,
+    TOKENS_BEFORE,
+    WEIGHTS_OF_ATTENTION,
+    Computed,
+    MaskStandIn,
+    Opaque,
+    Vector,
+    ZerosOfTokens,
+)
 from .trial import (
     PLAIN_ACTIVATIONS,
     GatedNames,
@@ -121,8 +132,10 @@ class Trace(AttentionRecord):
 
     def _is_known(self, other: Any) -> bool:
         """Return whether a layer may return this with its result."""
-        weights = self.may_return_weights and isinstance(other, Scores) and other.is_softmax
-        return weights or any(other is each for each in (None, self.bias, self.source_bias, self.cache))
+        weights = other is WEIGHTS_OF_ATTENTION or (isinstance(other, Scores) and other.is_softmax)
+        return (self.may_return_weights and weights) or any(
+            other is each for each in (None, self.bias, self.source_bias, self.cache)
+        )
 
     def call(self, module: nn.Module, width: int, form: CallForm) -> Any:
         """Return the result of a module's code on hidden states [B, T, width]."""

@@ -28,12 +28,15 @@ from ...recognition.call_form import (
     CACHES,
     MASK,
     STARTS,
+    TABLES,
     CallForm,
     argument,
     bound,
 )
+from ...recognition.known_module import Said
 from ...recognition.operation import UntraceableError
 from ...recognition.stack_trace import StackTrace
+from ...recognition.symbols import OfSizes
 from ...recognition.trace import Trace
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
@@ -69,10 +72,24 @@ class Computation:
 
     run: [B, T, width], its layout, and its other tensors -> what the code would return. first: the first
     layer's programme, which knows the layout of a mask, what else is read, and whether keys and values are written.
+    given: what an encoder gives its first layer besides states and mask; None where the module is the layer.
     """
 
     run: Callable[[Tensor, RowLayout, CallTensors], Any]
     first: EncoderProgramme
+    given: dict[str, Any] | None = None
+
+    def said(self, said: Said, shape: tuple[int, int]) -> Said:
+        """Return what gives the first layer's arguments, by what gives the module's for a batch [B, T]."""
+        given = self.given
+        return said if given is None else lambda name: _value(given.get(name), said, shape)
+
+
+def _value(given: Any, said: Said, shape: tuple[int, int]) -> Any:
+    """Return what an encoder gives its layers. given: what stood for it."""
+    if isinstance(given, OfSizes):
+        return given(shape)
+    return None if given is None else said(TABLES if isinstance(given, tuple) else given.name)
 
 
 class Known(ABC):
@@ -148,7 +165,8 @@ class EncoderCalls(ABC):
             layout = first.with_padding(layout)
             if layout is None:
                 return None
-        tensors = first.tensors_of(layout, partial(argument, own, args=args, kwargs=kwargs))
+        said = partial(argument, own, args=args, kwargs=kwargs)
+        tensors = first.tensors_of(layout, compute.said(said, layout.shape))
         if tensors is None:
             return None
         written = first.to_write(layout)
@@ -291,15 +309,19 @@ class KnownStack(Known):
             programmes.append(known.programme)
         if len({(each.window, each.causal) for each in programmes}) > 1:  # one mask is not that of all of them
             return None
-        return Computation(partial(self._compute, programmes), programmes[0])
+        given = self._trace.called[0].given
+        same = all(each.given == given for each in self._trace.called) and programmes[0].positions is None
+        if not same or len({each.reading for each in programmes}) > 1:
+            return None
+        return Computation(partial(self._compute, programmes), programmes[0], given)
 
-    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, _: CallTensors) -> Any:
+    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, tensors: CallTensors) -> Any:
         rows = layout.rows(x)
         for module in self._trace.before:
             rows = module(rows)
         free: Tensor | None = None
         for number, programme in enumerate(programmes):
-            out = programme(rows, layout, out=free)
+            out = programme(rows, layout, tensors, out=free)
             # Two tensors take turns, since the system clears memory that it gives; x is the caller's.
             rows, free = out, rows if number or layout.index is not None else None
         for module in self._trace.after:

@@ -182,14 +182,14 @@ def _refusal(
     if has_own_forward(layer):
         return "its forward was replaced on the module itself", False
     around = place.models
-    if around and adds_to_masks(around[-1]):
-        return "something is added to its mask", False
     try:
         form = usual_form(type(layer), dtype, INPUTS)
         if place.masks is Masks.CAUSAL_WITH_FLAG:
             form = replace(form, plain=(("is_causal", bool, True),))
         trace = _trace(layer, attention, form, dtype)
         operation, _, causal = attend_of(trace)
+        if around and adds_to_masks(around[-1]) and operation.values.get("columns") is None:  # which looks at it
+            raise UntraceableError("something is added to its mask")
         if place.masks is Masks.OTHERS and sees_all(operation, masked=MASK in form.tensors):
             causal = False
         if place.masks is Masks.CAUSAL and not causal:
