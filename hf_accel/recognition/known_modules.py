@@ -12,11 +12,13 @@ from .gated_bias import GATED_MODULES
 from .known_module import KnownModule
 from .paired_rotation import PAIR_MODULES
 from .position_attention import POSITION_MODULES
+from .rotated_inputs import ROTATED_MODULES
 from .row_convolution import CONVOLUTION_MODULES
 from .windowed_attention import WINDOW_MODULES
 
 KNOWN_MODULES = (
     POSITION_MODULES, GATED_MODULES, DISTANCE_MODULES, CONVOLUTION_MODULES, PAIR_MODULES, WINDOW_MODULES,
+    ROTATED_MODULES,
 )  # fmt: skip
 INPUTS = frozenset(name for kind in KNOWN_MODULES for name in kind.inputs)
 

@@ -22,7 +22,7 @@ from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
 SINUSOIDS = "sinusoidal_pos"  # [1, 1, T, dim]: the sines of each place, and then the cosines
 PROJECTIONS = ("query", "key", "value")
-SETTINGS: dict[str, Any] = {
+PAIR_SETTINGS: dict[str, Any] = {
     "num_attention_heads": 2, "attention_head_size": 8, "all_head_size": 16, "rotary_value": False,
     "is_decoder": False,
 }  # fmt: skip
@@ -32,7 +32,7 @@ def rotates_pairs(module: nn.Module) -> bool:
     """Return whether a module attends with queries and keys that it rotates in pairs, and computes nothing else."""
     own, kind = vars(module), original_class(module)
     held = {name for name, part in own["_modules"].items() if not isinstance(part, nn.Dropout)}
-    if held != {*PROJECTIONS} or own["_parameters"] or own["_buffers"] or not own.keys() >= SETTINGS.keys():
+    if held != {*PROJECTIONS} or own["_parameters"] or own["_buffers"] or not own.keys() >= PAIR_SETTINGS.keys():
         return False
     if own["rotary_value"] or own["is_decoder"] or not hasattr(kind, "apply_rotary_position_embeddings"):
         return False
@@ -45,7 +45,7 @@ def _agrees(module: nn.Module, tokens: int) -> bool:
     kind, numbers = original_class(module), RandomNumbers()
     linears = {name: small_linear(numbers, 16, 16) for name in PROJECTIONS}
     twin = unwatched_twin(module, _modules=linears)
-    twin.__dict__.update(SETTINGS)
+    twin.__dict__.update(PAIR_SETTINGS)
     for name, part in vars(module)["_modules"].items():
         if name not in PROJECTIONS:
             twin._modules[name] = nn.Identity() if isinstance(part, nn.Dropout) else part

@@ -24,7 +24,14 @@ PROJECTIONS = ("query", "key", "value")
 OF_GLOBAL = tuple(f"{name}_global" for name in PROJECTIONS)  # for tokens that see all others
 HIDDEN, GLOBAL, ANY_GLOBAL = "is_index_masked", "is_index_global_attn", "is_global_attn"
 SIDE, CONFIG = "one_sided_attn_window_size", "config"
-SETTINGS: dict[str, Any] = {"num_heads": 2, "head_dim": 8, "embed_dim": 16, "dropout": 0.0, SIDE: 2, "training": False}
+WINDOW_SETTINGS: dict[str, Any] = {
+    "num_heads": 2,
+    "head_dim": 8,
+    "embed_dim": 16,
+    "dropout": 0.0,
+    SIDE: 2,
+    "training": False,
+}
 EXPORT = "onnx_export"  # a setting of a config that changes the code
 
 
@@ -33,7 +40,7 @@ def attends_in_windows(module: nn.Module) -> bool:
     own, kind = vars(module), original_class(module)
     if own["_modules"].keys() != {*PROJECTIONS, *OF_GLOBAL} or own["_parameters"] or own["_buffers"]:
         return False
-    if not own.keys() >= {*SETTINGS, CONFIG} or getattr(own[CONFIG], EXPORT, False):
+    if not own.keys() >= {*WINDOW_SETTINGS, CONFIG} or getattr(own[CONFIG], EXPORT, False):
         return False
     methods = tuple(value for name, value in vars(kind).items() if name.startswith("_") and callable(value))
     return tried((kind, kind.forward, methods), lambda: all(_agrees(module, tokens) for tokens in (12, 4)))
@@ -44,7 +51,7 @@ def _agrees(module: nn.Module, tokens: int) -> bool:
     kind, numbers = original_class(module), RandomNumbers()
     linears = {name: small_linear(numbers, 16, 16) for name in (*PROJECTIONS, *OF_GLOBAL)}
     twin = unwatched_twin(module, _modules=linears)
-    twin.__dict__.update(SETTINGS)
+    twin.__dict__.update(WINDOW_SETTINGS)
     x, last = numbers(2, tokens, 16), tokens // 2 + 1
     real = torch.ones(2, tokens, dtype=torch.bool)
     real[1, last:] = False
@@ -60,7 +67,7 @@ def _agrees(module: nn.Module, tokens: int) -> bool:
     def ours() -> tuple[Tensor, Tensor]:
         q, k, v = (linears[name](x).unflatten(-1, (2, 8)).transpose(1, 2) for name in PROJECTIONS)
         places = torch.arange(tokens)
-        near = (places[:, None] - places).abs() <= SETTINGS[SIDE]
+        near = (places[:, None] - places).abs() <= WINDOW_SETTINGS[SIDE]
         scores = (q @ k.mT / 8**0.5).masked_fill(~(near & real[:, None, None]), torch.finfo(torch.float32).min)
         return at_tokens((F.softmax(scores, -1) @ v).transpose(1, 2).flatten(2))
 
