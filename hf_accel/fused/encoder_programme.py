@@ -6,26 +6,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
 from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
 from ..kernels.cpu.library import DTYPES, dtypes_of_pages, threads
-from ..recognition.call_form import BIAS
-from ..recognition.distance_attention import DistanceAttention
+from ..recognition.call_form import BIAS, TABLES
+from ..recognition.known_module import Columns, Said, columns_of_pairs
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
-from ..recognition.position_attention import BOTH, rows_of_positions
 from ..recognition.symbols import Computed
 from ..recognition.trace import WEIGHTS, Trace
 from .encoder_rows import (
     NOTHING,
+    Bias,
     CallTensors,
-    PositionRows,
     RowLayout,
     WrittenRows,
     layout_of,
     layout_of_columns,
-    layout_of_pairs,
     packed_layout,
     windowed_layout,
 )
@@ -58,7 +56,7 @@ class EncoderProgramme(NativeOperations):
     only those up to its own. tables: the size of the cos and sin of a token, None if the layer reads none.
     returns_weights: whether its code returns those of its attention, which are not computed here.
     biased_heads: the heads of the bias that is added to scores, 0 if there is none. own_bias: computes it, None if the
-    layer is given one. merges_bias: whether the bias of a call is [B * heads, T, T].
+    layer is given one.
     """
 
     over_rows = True
@@ -73,8 +71,10 @@ class EncoderProgramme(NativeOperations):
         self.window = attended_window(trace.operations) if causal is None else causal.window
         ahead = 0 if self.causal else EVERY_KEY if self.window is None else self.window - 1
         attention = Attention(scale, attends["options"].get("softcap"), self.window, ahead)
-        super().__init__(trace, table_dtype, attention, torch.device("cpu"))
         rotations = [operation.values for operation in trace.operations if operation.kind == "rope"]
+        self._reads_tables = all("read" not in values for values in rotations)
+        table_dtype = next((values["table_dtype"] for values in rotations if "read" in values), table_dtype)
+        super().__init__(trace, table_dtype, attention, torch.device("cpu"))
         dims = {values["dim"] for values in rotations}
         if len(dims) > 1:
             raise UntraceableError("it rotates heads of different sizes")
@@ -84,14 +84,12 @@ class EncoderProgramme(NativeOperations):
         self.biased_heads: int = attends["heads"] if attends["biased"] else 0
         self.own_bias: Computed | None = attends["own_bias"]
         self.positions = next((each for each in trace.operations if each.kind == "position_scores"), None)
-        self.distances: DistanceAttention | None = (
-            None if self.positions is None else self.positions.values.get("distances")
-        )
-        self._sees_pairs = self.positions is not None and (self.distances is None or self.distances.pairs)
-        self.masks_rows = any(each.values["masked"] for each in trace.operations if each.kind == "row_conv")
+        self._reading = [operation for operation in trace.operations if "read" in operation.values]
+        # Programmes for which these are equal read the same of a call.
+        self.reading = self.tables, self._reads_tables, tuple(each.values["read"] for each in self._reading)
         self._adds_mask: bool = attends["adds_mask"]
-        self._masks_tokens: bool = attends.get("masks_tokens", False)
-        self.merges_bias: bool = attends.get("merges_bias", False)
+        self._columns: Columns | None = attends.get("columns")
+        self._merges_bias: bool = attends.get("merges_bias", False)
         self.returns_weights = WEIGHTS in (self.others or ())
         if BIAS in (self.others or ()) and not attends["biased"]:
             raise UntraceableError("it returns a bias that it does not add")
@@ -107,11 +105,11 @@ class EncoderProgramme(NativeOperations):
             return None  # true is 1 where it is added
         if self.causal and mask is not None:
             return None
-        if self._masks_tokens and mask is not None:  # 1 at each token
-            plain = type(mask) is Tensor and mask.is_cpu and mask.shape == (batch, tokens)
-            return layout_of_columns(mask == 1) if plain else None
-        if self._sees_pairs and (mask is not None or self.distances is None):
-            return layout_of_pairs(mask, batch, tokens)
+        if self._columns is not None and mask is not None:
+            columns = self._columns(mask, batch, tokens)
+            found = None if columns is None else layout_of_columns(columns)
+            far = self.window is not None and tokens > self.window  # where padding counts in distances
+            return None if found is None or (far and not found.ends_with_padding()) else found
         if self.causal or self.window is None:
             return layout_of(mask, batch, tokens)
         return windowed_layout(mask, batch, tokens, self.window)
@@ -124,7 +122,8 @@ class EncoderProgramme(NativeOperations):
 
     def with_padding(self, layout: RowLayout) -> RowLayout | None:
         """Return the layout in which padding is computed too; None if stock computes something else there."""
-        if self.causal or self.write is not None or self.window is not None or self._sees_pairs:
+        hides = self._columns is columns_of_pairs  # all keys from queries at padding
+        if self.causal or self.write is not None or self.window is not None or hides:
             return None
         return layout.with_padding()
 
@@ -135,48 +134,36 @@ class EncoderProgramme(NativeOperations):
         values = self.write.values
         return layout.to_write(values["heads"], (values["dim"], values["value_dim"]), self.dtype)
 
-    def positions_of(self, layout: RowLayout, given: Any, embeddings: Any) -> PositionRows | None:
-        """Return the keys and queries of positions, by what a layer is given; None for another form of that."""
-        assert self.positions is not None
-        if self.distances is not None:
-            return self._keys_of_distances(layout, given)
-        distances, span = layout.distances(given), self.positions.values["span"]
-        if {*self.positions.values["kinds"]} != BOTH:  # the module's own list, which may change
-            return None
-        if distances is None or type(embeddings) not in (Tensor, nn.Parameter) or embeddings.dtype is not self.dtype:
-            return None
-        by_tokens = self.positions.values["by_tokens"]
-        rows = rows_of_positions(distances, span, layout.shape[1] if by_tokens else None)
-        first, last = int(rows.min()), int(rows.max())
-        table = embeddings[first : last + 1]
-        if not embeddings.is_cpu or table.ndim != 2 or len(table) != last + 1 - first:
-            return None
-        keys, queries = (module(table).contiguous() for module in self.positions.modules)
-        return PositionRows(keys, queries, (rows - first).int())
+    def tensors_of(self, layout: RowLayout, said: Said) -> CallTensors | None:
+        """Return what a call gives besides its rows; None if it is of another form. said: gives its arguments."""
+        tables = bias = None
+        if self.tables is not None and self._reads_tables:
+            tables = layout.tables(said(TABLES), of_last=self.rotates_last)
+            if tables is None or tables[0].shape[1] != self.tables:
+                return None
+        if self.biased_heads:
+            bias = self._bias(layout, said(BIAS))
+            if bias is None:
+                return None
+        tensors: CallTensors | None = CallTensors(tables, bias)
+        for operation in self._reading:
+            if tensors is not None:
+                tensors = operation.values["read"](operation, layout, said, tensors)
+        return tensors
 
-    def _keys_of_distances(self, layout: RowLayout, embeddings: Any) -> PositionRows | None:
-        """Return the keys of distances, by a layer's embeddings or its table; None for embeddings of another form.
-
-        Embeddings stand in the order from the largest distance to the smallest.
-        """
-        assert self.positions is not None
-        (module,), values, tokens, most = self.positions.modules, self.positions.values, *sizes_of(layout)
-        distances, heads = torch.arange(1 - most, most, device="cpu"), values["heads"]
-        if isinstance(module, nn.Embedding):
-            left, right = values["limits"]
-            table = module.weight
-            if table.dtype is not self.dtype or not table.is_cpu or table.shape != (left + right + 1, values["dim"]):
-                return None
-            keys, rows = table.repeat(1, heads), left - distances.clamp(-right, left)
-        else:
-            keys, rows = embeddings, tokens - 1 - distances
-            plain = type(keys) is Tensor and keys.is_cpu and keys.dtype is self.dtype and keys.ndim == 3
-            if not plain or len(keys) not in (1, layout.shape[0]) or keys.shape[1] != 2 * tokens - 1:
-                return None
-            if len(keys) > 1 and keys.stride(0) and not bool((keys == keys[:1]).all()):
-                return None
-            keys = module(keys[0])
-        return PositionRows(keys.contiguous(), None, rows.int())
+    def _bias(self, layout: RowLayout, given: Any) -> Bias | None:
+        """Return the bias of a layer, which is given one or computes it; None for one of another form."""
+        (batch, tokens), heads = layout.shape, self.biased_heads
+        if self.own_bias is not None:  # in the layout of the kernel, for the layers behind that share it
+            given = self.own_bias(tokens).contiguous()
+            if self._merges_bias:
+                given = given.expand(batch, *given.shape).flatten(0, 1)
+        if not self._merges_bias:
+            return layout.bias(given, heads)
+        if type(given) is not Tensor or given.shape != (batch * heads, tokens, tokens):
+            return None
+        bias = layout.bias(given.reshape(batch, heads, tokens, tokens), heads)
+        return None if bias is None else bias._replace(given=given)
 
     def rotary_form(self, operation: Operation) -> RotaryForm:
         values, found = operation.values, None
@@ -234,11 +221,6 @@ class EncoderProgramme(NativeOperations):
             for buffer in unread:  # the next result gets its memory, which the caches still hold
                 del rows.buffers[buffer]
         return rows.buffers[OUTPUT]
-
-
-def sizes_of(layout: RowLayout) -> tuple[int, int]:
-    """Return the tokens of a row of a batch, and those of its longest sequence."""
-    return layout.shape[1], layout.ragged.max_q
 
 
 def attended_window(operations: Iterable[Operation]) -> int | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels.cpu.library import threads
 from ..kernels.layouts import Ragged
+from ..recognition.known_module import PositionRows
 from ..tensors import PLAIN, integers
 
 Tables = tuple[Tensor, Tensor]  # cos and sin
@@ -45,17 +46,6 @@ class WrittenRows(NamedTuple):
     k: Tensor
     v: Tensor
     slots: Tensor
-
-
-class PositionRows(NamedTuple):
-    """Keys and queries of positions, [R, width], and the row of each distance of two tokens, int32 [2 M - 1].
-
-    queries: None where keys alone have positions.
-    """
-
-    keys: Tensor
-    queries: Tensor | None
-    rows: Tensor
 
 
 class CallTensors(NamedTuple):
@@ -226,18 +216,6 @@ def windowed_layout(mask: Tensor | None, batch: int, tokens: int, window: int) -
     near = (places[:, None] - places).abs() < window
     agrees = (seen == (real[:, None, :] & near)) | ~real[:, :, None]
     return layout if bool(agrees.all()) else None
-
-
-def layout_of_pairs(mask: Tensor | None, batch: int, tokens: int) -> RowLayout | None:
-    """Return the layout of a batch whose mask [B, 1, T, T] is not 0 for each pair of tokens; None for another mask."""
-    if type(mask) not in PLAIN or not mask.is_cpu or mask.shape != (batch, 1, tokens, tokens):  # type: ignore[union-attr]
-        return None
-    assert mask is not None
-    seen = mask[:, 0].bool()
-    real = seen.diagonal(dim1=1, dim2=2)
-    if not bool(real[:, 0].all()) or not torch.equal(seen, real[:, :, None] & real[:, None]):
-        return None
-    return layout_of_columns(real)
 
 
 def _seen(mask: Tensor) -> Tensor | None:

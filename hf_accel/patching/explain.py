@@ -14,6 +14,7 @@ from ..generation.hf.graphed_runner import OPERATORS_ON_HOST
 from ..kernels import cpu as cpu_kernels
 from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel
+from ..recognition.known_modules import other_calls
 from ..tensors import model_device
 from .originals import whereabouts
 from .plan import LinearPlan, Plan
@@ -148,7 +149,9 @@ def _pass_lines(plan: Plan) -> Iterator[Line]:
         why = fused.reason or plan.stock_attention or "no list of layers was found that see the tokens on both sides"
         yield Line("passes", "layers", "module by module", why)
     if native:
-        why = "those with gradients, output_attentions, a hook in a layer, or a mask that differs from query to query"
+        others = other_calls(site.module for site in native)
+        known = ["a hook in a layer", *others, "or a mask that differs from query to query"]
+        why = f"those with gradients, output_attentions, {', '.join(known)}"
         yield Line("passes", "other calls", "module by module", why)
     ahead = [site for site in native if site.state.leaves_padding]
     if ahead:

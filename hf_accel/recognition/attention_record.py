@@ -10,12 +10,11 @@ from torch import nn
 from .call_form import BIAS
 from .operation import Operation, UntraceableError
 from .packed import as_row, attended_again, is_packed, is_second
-from .position_attention import ABSENT_PARTS, READ_SETTINGS, PositionAttention
 from .record import Record
 from .scores import Scores
 from .source_stand_ins import KEYS, VALUES, SourceKeys
 from .stand_ins import ModuleStandIn, StandIn, require
-from .symbols import BATCH, SOURCE, TOKENS, Computed, Zeros
+from .symbols import SOURCE, TOKENS, Computed, Zeros
 
 
 class AttentionRecord(Record):
@@ -111,37 +110,13 @@ class AttentionRecord(Record):
     def keep(self, scores: Scores, kept: Any, others: Any) -> Scores:
         raise UntraceableError("it multiplies scores by more than a number")
 
-    def attend_positions(
-        self, known: tuple[nn.Module, PositionAttention], x: StandIn, mask: Any, output_attentions: bool = False,
-        **given: Any,
-    ) -> tuple[StandIn, None]:  # fmt: skip
-        """Record attention whose scores depend on the positions of tokens too. known: the module and its parts."""
-        module, parts = known
-        given = {name: value for name, value in given.items() if value is not None}
-        if given != self.positions or output_attentions is not False or mask is not self.mask:
-            raise UntraceableError("it attends in a way of its own")
-        own, held = vars(module), vars(module)["_modules"]
-        self.visit(module)
-        for name in READ_SETTINGS:
-            self.note(own, name, own.get(name))
-        for name in (*held, *ABSENT_PARTS):
-            self.note(held, name, held.get(name))
-        heads, dim = own["num_attention_heads"], own["attention_head_size"]
-        position_key, position_query = held[parts.position_key], held[parts.position_query]
-        for each in (position_key, position_query):
-            self.visit(each)
-        q, k, v = parts.recorded(self, x, module, (heads, dim))
-        scale = (3 * dim) ** -0.5
-        values = {
-            "heads": heads, "dim": dim, "scale": scale, "span": own[parts.span], "kinds": own["pos_att_type"],
-            "by_tokens": parts.by_tokens,
-        }  # fmt: skip
-        self.operations.append(
-            Operation("position_scores", [q.span, k.span], [], (position_key, position_query), values)
-        )
+    def attend_to_all(
+        self, qkv: tuple[Any, Any, Any], scale: float, modules: tuple[nn.Module, ...] = (), **values: Any
+    ) -> StandIn:
+        """Record attention to all tokens, or to those that a mask shows. values: those that are not as usual."""
         options = {"scaling": scale, "is_causal": False}
-        values = {"options": options, "masked": True, "biased": False, "adds_mask": False}
-        return self._attend((q, k, v), (), values).view(BATCH, TOKENS, heads * dim), None
+        usual = {"options": options, "masked": False, "biased": False, "adds_mask": False}
+        return self._attend(qkv, modules, usual | values)
 
     def _attend(self, qkv: tuple[Any, Any, Any], modules: tuple[nn.Module, ...], values: dict[str, Any]) -> StandIn:
         query, key, value = qkv = self._without_zeros(qkv, values["options"])

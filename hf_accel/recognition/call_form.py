@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tensors import PLAIN
 from .operation import UntraceableError
+from .symbols import Opaque
 from .unchanged import PLAIN_TYPES
 
 MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
@@ -22,18 +24,14 @@ SOURCE_BIAS = "encoder_decoder_position_bias"  # what T5's decoder adds to the s
 OF_SOURCE = (SOURCE_STATES, SOURCE_MASK, BIAS, SOURCE_BIAS)  # a decoder layer that has an encoder may be given these
 TENSORS = (MASK, "position_ids", TABLES, *CACHES, *OF_SOURCE)  # a decoder layer may be given these
 STARTS = "cu_seqlens"  # where the sequences begin that are packed into one row, and the end of the last
-POSITIONS, EMBEDDINGS = "relative_pos", "rel_embeddings"  # of attention whose scores depend on positions
-DISTANCES = "relative_position_embeddings"  # of attention with keys of distances
-ROW_MASK = "conv_attention_mask"  # which rows hold tokens, for a convolution over rows
-# Tensors, and a cache, that a layer may only pass on.
-PASSED_ON = (*TENSORS, POSITIONS, EMBEDDINGS, STARTS, DISTANCES, ROW_MASK)
+PASSED_ON = (*TENSORS, STARTS)  # tensors, and a cache, that a layer may only pass on, as any other tensor
 
 
 @dataclass(frozen=True)
 class CallForm:
     """The arguments of a call, apart from the numbers in tensors.
 
-    states: the name of the hidden states. tensors: those of PASSED_ON that are tensors. plain: the name, type and
+    states: the name of the hidden states. tensors: those that are tensors. plain: the name, type and
     value of each other argument; True is not 1. table_dtype: of cos and sin, if they are given. in_rows: whether the
     states are [B, T, width]; else they are packed sequences, [T, width]. one_table: whether what has the name of cos
     and sin is one tensor.
@@ -47,11 +45,11 @@ class CallForm:
     one_table: bool = False
 
 
-def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> CallForm:
-    """Return the form of a call with hidden states, and with a mask, positions, and cos and sin of `dtype`, if the
-    code takes them.
+def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32, others: Collection[str] = ()) -> CallForm:
+    """Return the form of a call with hidden states, and with a mask, cos and sin of `dtype`, and others, if the code
+    takes them.
     """
-    usual = {MASK, TABLES, BIAS, POSITIONS, EMBEDDINGS, DISTANCES, ROW_MASK}
+    usual = {MASK, TABLES, BIAS, *others}
     given = inspect.signature(kind.forward).parameters
     if STARTS in given and given[STARTS].default is inspect.Parameter.empty:
         usual.add(STARTS)
@@ -95,7 +93,7 @@ def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any])
         return None
     named.update(kwargs)
     x, mask = named.pop(names[0], None), named.get(MASK)
-    tensors = frozenset(name for name in PASSED_ON if not isinstance(named.get(name), PLAIN_TYPES))
+    tensors = frozenset(name for name, value in named.items() if _is_passed_on(name, value))
     plain = tuple((name, type(value), value) for name, value in named.items() if name not in tensors)
     if not all(issubclass(kind, PLAIN_TYPES) or _is_size(value) for _, kind, value in plain):
         return None
@@ -110,6 +108,12 @@ def bound(kind: type[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any])
             return None
     in_rows = STARTS not in tensors or getattr(x, "ndim", 3) == 3
     return x, mask, CallForm(names[0], tensors, plain, table_dtype, in_rows, one_table)
+
+
+def _is_passed_on(name: str, value: object) -> bool:
+    return (
+        type(value) in PLAIN or isinstance(value, Opaque) or (name in PASSED_ON and not isinstance(value, PLAIN_TYPES))
+    )
 
 
 def _is_size(value: object) -> bool:

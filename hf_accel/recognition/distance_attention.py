@@ -15,14 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..undo.journal import original_class
-from .call_form import DISTANCES, MASK, TABLES
+from .call_form import MASK, TABLES
 from .gated_bias import small_linear
+from .known_module import KnownModule, PositionRows, Said, columns_of_pairs, note_parts, tried
 from .operation import Operation, UntraceableError
 from .stand_ins import ATTENTION_KEPT, StandIn, require
-from .symbols import BATCH, TOKENS, Opaque, Vector
+from .symbols import BATCH, TOKENS, WEIGHTS_OF_ATTENTION, Opaque, Vector
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
-from .unchanged import PLAIN_TYPES
 
+DISTANCES = "relative_position_embeddings"
 HEADS, DIM, EAGER = 2, 8, "eager"  # of a trial
 LIMITS = ("left_max_position_embeddings", "right_max_position_embeddings")  # of the distances that have a key
 TRIED_SETTINGS: dict[str, Any] = {
@@ -30,7 +31,6 @@ TRIED_SETTINGS: dict[str, Any] = {
     LIMITS[0]: 3, LIMITS[1]: 2, "training": False,
 }  # fmt: skip
 WITHOUT_EFFECT = {"use_cache": True}  # of what a call may also be given
-_tried: dict[tuple[object, ...], bool | None] = {}
 
 
 class DistanceAttention(NamedTuple):
@@ -71,9 +71,7 @@ def distance_attention(module: nn.Module) -> DistanceAttention | None:
         return None
     kind = original_class(module)
     key = kind, kind.forward, parts, tuple(name for name in TRIED_SETTINGS if name in own)
-    if key not in _tried:
-        _tried[key] = next((pairs for pairs in (False, True) if _agrees(module, parts, pairs=pairs)), None)
-    pairs = _tried[key]
+    pairs = tried(key, lambda: next((pairs for pairs in (False, True) if _agrees(module, parts, pairs=pairs)), None))
     return None if pairs is None else parts._replace(pairs=pairs)
 
 
@@ -124,30 +122,23 @@ def _agrees_for(module: nn.Module, parts: DistanceAttention, tokens: int, *, pai
 def recorded_distances(
     record: Any, known: tuple[nn.Module, DistanceAttention], x: Any = None, attention_mask: Any = None, **given: Any
 ) -> tuple[StandIn, Opaque]:
-    """Record the attention of a module that is known; return what its code does. In place of the weights stands what
-    no code may read.
-    """
+    """In place of the weights of its attention stands what no code may read."""
     module, parts = known
     own, held, parameters = vars(module), vars(module)["_modules"], module._parameters
     x = given.pop("hidden_states", x)
-    record.visit(module)
-    for name, value in own.items():
-        if isinstance(value, PLAIN_TYPES):
-            record.note(own, name, value)
+    note_parts(record, module)
     record.note(vars(own["config"]), "num_attention_heads", vars(own["config"]).get("num_attention_heads"))
-    for name, part in held.items():
-        record.note(held, name, part)
     embeddings = given.pop(parts.argument, None)
-    expected = embeddings is record.distances.get(parts.argument) if parts.biases else True
+    named = type(embeddings) is Opaque and embeddings is record.given.get(parts.argument)
     if (
         any(value for name, value in given.items() if name not in WITHOUT_EFFECT)
-        or not expected
+        or not (named or not parts.biases)
         or attention_mask not in (None, record.mask)
         or own["training"]
     ):
         raise UntraceableError("it attends in a way of its own")
     require(x, heads=False)
-    dim = own["head_size"] if "head_size" in own else own["head_dim"]
+    dim, scale = own["head_size"] if "head_size" in own else own["head_dim"], own["scaling"]
     products: list[StandIn] = [record.linear(held[name], x) for name in parts.projections]
     width, positions = products[0].width, held[parts.positions]
     if any(each.width != width for each in products) or width % dim:
@@ -162,21 +153,37 @@ def recorded_distances(
     record.note(vars(positions), "max_norm", vars(positions).get("max_norm"))
     if vars(positions).get("max_norm") is not None:
         raise UntraceableError("its keys of distances are scaled when they are read")
-    scale = own["scaling"]
     values = {
-        "heads": heads,
-        "dim": dim,
-        "scale": scale,
-        "distances": parts,
-        "limits": [own.get(name) for name in LIMITS],
-    }
-    record.operations.append(
-        Operation("position_scores", [queries[1].span, products[1].span], [], (positions,), values)
-    )
-    q, k, v = (each.view(BATCH, TOKENS, heads, dim).transpose(1, 2) for each in (queries[0], *products[1:]))
-    values = {
-        "options": {"scaling": scale, "is_causal": False}, "masked": attention_mask is not None, "biased": False,
-        "adds_mask": False,
+        "read": read_distances, "heads": heads, "dim": dim, "scale": scale, "argument": parts.argument,
+        "limits": [own.get(name) for name in LIMITS], "dtype": record.dtype,
     }  # fmt: skip
-    attended = record._attend((q, k, v), (module,), values)
-    return record.linear(held[parts.out], attended.view(BATCH, TOKENS, width)), Opaque("attention weights")
+    spans = [queries[1].span, products[1].span]
+    record.operations.append(Operation("position_scores", spans, [], (positions,), values))
+    q, k, v = (each.view(BATCH, TOKENS, heads, dim).transpose(1, 2) for each in (queries[0], *products[1:]))
+    values = {"masked": attention_mask is not None, "columns": columns_of_pairs if parts.pairs else None}
+    attended = record.attend_to_all((q, k, v), scale, (module,), **values)
+    return record.linear(held[parts.out], attended.view(BATCH, TOKENS, width)), WEIGHTS_OF_ATTENTION
+
+
+def read_distances(operation: Operation, layout: Any, said: Said, tensors: Any) -> Any:
+    """Embeddings of distances stand in the order from the largest distance to the smallest."""
+    (module,), values = operation.modules, operation.values
+    tokens, most, dtype = layout.shape[1], layout.ragged.max_q, values["dtype"]
+    distances = torch.arange(1 - most, most, device="cpu")
+    if isinstance(module, nn.Embedding):
+        (left, right), table = values["limits"], module.weight
+        if table.dtype is not dtype or not table.is_cpu or table.shape != (left + right + 1, values["dim"]):
+            return None
+        keys, rows = table.repeat(1, values["heads"]), left - distances.clamp(-right, left)
+    else:
+        keys, rows = said(values["argument"]), tokens - 1 - distances
+        plain = type(keys) is Tensor and keys.is_cpu and keys.dtype is dtype and keys.ndim == 3
+        if not plain or len(keys) not in (1, layout.shape[0]) or keys.shape[1] != 2 * tokens - 1:
+            return None
+        if len(keys) > 1 and keys.stride(0) and not bool((keys == keys[:1]).all()):
+            return None
+        keys = module(keys[0])
+    return tensors._replace(positions=PositionRows(keys.contiguous(), None, rows.int()))
+
+
+DISTANCE_MODULES = KnownModule(distance_attention, recorded_distances, inputs=(DISTANCES,))

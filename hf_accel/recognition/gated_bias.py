@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..undo.journal import original_class
+from .known_module import KnownModule, columns_of_ones, note_parts, tried
 from .operation import UntraceableError
 from .stand_ins import StandIn, require
-from .symbols import BATCH, TOKENS, Computed, Opaque
+from .symbols import BATCH, TOKENS, WEIGHTS_OF_ATTENTION, Computed, Opaque
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
 PROJECTIONS, OUT = ("q_proj", "k_proj", "v_proj"), "out_proj"
@@ -22,7 +23,6 @@ GATE, FACTORS = "gru_rel_pos_linear", "gru_rel_pos_const"  # the linear layer of
 GATE_SETTINGS = ("embed_dim", "num_heads", "head_dim", "dropout", "training", "num_buckets", "max_distance")
 TABLE = "rel_attn_embed"  # of the module that computes the bias for all layers
 GATE_OUTPUTS = 8  # of the linear layer of the gates
-_tried: dict[tuple[object, ...], bool] = {}
 
 
 def attends_with_gates(module: nn.Module) -> bool:
@@ -38,12 +38,13 @@ def attends_with_gates(module: nn.Module) -> bool:
     if not own.keys() >= {*GATE_SETTINGS} or not hasattr(original_class(module), "compute_bias"):
         return False
     kind = original_class(module)
-    known = kind, kind.forward, kind.compute_bias
-    if known not in _tried:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of the kinds of masks that the code gives it
-            _tried[known] = all(_agrees(module, count, masked=masked) for count in (7, 4) for masked in (False, True))
-    return _tried[known]
+    return tried((kind, kind.forward, kind.compute_bias), lambda: _computes(module))
+
+
+def _computes(module: nn.Module) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of the kinds of masks that the code gives it
+        return all(_agrees(module, count, masked=masked) for count in (7, 4) for masked in (False, True))
 
 
 def _agrees(module: nn.Module, tokens: int, *, masked: bool) -> bool:
@@ -96,20 +97,14 @@ def small_linear(numbers: RandomNumbers, inputs: int, outputs: int) -> Any:
 
 
 def recorded_gates(
-    record: Any, module: nn.Module, x: Any, attention_mask: Any = None, *, position_bias: Any = None, **others: Any
-) -> tuple[StandIn, Opaque, Any]:
-    """Record the attention of a module that `attends_with_gates`; return what its code does.
-
-    A bias that the module is not given it computes. In place of the weights of its attention stands what no code may
-    read.
-    """
-    own, held, parameters = vars(module), vars(module)["_modules"], module._parameters
-    record.visit(module)
-    for name in GATE_SETTINGS:
-        record.note(own, name, own.get(name))
-    for name in (*PROJECTIONS, OUT, GATE, TABLE):
-        record.note(held, name, held.get(name))
-    record.note(parameters, FACTORS, parameters[FACTORS])
+    record: Any, known: tuple[nn.Module, Any], x: Any, attention_mask: Any = None, *,
+    position_bias: Any = None, **others: Any,
+) -> tuple[StandIn, Opaque, Any]:  # fmt: skip
+    """In place of the weights of its attention stands what no code may read."""
+    module, _ = known
+    own, held = vars(module), vars(module)["_modules"]
+    note_parts(record, module)
+    record.note(held, TABLE, held.get(TABLE))
     require(x, heads=False)
     heads, dim = own["num_heads"], own["head_dim"]
     others.pop("index", None)
@@ -124,11 +119,11 @@ def recorded_gates(
     record.visit(held[GATE])
     gates = record.put("bias_gates", [x], width, modules=(held[GATE], module), factors=FACTORS, **values)
     q, k, v = (record.linear(held[name], x).view(BATCH, TOKENS, heads, dim).transpose(1, 2) for name in PROJECTIONS)
-    attention = {
-        "options": {"scaling": dim**-0.5, "is_causal": False}, "masked": attention_mask is not None, "biased": True,
-        "adds_mask": False, "masks_tokens": True, "merges_bias": True,
-    }  # fmt: skip
-    attended = record._attend((q, k, v), (), attention)
+    values = {"masked": attention_mask is not None, "columns": columns_of_ones, "biased": True, "merges_bias": True}
+    attended = record.attend_to_all((q, k, v), dim**-0.5, **values)
     record.operations[-1].inputs.append(gates.span)
     out = record.linear(held[OUT], attended.view(BATCH, TOKENS, heads * dim))
-    return out, Opaque("attention weights"), record.bias
+    return out, WEIGHTS_OF_ATTENTION, record.bias
+
+
+GATED_MODULES = KnownModule(attends_with_gates, recorded_gates, attends=True)

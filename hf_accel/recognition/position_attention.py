@@ -10,22 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .call_form import EMBEDDINGS, POSITIONS
-from .operation import UntraceableError
+from .known_module import KnownModule, PositionRows, Said, columns_of_pairs, note_parts, tried
+from .operation import Operation, UntraceableError
 from .stand_ins import StandIn
 from .symbols import BATCH, TOKENS, Vector
 from .trial import RandomNumbers, Tolerance, agree, unwatched_twin
 
+POSITIONS, EMBEDDINGS = "relative_pos", "rel_embeddings"
 POSITION_ATTENTION = "DisentangledSelfAttention"
 HEAD_SETTINGS = {"num_attention_heads": 2, "attention_head_size": 8, "all_head_size": 16}
 BOTH = {"c2p", "p2c"}  # kinds of scores
-# Settings of the module that are read, and must stay.
-READ_SETTINGS = (
-    *HEAD_SETTINGS, "pos_ebd_size", "position_buckets", "max_relative_positions", "share_att_key", "pos_att_type",
-    "relative_attention",
-)  # fmt: skip
 ABSENT_PARTS = ("head_logits_proj", "head_weights_proj")  # by which heads would see the scores of others
-_tried: dict[tuple[object, ...], bool] = {}
 
 
 class PositionAttention(NamedTuple):
@@ -88,9 +83,55 @@ def position_attention(module: nn.Module) -> PositionAttention | None:
     if not isinstance(kinds, list) or {*kinds} != BOTH or own.get("relative_attention") is not True:
         return None
     kind = (type(module), type(module).forward, parts, bool(shares))
-    if kind not in _tried:
-        _tried[kind] = all(_agrees(module, parts, tokens) for tokens in (7, 4))
-    return parts if _tried[kind] else None
+    return parts if tried(kind, lambda: all(_agrees(module, parts, tokens) for tokens in (7, 4))) else None
+
+
+def recorded_positions(
+    record: Any, known: tuple[nn.Module, PositionAttention], x: StandIn, mask: Any, *weights: Any, **given: Any
+) -> tuple[StandIn, None]:
+    """Record attention whose scores depend on the positions of tokens too; return what the code does."""
+    module, parts = known
+    given = {name: value for name, value in given.items() if value not in (None, False)}
+    expected = {name: record.given.get(name) for name in (POSITIONS, EMBEDDINGS)}
+    if given != expected or any(weights) or mask is not record.mask:
+        raise UntraceableError("it attends in a way of its own")
+    own, held = vars(module), vars(module)["_modules"]
+    note_parts(record, module)
+    record.note(own, "pos_att_type", own["pos_att_type"])
+    for name in ABSENT_PARTS:
+        record.note(held, name, held.get(name))
+    for name in ("dropout", "pos_dropout"):
+        record.child(held[name])
+    heads, dim = own["num_attention_heads"], own["attention_head_size"]
+    layers = held[parts.position_key], held[parts.position_query]
+    for each in layers:
+        record.visit(each)
+    q, k, v = parts.recorded(record, x, module, (heads, dim))
+    scale = (3 * dim) ** -0.5
+    values = {
+        "read": read_positions, "heads": heads, "dim": dim, "scale": scale, "span": own[parts.span],
+        "kinds": own["pos_att_type"], "by_tokens": parts.by_tokens, "dtype": record.dtype,
+    }  # fmt: skip
+    record.operations.append(Operation("position_scores", [q.span, k.span], [], layers, values))
+    attended = record.attend_to_all((q, k, v), scale, masked=True, columns=columns_of_pairs)
+    return attended.view(BATCH, TOKENS, heads * dim), None
+
+
+def read_positions(operation: Operation, layout: Any, said: Said, tensors: Any) -> Any:
+    """Read the keys and queries of positions, by what a layer is given."""
+    values, embeddings = operation.values, said(EMBEDDINGS)
+    if {*values["kinds"]} != BOTH:  # the module's own list, which may change
+        return None
+    distances, dtype = layout.distances(said(POSITIONS)), values["dtype"]
+    if distances is None or type(embeddings) not in (Tensor, nn.Parameter) or embeddings.dtype is not dtype:
+        return None
+    rows = rows_of_positions(distances, values["span"], layout.shape[1] if values["by_tokens"] else None)
+    first, last = int(rows.min()), int(rows.max())
+    table = embeddings[first : last + 1]
+    if not embeddings.is_cpu or table.ndim != 2 or len(table) != last + 1 - first:
+        return None
+    keys, queries = (module(table).contiguous() for module in operation.modules)
+    return tensors._replace(positions=PositionRows(keys, queries, (rows - first).int()))
 
 
 def _agrees(module: nn.Module, parts: PositionAttention, tokens: int) -> bool:
@@ -158,3 +199,6 @@ def _small(numbers: RandomNumbers, outputs: int) -> Any:
         for parameter in linear.parameters():
             parameter.copy_(numbers(*parameter.shape) * 0.25)
     return linear
+
+
+POSITION_MODULES = KnownModule(position_attention, recorded_positions, inputs=(POSITIONS, EMBEDDINGS))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .call_form import BIAS, EMBEDDINGS, MASK, POSITIONS, SOURCE_BIAS, SOURCE_MASK, as_usual
+from .call_form import BIAS, MASK, SOURCE_BIAS, SOURCE_MASK, as_usual
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
 from .packed import Starts, is_packed, joined, rotated_row
 from .row_convolution import sizes_of_linear
@@ -55,7 +55,7 @@ class Record:
         self.source_mask, self.source_bias = Opaque(SOURCE_MASK), Opaque(SOURCE_BIAS)
         self.starts = Starts()
         self.source_operations: list[Operation] = []  # on the rows of an encoder's output
-        self.positions = {name: Opaque(name) for name in (POSITIONS, EMBEDDINGS)}
+        self.given: dict[str, Any] = {}  # what stands for the tensors of the call
         self.layer_idx: int | None = None
         self.running: list[ModuleStandIn] = []
 

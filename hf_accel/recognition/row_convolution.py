@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..undo.journal import original_class
 from .call_form import MASK, parameter_names
-from .operation import UntraceableError
+from .known_module import KnownModule, Said, note_parts, tried
+from .operation import Operation, UntraceableError
 from .stand_ins import StandIn, require
 from .trial import PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, activation_name, agree, unwatched_twin
 
@@ -20,7 +21,7 @@ FIRST, CONVOLUTION, LAST = "pointwise_conv1", "depthwise_conv", "pointwise_conv2
 POINTWISE, ACTIVATION = (FIRST, LAST), "activation"
 QUIET = (nn.Dropout, nn.GLU)  # of parts that have no numbers
 CHANNELS, LENGTH = 8, 5  # of a trial
-_tried: dict[tuple[object, ...], str | None] = {}
+ROW_MASK = "conv_attention_mask"  # of a call of a layer: which rows hold tokens
 
 
 class RowConvolution(NamedTuple):
@@ -79,9 +80,7 @@ def row_convolution(module: nn.Module) -> RowConvolution | None:
     biases = tuple(held[name].bias is not None for name in (FIRST, CONVOLUTION, LAST))
     padding = convolution.padding if convolution.padding in ("same", (0,)) else None
     key = kind, kind.forward, known._replace(before=0), type(norms[behind]), padding, biases
-    if key not in _tried:
-        _tried[key] = _form_of_mask(module, known)
-    mask = _tried[key]
+    mask = tried(key, lambda: _form_of_mask(module, known))
     return None if mask is None else known._replace(mask=mask or None)
 
 
@@ -172,15 +171,14 @@ def _product(record: Any, module: Any) -> nn.Module:
 
 
 def recorded_convolution(
-    record: Any, given: tuple[nn.Module, RowConvolution], x: Any, attention_mask: Any = None
+    record: Any, known: tuple[nn.Module, RowConvolution], x: Any, attention_mask: Any = None
 ) -> StandIn:
-    """Record what a module computes that is known. given: it, and its parts."""
-    module, known = given
+    """Record a module of a Conformer that convolves; return the result of its last product."""
+    module, parts = known
     own, held = vars(module), vars(module)["_modules"]
-    record.visit(module)
+    note_parts(record, module)
     for name, part in held.items():
-        record.note(held, name, part)
-        if name not in (FIRST, LAST):
+        if name not in POINTWISE:
             record.visit(part)
         for setting, value in vars(part).items():
             if not setting.startswith("_"):
@@ -190,22 +188,29 @@ def recorded_convolution(
     if any(part.training for part in held.values()):
         raise UntraceableError("it drops numbers at random, or has a norm of the batch")
     require(x, heads=False)
-    if attention_mask is not None and attention_mask is not (
-        record.mask if known.mask == "pairs" else record.row_mask
-    ):
+    mask = record.mask if parts.mask == "pairs" else record.given.get(ROW_MASK)
+    if attention_mask is not None and attention_mask is not mask:
         raise UntraceableError("it convolves in a way of its own")
-    x = x if known.ahead is None else record.layer_norm(held[known.ahead], x)
+    x = x if parts.ahead is None else record.layer_norm(held[parts.ahead], x)
     first, second = record.linear(_product(record, held[FIRST]), x).parts(2)
     width = first.width
     gated = record.put("gate", [second, first], width, activation="sigmoid", heads=1, dim=width)
-    values = {"dim": width, "value_dim": width, "before": known.before, "masked": attention_mask is not None}
-    convolution, norm = held[CONVOLUTION], held[known.behind]
+    masked, convolution, norm = attention_mask is not None, held[CONVOLUTION], held[parts.behind]
+    values = {"read": read_row_mask, "dim": width, "value_dim": width, "before": parts.before, "masked": masked}
     if isinstance(norm, nn.BatchNorm1d):
-        values |= {"activation": known.activation}
+        values |= {"activation": parts.activation}
         out = record.put("row_conv", [gated], width, modules=(convolution, norm), **values)
     else:
         out = record.put("row_conv", [gated], width, modules=(convolution,), **values)
         out = record.layer_norm(norm, out)
-        out = record.put("gate", [out], width, activation=known.activation, heads=1, dim=width)
+        out = record.put("gate", [out], width, activation=parts.activation, heads=1, dim=width)
     last: StandIn = record.linear(_product(record, held[LAST]), out)
     return last
+
+
+def read_row_mask(operation: Operation, layout: Any, said: Said, tensors: Any) -> Any:
+    rows = said(ROW_MASK) if operation.values["masked"] else None
+    return tensors if rows is None or layout.shows(rows) else None
+
+
+CONVOLUTION_MODULES = KnownModule(row_convolution, recorded_convolution, inputs=(ROW_MASK,), products=POINTWISE)

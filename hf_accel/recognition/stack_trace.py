@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..undo.journal import original_class
-from .call_form import BIAS, CACHES, CallForm, bound
+from .call_form import BIAS, CACHES, MASK, CallForm, argument, bound
 from .operation import INPUT, Span, UntraceableError
 from .stand_ins import StandIn
+from .symbols import BATCH, TOKENS, OfSizes
 from .trace import Trace
+from .unchanged import PLAIN_TYPES
 
 
 @dataclass(frozen=True)
 class LayerOfStack:
     """A layer that an encoder calls, and the form of this call.
 
-    in_tuple: whether the code takes the first of what the layer returns.
+    given: what stands for the tensors besides states and mask. in_tuple: whether the code takes the first of what the
+    layer returns.
     """
 
     layer: nn.Module
     form: CallForm
+    given: dict[str, Any]
     in_tuple: bool = False
 
 
@@ -81,7 +86,16 @@ class StackTrace(Trace):
             return lambda *args, **kwargs: self._layer(module, args, kwargs)
         if isinstance(module, nn.Linear) or type(module) is nn.LayerNorm:
             return lambda x: self._by_token(module, x)
+        if isinstance(module, nn.Embedding):  # of positions
+            self.visit(module)
+            return partial(self._of_sizes, module)
         raise UntraceableError("it calls more than its layers")
+
+    def _of_sizes(self, module: nn.Module, sizes: Any, *args: Any) -> OfSizes:
+        plain = isinstance(sizes, tuple) and len(sizes) == 2 and sizes[0] is BATCH and sizes[1] is TOKENS
+        if not plain or not all(isinstance(each, PLAIN_TYPES) for each in args):
+            raise UntraceableError("it calls more than its layers")
+        return OfSizes(module, (sizes, *args))
 
     def _is_next(self, x: Any) -> bool:
         """Return whether x is what the encoder is given, or what it has made of that so far."""
@@ -109,7 +123,8 @@ class StackTrace(Trace):
         return self._last
 
     def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = bound(original_class(layer), args, kwargs)
+        kind = original_class(layer)
+        given = bound(kind, args, kwargs)
         if given is None or not given[2].tensors.isdisjoint(CACHES):
             raise UntraceableError("it calls a layer with more than plain values")
         x, mask, form = given
@@ -117,6 +132,7 @@ class StackTrace(Trace):
             raise UntraceableError("it gives its layers a bias")
         if not self._is_next(x) or self.after or mask not in (None, self.mask):
             raise UntraceableError("it gives a layer something else than what the one before it returned")
-        self.called.append(LayerOfStack(layer, form))
+        others = {name: argument(kind, name, args, kwargs) for name in form.tensors if name != MASK}
+        self.called.append(LayerOfStack(layer, form, others))
         self._last = LayerResult(self, self.buffer(self.width), self.width)
         return self._last

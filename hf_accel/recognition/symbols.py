@@ -75,6 +75,9 @@ class Opaque:
     __hash__ = None  # type: ignore[assignment]
 
 
+WEIGHTS_OF_ATTENTION = Opaque("the weights of its attention")  # of a known module
+
+
 class MaskStandIn(Opaque):
     """A mask [B, 1, T, keys], of which the code may also read the shape. keys: what stands for the number of keys."""
 
@@ -120,6 +123,25 @@ class Computed(Opaque):
         args = [tokens if each is TOKENS else each for each in self._args]
         kwargs = {name: tokens if each is TOKENS else each for name, each in self._kwargs.items()}
         return self._method(self._module, *args, **kwargs)
+
+
+class OfSizes(Opaque):
+    """A tensor that a module computes of the sizes of a batch and plain values; index: what code takes of it."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], index: Any = ...) -> None:
+        super().__init__("what a module computes of the sizes of a batch")
+        vars(self).update(_module=module, _args=args, _index=index)
+
+    def __getitem__(self, index: Any) -> OfSizes:
+        places = index if isinstance(index, tuple) else (index,)
+        if self._index is not ... or not all(each is None or each == slice(None) for each in places):
+            raise UntraceableError("it takes parts of what it computes of the sizes of a batch")
+        return OfSizes(self._module, self._args, index)
+
+    def __call__(self, shape: tuple[int, int]) -> Any:
+        """Return what the module computes for a batch [B, T]."""
+        args = (torch.Size(shape) if isinstance(each, tuple) else each for each in self._args)
+        return self._module(*args)[self._index]
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,9 +24,7 @@ from .call_form import (
     BIAS,
     CACHE,
     CACHES,
-    DISTANCES,
     MASK,
-    ROW_MASK,
     SOURCE_BIAS,
     SOURCE_MASK,
     SOURCE_STATES,
@@ -35,18 +33,26 @@ from .call_form import (
     CallForm,
 )
 from .code import ROTATIONS, with_functions
-from .distance_attention import distance_attention, recorded_distances
 from .folding import folded
-from .gated_bias import attends_with_gates, recorded_gates
+from .known_modules import known_module
 from .model_stand_ins import CacheStandIn, ConfigStandIn
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
-from .position_attention import POSITION_ATTENTION, position_attention
-from .row_convolution import recorded_convolution, row_convolution
 from .scores import Scores
 from .source import results_of
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import ModuleStandIn, StandIn, require
-from .symbols import BATCH, SOURCE, TOKENS, TOKENS_BEFORE, Computed, MaskStandIn, Opaque, Vector, ZerosOfTokens
+from .symbols import (
+    BATCH,
+    SOURCE,
+    TOKENS,
+    TOKENS_BEFORE,
+    WEIGHTS_OF_ATTENTION,
+    Computed,
+    MaskStandIn,
+    Opaque,
+    Vector,
+    ZerosOfTokens,
+)
 from .trial import (
     PLAIN_ACTIVATIONS,
     GatedNames,
@@ -86,8 +92,6 @@ class Trace(AttentionRecord):
         self.equals: dict[str, str] = {}
         self.others: tuple[str | None, ...] | None = None
         self.cache: PairStandIn | None = None
-        self.distances = {name: Opaque(name) for name in (DISTANCES, TABLES)}
-        self.row_mask = Opaque(ROW_MASK)
         self._ran = False  # whether the layer's own code has begun
 
     def layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
@@ -128,8 +132,10 @@ class Trace(AttentionRecord):
 
     def _is_known(self, other: Any) -> bool:
         """Return whether a layer may return this with its result."""
-        weights = self.may_return_weights and isinstance(other, Scores) and other.is_softmax
-        return weights or any(other is each for each in (None, self.bias, self.source_bias, self.cache))
+        weights = other is WEIGHTS_OF_ATTENTION or (isinstance(other, Scores) and other.is_softmax)
+        return (self.may_return_weights and weights) or any(
+            other is each for each in (None, self.bias, self.source_bias, self.cache)
+        )
 
     def call(self, module: nn.Module, width: int, form: CallForm) -> Any:
         """Return the result of a module's code on hidden states [B, T, width]."""
@@ -140,15 +146,16 @@ class Trace(AttentionRecord):
             cache = self.cache = PairStandIn(self)
             self.mask, self.source_mask = MaskStandIn(MASK, TOKENS), MaskStandIn(SOURCE_MASK, SOURCE)
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
-        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias} | self.positions
+        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias}
         tensors |= dict.fromkeys(CACHES, cache)
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
-        tensors |= {SOURCE_BIAS: self.source_bias, ROW_MASK: self.row_mask, DISTANCES: self.distances[DISTANCES]}
+        tensors |= {SOURCE_BIAS: self.source_bias}
         if form.one_table:
-            tensors[TABLES] = self.distances[TABLES]
+            tensors[TABLES] = Opaque(TABLES)
+        self.given = {name: tensors[name] for name in form.tensors}
         if SOURCE_STATES in form.tensors and self.cache_class is None:
             raise UntraceableError("it attends to an encoder's output without a cache")
-        kwargs = {name: value for name, _, value in form.plain} | {name: tensors[name] for name in form.tensors}
+        kwargs = {name: value for name, _, value in form.plain} | self.given
         batch = BATCH if STARTS not in form.tensors else 1 if form.in_rows else None
         kwargs[form.states] = self._states = StandIn(self, Span(INPUT, 0, width), width, batch=batch)
         try:
@@ -215,19 +222,9 @@ class Trace(AttentionRecord):
                 for name, value in parts.items():
                     self.note(parts, name, value)
                 return lambda x: self.activate(activation, x)
-        positions = position_attention(module) if type(module).__name__ == POSITION_ATTENTION else None
-        if positions is not None:
-            for name in ("dropout", "pos_dropout"):
-                self.note(parts["_modules"], name, parts["_modules"][name])
-                self.child(parts["_modules"][name])
-            return partial(self.attend_positions, (module, positions))
-        if attends_with_gates(module):
-            return partial(recorded_gates, self, module)
-        distances, convolution = distance_attention(module), row_convolution(module)
-        if distances is not None:
-            return partial(recorded_distances, self, (module, distances))
-        if convolution is not None:
-            return partial(recorded_convolution, self, (module, convolution))
+        known = known_module(module)
+        if known is not None:
+            return partial(known[0].recorded, self, (module, known[1]))
         if self.is_called(module):
             return partial(self.call_module, module, results_of(original_class(module).forward))
         held = parts.get(FUSED)  # the parts that it had when it was given a native forward

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..undo.journal import original_class
-from .row_convolution import POINTWISE, row_convolution
+from .known_module import tried
+from .known_modules import known_module
 from .trial import PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, activation_name, agree, unwatched_twin
 
 CONVOLUTION, NORM, ACTIVATION = "conv", "layer_norm", "activation"
@@ -22,7 +23,6 @@ FEWEST_INPUTS = 64  # of a product that is worth rounding; a first layer is give
 # rounding the two largest of WavLM base, three quarters of the work, leaves the least cosine of 12 INT8 layers at
 # 0.99945, and rounding three at 0.9994; the time is the same within what two runs differ by.
 LEAST_SHARE = 1 / 2
-_tried: dict[tuple[object, ...], bool] = {}
 
 
 def is_product(module: Any) -> bool:
@@ -58,8 +58,9 @@ def product_convolutions(model: nn.Module) -> dict[nn.Module, str | None]:
     """
     found: dict[nn.Module, str | None] = {}
     for around in model.modules():
-        if row_convolution(around) is not None:
-            found |= {around._modules[name]: None for name in POINTWISE}  # type: ignore[misc]
+        known = known_module(around)
+        if known is not None:
+            found |= {around._modules[name]: None for name in known[0].products}  # type: ignore[misc]
         elif isinstance(around, nn.ModuleList) and all(convolution_layer(layer) is not None for layer in around):
             convolutions: list[Any] = [layer._modules[CONVOLUTION] for layer in around]
             found |= zip(convolutions, _reasons(convolutions), strict=True)
@@ -111,10 +112,7 @@ def convolution_layer(module: nn.Module) -> ConvolutionLayer | None:
     if norm == "" or activation is None or not is_known_norm(held):
         return None
     kind, known = original_class(module), ConvolutionLayer(norm, activation)
-    key = kind, kind.forward, known
-    if key not in _tried:
-        _tried[key] = _agrees(module, known)
-    return known if _tried[key] else None
+    return known if tried((kind, kind.forward, known), lambda: _agrees(module, known)) else None
 
 
 def is_known_norm(held: dict[str, Any]) -> bool:

@@ -52,6 +52,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Wav2Vec2-BERT": ("Wav2Vec2Bert", FEATURES | KEYS),
     "Wav2Vec2-BERT, vectors": ("Wav2Vec2Bert", FEATURES | {"position_embeddings_type": "relative"}),
     "Wav2Vec2-Conformer": ("Wav2Vec2Conformer", SOUND | {"hidden_act": "swish"}),
+    "Wav2Vec2-Conformer, rotations": ("Wav2Vec2Conformer", SOUND | {"position_embeddings_type": "rotary"}),
+    "Wav2Vec2-BERT, rotations": ("Wav2Vec2Bert", FEATURES | {"position_embeddings_type": "rotary"}),
     "SeamlessM4T": ("SeamlessM4T", SEAMLESS),
     "SeamlessM4T v2": ("SeamlessM4Tv2", SEAMLESS | KEYS),
     "Parakeet": ("ParakeetEncoder", PARAKEET),

@@ -26,24 +26,23 @@ from ...kernels.cpu.library import native
 from ...recognition.call_form import (
     BIAS,
     CACHES,
-    EMBEDDINGS,
     MASK,
-    POSITIONS,
-    ROW_MASK,
     STARTS,
     TABLES,
     CallForm,
     argument,
     bound,
 )
+from ...recognition.known_module import Said
 from ...recognition.operation import UntraceableError
 from ...recognition.stack_trace import StackTrace
+from ...recognition.symbols import OfSizes
 from ...recognition.trace import Trace
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..encoder_programme import Causal, EncoderProgramme
-from ..encoder_rows import Bias, CallTensors, RowLayout
+from ..encoder_rows import CallTensors, RowLayout
 from .encoder_checks import is_empty, layout_for, refuse_functions_of_users, scale_of
 from .layer_attention import attend_of, sees_all
 
@@ -73,10 +72,24 @@ class Computation:
 
     run: [B, T, width], its layout, and its other tensors -> what the code would return. first: the first
     layer's programme, which knows the layout of a mask, what else is read, and whether keys and values are written.
+    given: what an encoder gives its first layer besides states and mask; None where the module is the layer.
     """
 
     run: Callable[[Tensor, RowLayout, CallTensors], Any]
     first: EncoderProgramme
+    given: dict[str, Any] | None = None
+
+    def said(self, said: Said, shape: tuple[int, int]) -> Said:
+        """Return what gives the first layer's arguments, by what gives the module's for a batch [B, T]."""
+        given = self.given
+        return said if given is None else lambda name: _value(given.get(name), said, shape)
+
+
+def _value(given: Any, said: Said, shape: tuple[int, int]) -> Any:
+    """Return what an encoder gives its layers. given: what stood for it."""
+    if isinstance(given, OfSizes):
+        return given(shape)
+    return None if given is None else said(TABLES if isinstance(given, tuple) else given.name)
 
 
 class Known(ABC):
@@ -152,29 +165,16 @@ class EncoderCalls(ABC):
             layout = first.with_padding(layout)
             if layout is None:
                 return None
-        if first.masks_rows and ROW_MASK in form.tensors and not layout.shows(argument(own, ROW_MASK, args, kwargs)):
+        said = partial(argument, own, args=args, kwargs=kwargs)
+        tensors = first.tensors_of(layout, compute.said(said, layout.shape))
+        if tensors is None:
             return None
-        tables = bias = None
-        if first.tables is not None:
-            tables = layout.tables(argument(own, TABLES, args, kwargs), of_last=first.rotates_last)
-            if tables is None or tables[0].shape[1] != first.tables:
-                return None
-        if first.biased_heads:
-            bias = _bias(first, layout, argument(own, BIAS, args, kwargs))
-            if bias is None:
-                return None
-        written, positions = first.to_write(layout), None
-        if first.positions is not None:
-            names = (POSITIONS, EMBEDDINGS) if first.distances is None else (first.distances.argument, "")
-            said, embeddings = (argument(own, name, args, kwargs) for name in names)
-            positions = first.positions_of(layout, said, embeddings)
-            if positions is None:
-                return None
+        written = first.to_write(layout)
         if written is None:
-            return compute.run(x, layout, CallTensors(tables, bias, None, positions))
+            return compute.run(x, layout, tensors)
         if not is_empty(cache, first.layer_idx):
             return None
-        result = compute.run(x, layout, CallTensors(tables, bias, written))
+        result = compute.run(x, layout, tensors._replace(written=written))
         cache.update(written.k, written.v, first.layer_idx)
         return result
 
@@ -309,35 +309,24 @@ class KnownStack(Known):
             programmes.append(known.programme)
         if len({(each.window, each.causal) for each in programmes}) > 1:  # one mask is not that of all of them
             return None
-        return Computation(partial(self._compute, programmes), programmes[0])
+        given = self._trace.called[0].given
+        same = all(each.given == given for each in self._trace.called) and programmes[0].positions is None
+        if not same or len({each.reading for each in programmes}) > 1:
+            return None
+        return Computation(partial(self._compute, programmes), programmes[0], given)
 
-    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, _: CallTensors) -> Any:
+    def _compute(self, programmes: list[EncoderProgramme], x: Tensor, layout: RowLayout, tensors: CallTensors) -> Any:
         rows = layout.rows(x)
         for module in self._trace.before:
             rows = module(rows)
         free: Tensor | None = None
         for number, programme in enumerate(programmes):
-            out = programme(rows, layout, out=free)
+            out = programme(rows, layout, tensors, out=free)
             # Two tensors take turns, since the system clears memory that it gives; x is the caller's.
             rows, free = out, rows if number or layout.index is not None else None
         for module in self._trace.after:
             rows = module(rows)
         return self._trace.outcome(layout.padded(rows))
-
-
-def _bias(programme: EncoderProgramme, layout: RowLayout, given: Any) -> Bias | None:
-    """Return the bias of a layer, which is given one or computes it; None for one of another form."""
-    (batch, tokens), heads = layout.shape, programme.biased_heads
-    if programme.own_bias is not None:  # in the layout of the kernel, for the layers behind that share it
-        given = programme.own_bias(tokens).contiguous()
-        if programme.merges_bias:
-            given = given.expand(batch, *given.shape).flatten(0, 1)
-    if not programme.merges_bias:
-        return layout.bias(given, heads)
-    if type(given) is not Tensor or given.shape != (batch * heads, tokens, tokens):
-        return None
-    bias = layout.bias(given.unflatten(0, (batch, heads)), heads)
-    return None if bias is None else bias._replace(given=given)
 
 
 def _only_collects(hook: Any) -> bool:

@@ -17,7 +17,7 @@ from ...attention.hf.stock import SDPA, stock_implementation
 from ...models import is_within
 from ...recognition.call_form import MASK, STARTS, TABLES, CallForm, usual_form
 from ...recognition.code import code_of
-from ...recognition.gated_bias import attends_with_gates
+from ...recognition.known_modules import INPUTS, known_module
 from ...recognition.mask_code import adds_to_masks
 from ...recognition.operation import UntraceableError, WidthError
 from ...recognition.source import source_of
@@ -105,8 +105,8 @@ def attending_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Modu
 
 def _attends(module: nn.Module) -> bool:
     """Return whether a module's code attends, by a function of transformers' interface or by itself."""
-    code = code_of(module)
-    return code.attends or code.refusal is not None or attends_with_gates(module)
+    code, known = code_of(module), known_module(module)
+    return code.attends or code.refusal is not None or (known is not None and known[0].attends)
 
 
 def _has_layers(layer: nn.Module) -> bool:
@@ -182,14 +182,14 @@ def _refusal(
     if has_own_forward(layer):
         return "its forward was replaced on the module itself", False
     around = place.models
-    if around and adds_to_masks(around[-1]):
-        return "something is added to its mask", False
     try:
-        form = usual_form(type(layer), dtype)
+        form = usual_form(type(layer), dtype, INPUTS)
         if place.masks is Masks.CAUSAL_WITH_FLAG:
             form = replace(form, plain=(("is_causal", bool, True),))
         trace = _trace(layer, attention, form, dtype)
         operation, _, causal = attend_of(trace)
+        if around and adds_to_masks(around[-1]) and operation.values.get("columns") is None:  # which looks at it
+            raise UntraceableError("something is added to its mask")
         if place.masks is Masks.OTHERS and sees_all(operation, masked=MASK in form.tensors):
             causal = False
         if place.masks is Masks.CAUSAL and not causal:
@@ -246,7 +246,7 @@ def _stacks(
         if len(lists) != 1 or not layers.keys() >= set(lists[0]) or has_own_forward(module):
             continue
         try:
-            StackTrace(dtype, layers).stack(module, width_of(module), usual_form(type(module)))
+            StackTrace(dtype, layers).stack(module, width_of(module), usual_form(type(module), others=INPUTS))
         except UntraceableError:
             continue
         leaves_padding = all(layers[layer].leaves_padding for layer in lists[0])

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ...attention.hf import ATTENTION_NAME
 from ...recognition.call_form import usual_form
 from ...recognition.code import code_of
+from ...recognition.known_modules import INPUTS
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ...recognition.unchanged import has_own_forward
@@ -41,7 +42,7 @@ def _ends_in_norm(model: PreTrainedModel, layer: nn.Module, attention: nn.Module
     evaluated = copy.deepcopy(layer, {id(parameter): parameter for parameter in layer.parameters()}).eval()
     trace = Trace(model.dtype, attention=ATTENTION_NAME)
     try:
-        trace.layer(evaluated, width_of(attention), usual_form(type(layer), model.dtype))
+        trace.layer(evaluated, width_of(attention), usual_form(type(layer), model.dtype, INPUTS))
     except UntraceableError:
         return False
     return trace.operations[-1].kind in NORMS

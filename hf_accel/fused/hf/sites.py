@@ -20,8 +20,9 @@ from ...linear.hf import experts_refusal
 from ...models import is_within, layers_config
 from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
+from ...recognition.known_modules import known_module
 from ...recognition.operation import INPUT, Span, UntraceableError
-from ...recognition.row_convolution import POINTWISE, is_pointwise, row_convolution
+from ...recognition.row_convolution import is_pointwise
 from ...recognition.trace import Trace, is_conv1d
 from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
@@ -181,7 +182,8 @@ def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
     for name, module in model.named_modules():
         if type(module) is nn.Linear and not has_own_forward(module) and is_readable(module):
             yield FusedSite(name, module, LINEAR, NativeLinear, ProjectionCall(float_rows))
-        for last in POINTWISE if row_convolution(module) is not None else ():
+        known = known_module(module)
+        for last in () if known is None else known[0].products:
             inner: Any = module._modules[last]
             if is_pointwise(inner) and not has_own_forward(inner) and is_readable(inner):
                 yield FusedSite(f"{name}.{last}", inner, LINEAR, NativePointwise, ProjectionCall(float_rows))
