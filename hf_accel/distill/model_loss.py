@@ -91,14 +91,14 @@ def _native_sum(logits: Tensor, task: LossTask) -> Tensor:
     found = cross_entropy(logits.detach(), labels)
     # A copy that torch makes when one of both is written to: whoever changes the logits leaves ours as they are, and
     # our gradient takes their memory where they are gone, or a copy of it.
-    kept = torch._lazy_clone(logits)  # type: ignore[attr-defined]
+    kept = torch._lazy_clone(logits)
     total: Tensor = _NativeCrossEntropy.apply(kept, task, labels, *found)  # type: ignore[no-untyped-call]
     return total
 
 
 def _second_gradient(logits: Tensor, task: LossTask, grad: Tensor) -> Tensor:
     """Return the gradient of the sum in the logits as something that can be differentiated once more."""
-    assert task.targets is not None
+    assert task.index is not None and task.targets is not None
     chances = logits[task.index].float().softmax(-1) - torch.nn.functional.one_hot(task.targets, task.size)
     return torch.zeros_like(logits).index_add(0, task.index, (chances * grad).to(logits.dtype))
 
