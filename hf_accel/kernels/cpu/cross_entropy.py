@@ -22,9 +22,8 @@ _cross_entropy = kernel("cross_entropy", CrossEntropyCall)
 
 
 class RowStatistics(NamedTuple):
-    """Of each row [N], float32: the cross entropy, the largest logit, and the sum of exp(logit - largest).
-
-    All are zeros in a row without a label.
+    """What is known of each row, all [N] float32: the cross entropy, the largest logit, and the sum of
+    exp(logit - largest). They are zeros in a row without a label.
     """
 
     losses: Tensor
