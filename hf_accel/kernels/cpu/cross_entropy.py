@@ -22,8 +22,9 @@ _cross_entropy = kernel("cross_entropy", CrossEntropyCall)
 
 
 class RowStatistics(NamedTuple):
-    """What is known of each row, all [N] float32: the cross entropy, the largest logit, and the sum of
-    exp(logit - largest). They are zeros in a row without a label.
+    """What is known of each row, all [N] float32, and zero in a row without a label.
+
+    losses: the cross entropies. largest: the largest logits. sums: the sums of exp(logit - largest).
     """
 
     losses: Tensor
