@@ -22,7 +22,7 @@ _cross_entropy = kernel("cross_entropy", CrossEntropyCall)
 
 
 class RowStatistics(NamedTuple):
-    """What is known of each row, all [N] float32, and zero in a row without a label.
+    """The statistics of rows, all [N] float32, and zero in a row without a label.
 
     losses: the cross entropies. largest: the largest logits. sums: the sums of exp(logit - largest).
     """
