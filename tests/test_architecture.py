@@ -32,7 +32,7 @@ CORE = {  # room -> the rooms before it
     "fused": {"recognition", "kernels", "cache", "attention", "linear"},
     "recurrent": {"recognition", "kernels", "cache", "attention", "linear", "fused"},
     "generation": {"recognition", "kernels", "cache", "attention", "linear", "fused"},
-    "distill": {"cache", "generation"},
+    "distill": {"kernels", "cache", "generation"},
 }
 DISTILL = ["losses", "model_loss", "teachers", "trainer", "drafts"]  # its rooms: each may use those before it
 TORCH_ALONE = {"losses", "drafts.kept_layers", "teachers.top_logits"}  # the others know transformers

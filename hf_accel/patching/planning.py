@@ -16,7 +16,7 @@ from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
 from ..fused.hf.operator_models import OperatorModel, operator_sites
-from ..fused.hf.sites import fused_sites, layer_sites, native_linears
+from ..fused.hf.sites import fused_sites, layer_sites, native_linears, with_trained_head
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
@@ -346,7 +346,8 @@ def _plan_fused(
         layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]
     native = [site.name for site in layers]  # each was tried as a layer of both kinds, and its parts too
     by_module = [each for each in by_module if not any(is_within(each.name, name) for name in native)]
-    return FusedPlan((*sites, *layers), tuple(floats), (*dropped, *by_module), float_rows)
+    floats, tables = with_trained_head(model, floats)
+    return FusedPlan((*sites, *tables, *layers), tuple(floats), (*dropped, *by_module), float_rows)
 
 
 # -- what only a run of the model can tell -----------------------------------------------------------------

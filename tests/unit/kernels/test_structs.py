@@ -11,6 +11,7 @@ import pytest
 
 from hf_accel.kernels.cpu import (  # noqa: F401  # each of these says its structs
     attention,
+    cross_entropy,
     delta_rule,
     draws,
     gated_norm,

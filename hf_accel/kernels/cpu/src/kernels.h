@@ -32,6 +32,7 @@
   KERNEL(argmax, LogitsCall)              \
   KERNEL(topk, LogitsCall)                \
   KERNEL(draw, DrawCall)                  \
+  KERNEL(cross_entropy, CrossEntropyCall) \
   KERNEL(attention, AttentionCall)        \
   KERNEL(position_scores, PositionScoresCall) \
   KERNEL(bias_gates, BiasGatesCall) \
@@ -306,6 +307,21 @@ struct DrawCall {
   int64_t stride, num_rows, size, k, probability_stride, top_k;
   float temperature, top_p;
   int32_t kind, is_weights, dtype, threads;
+};
+
+// losses = log(sums) - (logits[label] - largest) of each row of logits [rows, size], with the sums of exp(logits - largest);
+// all three are 0 where a label is negative. With a gradient these are read, and gradient = factor * (exp(logits - largest) /
+// sums - (1 at the label)), zeros where there is none; it may stand where the logits do.
+struct CrossEntropyCall {
+  const void* logits;
+  const int64_t* labels;  // [rows], below size
+  float* largest;         // [rows]
+  float* sums;            // [rows]
+  float* losses;          // [rows]
+  void* gradient;         // [rows, size] of dtype, or null
+  int64_t stride, gradient_stride, rows, size;
+  float factor;
+  int32_t dtype, threads;
 };
 
 // -- attention over pages or contiguous sequences, and writing to pages ----------------------------------------------
