@@ -34,12 +34,18 @@ def explain(plan: Plan) -> Iterator[Line]:
     if model_device(plan.model).type != "cpu":
         yield _graphs_line(plan)
     if plan.config.fuse and learns_by_rows(plan.model):
-        yield Line("training", "loss", "a few rows at a time", "one more tensor like the logits, their gradient")
+        yield Line("training", "loss", "a few rows at a time", _gradient_of_logits(plan))
     yield _undo_line(plan)
     variant = plan.variant
     reason = "; ".join(variant) or "a request's tokens do not depend on other requests"
     yield Line("exactness", "row-invariant", "no" if variant else "yes", reason)
     yield from _size_lines(plan)
+
+
+def _gradient_of_logits(plan: Plan) -> str:
+    if model_device(plan.model).type == "cpu" and cpu_kernels.refusal() is None:
+        return "the gradient of the logits takes their place"
+    return "one more tensor like the logits, their gradient"
 
 
 def _kernels_line() -> Line:
