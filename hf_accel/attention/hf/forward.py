@@ -190,8 +190,15 @@ def _unknown(
         return None if mask is None or mask.ndim == 4 else f"it is given a mask of shape {tuple(mask.shape)}"
     if dense is not None and (dense[0].shape[2], dense[1].shape[2]) != ours.lengths:
         return f"it is given a mask of {ours.lengths[1]} columns for {dense[1].shape[2]}"
+    if name_before_patch(module) == EAGER:
+        blind = dense is not None and ours.has_blind_queries
+        return (
+            "padding attends to all tokens in its eager attention, and a loss may read what comes of it"
+            if blind
+            else None
+        )
     # a module that is not causal, where stock's sdpa would follow is_causal
-    return None if causal or not ours.meaning.left_out or name_before_patch(module) == EAGER else "it is not causal"
+    return None if causal or not ours.meaning.left_out else "it is not causal"
 
 
 def _columns(module: Any, paged: PagedKV, why: str) -> tuple[Tensor, Tensor]:

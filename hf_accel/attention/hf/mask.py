@@ -40,10 +40,14 @@ class Meaning(NamedTuple):
 
 @dataclass
 class Numbers:
-    """The numbers of a mask, once they were made; a mask and what was detached from it share them."""
+    """The numbers of a mask, once they were made; a mask and what was detached from it share them.
+
+    blind: whether a query sees nothing, once that was asked.
+    """
 
     tensor: Tensor | None = None
     handed_out: bool = False
+    blind: bool | None = None
 
 
 class CausalMask(Tensor):
@@ -79,6 +83,20 @@ class CausalMask(Tensor):
     def seen(self) -> int:
         """Return the number of columns that the last query may see; no query sees later ones."""
         return self.columns.shape[1]
+
+    @property
+    def has_blind_queries(self) -> bool:
+        """True if a query sees nothing: padding on the left, or as much of it as a window has."""
+        if self._numbers.blind is None:
+            self._numbers.blind = self.meaning.padded and bool(self._blind().any())
+        return self._numbers.blind
+
+    def _blind(self) -> Tensor:
+        """Bool [B, Q]. Without chunks."""
+        counts = self.columns.cumsum(1)
+        if self.meaning.window is not None:
+            counts = counts - pad(counts, (self.meaning.window, 0))[:, : self.seen]
+        return counts[:, self.seen - self.lengths[0] :] == 0
 
     def whole(self) -> Tensor:
         """The numbers, for our own code, which must not change them."""
