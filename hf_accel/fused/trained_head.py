@@ -124,7 +124,7 @@ def is_tied(table: object, head: nn.Module) -> bool:
 
 
 class _Joined(torch.autograd.Function):
-    """A weight that is used twice. Its uses have sparse gradients, and the head's product beside them in `shared`.
+    """A weight that is used twice. Its uses have sparse gradients, and the head's product next to them in `shared`.
 
     The engine would make a third tensor for the sum of two.
     """
