@@ -26,22 +26,18 @@ from .selection import mark_others_long
 if triton.is_interpreted():
     correct_interpreter()
 
-RARELY = 20_000  # new objects before Python looks for garbage: by its own 700, a tenth of the time goes there
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests stay: of their million objects, no later collection of garbage looks at one again. What tests
-    make is small, and most of it in no circle: collections may be rare.
-    """
+    """Modules and tests stay: of their million objects, no later collection of garbage looks at one again."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(RARELY, 20, 100)
         gc.enable()
         atexit.register(gc.unfreeze)  # libraries count at the end what was not freed, and complain
 

@@ -96,7 +96,7 @@ class TrainedHead(NativeLinear):
             tie, shared = own[FUSED].tie, None
             if tie is not None and weight.requires_grad:
                 weight, shared = tie.taken(weight)
-            result: Tensor = _HeadProduct.apply(x, weight, bias, shared)  # type: ignore[no-untyped-call]
+            result: Tensor = _HeadProduct.apply(shared, x, weight, bias)  # type: ignore[no-untyped-call]
             return result
         return super().forward(x)
 
@@ -174,7 +174,10 @@ class _HeadProduct(torch.autograd.Function):
     """F.linear, whose backward pass multiplies only rows that have a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shared: Shared | None) -> Tensor:
+    def forward(ctx: Any, shared: Shared | None, *tensors: Tensor | None) -> Tensor:
+        """tensors: x, the weight and the bias."""
+        x, weight, bias = tensors
+        assert x is not None and weight is not None
         ctx.save_for_backward(x, weight)
         ctx.has_bias, ctx.shared = bias is not None, shared
         return F.linear(x, weight, bias)
@@ -182,7 +185,7 @@ class _HeadProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        _, of_x, of_weight, of_bias = ctx.needs_input_grad
         gradient, states = grad.flatten(0, -2), x.flatten(0, -2)
         bias = gradient.sum(0) if ctx.has_bias and of_bias else None
         rows = None if torch.is_grad_enabled() else _rows_to_multiply(gradient, states)
@@ -195,7 +198,7 @@ class _HeadProduct(torch.autograd.Function):
         if ctx.shared is not None and learned is not None and not torch.is_grad_enabled():
             ctx.shared.leave(learned)
             learned = _sparse(learned.new_empty(0, dtype=torch.long), learned.new_empty(0, x.shape[-1]), learned.shape)
-        return back if back is None else back.view(x.shape), learned, bias, None
+        return None, back if back is None else back.view(x.shape), learned, bias
 
 
 def _rows_to_multiply(gradient: Tensor, states: Tensor) -> Tensor | None:

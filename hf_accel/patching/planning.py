@@ -15,8 +15,9 @@ from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..fused.hf.encoder_sites import encoder_sites
+from ..fused.hf.head_sites import with_trained_head
 from ..fused.hf.operator_models import OperatorModel, operator_sites
-from ..fused.hf.sites import fused_sites, layer_sites, native_linears, with_trained_head
+from ..fused.hf.sites import fused_sites, layer_sites, native_linears
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
@@ -307,7 +308,6 @@ def _plan_fused(
     operators: OperatorModel | None,
 ) -> FusedPlan:  # fmt: skip
     """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces.
-
     operators: what is known of a model that attends by operators, where a decoder's layers can run so too.
     """
     if not config.fuse:
@@ -338,9 +338,8 @@ def _plan_fused(
     by_operators = operator_sites(model, operators if model.config.is_encoder_decoder else None, config)
     tried = {site.module: site.state.spec for site in by_operators if isinstance(site.state.backend, CpuBackend)}
     layers, by_module = layer_sites(model, model.dtype, linears=kernels, attention=specs | tried, tried=tried)
-    ours = None
-    if config.attention in ("auto", CpuBackend.name) and split is None:
-        ours = [] if model_attention_refusal(model) else attention_modules(model)
+    takes_ours = config.attention in ("auto", CpuBackend.name) and split is None
+    ours = None if not takes_ours else [] if model_attention_refusal(model) else attention_modules(model)
     if not attends_in_decoder_alone(model, [p.site for p in attention]):
         encoders, stock_encoders = encoder_sites(model, model.dtype, ours=ours, linears=kernels)
         layers, by_module = [*layers, *encoders], [*by_module, *stock_encoders]

@@ -13,8 +13,6 @@ from transformers import (
     MegatronBertModel,
     RemBertConfig,
     RemBertModel,
-    RoFormerConfig,
-    RoFormerModel,
 )
 from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertEncoder
 
@@ -148,10 +146,9 @@ def reading():
     "make",
     [
         reading,
-        lambda: RoFormerModel(RoFormerConfig(**SIZES)).eval(),
         lambda: MegatronBertForCausalLM(MegatronBertConfig(is_decoder=True, **SIZES)).eval(),
     ],
-    ids=["an encoder that reads them", "an encoder that does more", "a model that generates text"],
+    ids=["an encoder that reads them", "a model that generates text"],
 )
 def test_where_they_may_be_read_layers_keep_their_code(make):
     plan = hf_accel.plan(make(), weights=None)

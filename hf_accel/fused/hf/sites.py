@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedModel
 
 from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
@@ -59,7 +58,6 @@ from ..projections import (
 )
 from ..routers import NativeRouter, RouterState, multiplies_by_its_weight, seems_router
 from ..site import Dropped, FusedSite, SiteKind
-from ..trained_head import HeadCall, Tie, TiedTable, TrainedHead, is_tied
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
 from .layer_attention import attention_of, source_attention
@@ -71,7 +69,6 @@ MLP = SiteKind("mlp", "gated MLPs", "one call, then down", computes_all=True)
 GATE = SiteKind("gate", "gated MLPs", "activation and product in one call")
 ACTIVATION = SiteKind("activation", "activations", "one native call", computes_all=True)
 LINEAR = SiteKind("linear")
-TIED_TABLE = SiteKind("tied table")
 PATCHES = SiteKind("patches", "patch embeddings", "one product", "each is given patches as large as its kernel")
 CONVOLUTIONS = SiteKind(
     "convolutions", "convolutions", "one product of windows each, with what follows", multiplies=True
@@ -190,20 +187,6 @@ def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
             inner: Any = module._modules[last]
             if is_pointwise(inner) and not has_own_forward(inner) and is_readable(inner):
                 yield FusedSite(f"{name}.{last}", inner, LINEAR, NativePointwise, ProjectionCall(float_rows))
-
-
-def with_trained_head(model: nn.Module, floats: list[FusedSite]) -> tuple[list[FusedSite], list[FusedSite]]:
-    """Give the head among float linears a mixin that also trains, and find the table that shares its weight."""
-    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    if not any(site.module is head for site in floats):
-        return floats, []
-    named = [(n, m) for n, m in model.named_modules() if is_tied(m, head) and not has_own_forward(m)]
-    tie = Tie() if len(named) == 1 else None
-    trained = [
-        replace(each, mixin=TrainedHead, state=HeadCall(each.state.float_rows, tie)) if each.module is head else each
-        for each in floats
-    ]
-    return trained, [] if tie is None else [FusedSite(*named[0], TIED_TABLE, TiedTable, tie)]
 
 
 def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:

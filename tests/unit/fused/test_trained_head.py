@@ -90,7 +90,7 @@ def test_a_state_that_is_no_number_is_multiplied_as_stock_does() -> None:
     x[1, 2], grad = float("nan"), torch.zeros(4, SIZE)
     grad[0] = 1
     expected = torch.autograd.grad(torch.nn.functional.linear(x, weight), weight, grad)[0]
-    found = torch.autograd.grad(trained_head._HeadProduct.apply(x, weight, None, None), weight, grad)[0]
+    found = torch.autograd.grad(trained_head._HeadProduct.apply(None, x, weight, None), weight, grad)[0]
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 

@@ -9,11 +9,11 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
-    LongformerConfig,
-    LongformerModel,
     ModernBertConfig,
     ModernBertModel,
     PreTrainedModel,
+    SqueezeBertConfig,
+    SqueezeBertModel,
     ViTConfig,
     ViTModel,
     Wav2Vec2Config,
@@ -37,7 +37,7 @@ MADE: dict[str, Any] = {
     "layers": lambda: ModernBertModel(ModernBertConfig(**WORDS)),
     "images": lambda: ViTModel(ViTConfig(**SIZES, image_size=16, patch_size=8)),
     "sound": lambda: Wav2Vec2Model(Wav2Vec2Config(**SIZES, **SOUND)),
-    "stock attention": lambda: LongformerModel(LongformerConfig(**WORDS, attention_window=[8, 8])),
+    "stock attention": lambda: SqueezeBertModel(SqueezeBertConfig(**WORDS, embedding_size=SIZES["hidden_size"])),
     "causal": lambda: LlamaForSequenceClassification(LlamaConfig(**WORDS)),
 }
 OTHERS = ("other calls", "module by module")

@@ -1,11 +1,9 @@
 // The cross entropy of rows of logits, and its gradient, in float32. Each pass over a row reads it while it is in the cache.
-#include <cmath>
-
-#include "../kernels.h"
-#include "../parallel.h"
 #include "activation.h"
 #include "any_dtype.h"
 #include "cascade_sum.h"
+#include "../kernels.h"
+#include "../parallel.h"
 
 namespace {
 
