@@ -71,7 +71,7 @@ MODELS = {
 QUICK = ("MiniLM-L6", "ViT base")
 SECONDS = 6.0  # of each batch, of a quick run a quarter
 LEAST = 2  # turns
-REST = 0.05  # seconds before each call: threads of the runtime before it go on looking for work for a while
+REST = 0.002  # seconds before each call, in which threads of the one before stop to wait for work
 LEAST_COSINE = 0.9999
 FLOAT = ("exact", "onnxruntime", "openvino")  # those that must reach it
 SPEED = (
@@ -175,7 +175,7 @@ def row(batch: str, given: Inputs, calls: dict[str, Call], *, columns: list[str]
     end = time.perf_counter() + least
     while time.perf_counter() < end or len(seconds["stock"]) < LEAST:
         for each, call in calls.items():
-            rest()
+            time.sleep(REST)
             start = time.perf_counter()
             call(given)
             seconds[each].append(time.perf_counter() - start)
@@ -183,13 +183,6 @@ def row(batch: str, given: Inputs, calls: dict[str, Call], *, columns: list[str]
     found["int8_over_openvino_int8_ratio"] = ratio(seconds, "openvino_int8", "int8")
     print(f"    {batch}: {found}", flush=True)
     return {"batch": batch, "stock_seconds": statistics.median(seconds["stock"]), **found}
-
-
-def rest() -> None:
-    """Wait for REST seconds without sleep, after which a short call would take twice its time."""
-    end = time.perf_counter() + REST
-    while time.perf_counter() < end:
-        pass
 
 
 def ratio(seconds: dict[str, list[float]], base: str, own: str) -> float | None:
