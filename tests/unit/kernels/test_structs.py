@@ -20,6 +20,8 @@ from hf_accel.kernels.cpu import (  # noqa: F401  # each of these says its struc
     layer_call,
     library,
     low_rank,
+    mixture,
+    row_conv,
     row_kernels,
     short_conv,
     state_scan,
