@@ -124,16 +124,33 @@ def undo_is_exact(model: PreTrainedModel, given: dict[str, Tensor]) -> None:
 
 def same_states_and_attentions(stock: PreTrainedModel, ours: PreTrainedModel, given: dict[str, Any]) -> None:
     """All hidden states at tokens, and the attentions of every place."""
-    real = given["attention_mask"].bool()
-    found, expected = (model(**given, output_hidden_states=True) for model in (ours, stock))
-    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(one[real], other[real], rtol=1e-4, atol=2e-5)
+    same_states(stock, ours, given)
     for model in (stock, ours):
         model.set_attn_implementation("eager")
-    found, expected = (model(**given, output_attentions=True) for model in (ours, stock))
-    assert len(found.attentions) == stock.config.num_hidden_layers
-    for one, other in zip(found.attentions, expected.attentions, strict=True):
+    same_attentions(stock, ours, given)
+
+
+def same_states(stock: PreTrainedModel, ours: PreTrainedModel, given: dict[str, Any]) -> None:
+    real = given["attention_mask"].bool()
+    found, expected = (model(**given, output_hidden_states=True).hidden_states for model in (ours, stock))
+    assert len(found) == stock.config.num_hidden_layers + 1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one[real], other[real], rtol=1e-4, atol=2e-5)
+
+
+def same_attentions(stock: PreTrainedModel, ours: PreTrainedModel, given: dict[str, Any]) -> None:
+    found, expected = (model(**given, output_attentions=True).attentions for model in (ours, stock))
+    assert len(found) == stock.config.num_hidden_layers
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def same_by_modules(stock: PreTrainedModel, ours: PreTrainedModel, given: dict[str, Tensor], **more: Any) -> None:
+    """A call that is no native one."""
+    with counted() as calls:
+        found = ours(**given, **more)
+    assert not calls["layers"]
+    same(found, stock(**given, **more), given["attention_mask"])
 
 
 def same_head(stock: PreTrainedModel, given: dict[str, Tensor]) -> Counter[str]:

@@ -15,7 +15,19 @@ import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.recognition.known_modules import known_module
 
-from .test_encoders import NATIVE, batch, counted, made, module_by_module, same, same_head, undo_is_exact
+from .test_encoders import (
+    NATIVE,
+    batch,
+    counted,
+    made,
+    module_by_module,
+    same,
+    same_attentions,
+    same_by_modules,
+    same_head,
+    same_states,
+    undo_is_exact,
+)
 from .test_gated_encoders import LAYERS, limit_rows
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
@@ -67,10 +79,7 @@ def test_quantized_layers_are_those_of_their_modules(family: str, weights: Any) 
 @torch.no_grad()
 def test_hidden_states_and_heads(family: str) -> None:
     stock, given = build(family), batch([11, 3, 7])
-    ours, real = hf_accel.patch(copy.deepcopy(stock), weights=None), given["attention_mask"].bool()
-    found, expected = (model(**given, output_hidden_states=True) for model in (ours, stock))
-    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(one[real], other[real], rtol=1e-4, atol=2e-5)
+    same_states(stock, hf_accel.patch(copy.deepcopy(stock), weights=None), given)
     kind: Any = getattr(transformers, f"{family}ForTokenClassification")
     torch.manual_seed(0)
     assert same_head(kind(stock.config).eval(), given) == CALLS[family]
@@ -81,10 +90,8 @@ def test_hidden_states_and_heads(family: str) -> None:
 def test_attentions_are_stocks(family: str) -> None:
     stock, ours, given = build(family), hf_accel.patch(build(family), weights=None), batch([11, 3, 7])
     with counted() as calls:
-        found, expected = (model(**given, output_attentions=True) for model in (ours, stock))
+        same_attentions(stock, ours, given)
     assert not calls["layers"]
-    for one, other in zip(found.attentions, expected.attentions, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -92,10 +99,7 @@ def test_tokens_that_see_all_others_are_stocks() -> None:
     stock, ours, given = build("Longformer"), hf_accel.patch(build("Longformer"), weights=None), batch([40, 9])
     wide = torch.zeros_like(given["input_ids"])
     wide[:, 0] = 1
-    with counted() as calls:
-        found = ours(**given, global_attention_mask=wide)
-    assert not calls["layers"]
-    same(found, stock(**given, global_attention_mask=wide), given["attention_mask"])
+    same_by_modules(stock, ours, given, global_attention_mask=wide)
     (line,) = [line for line in hf_accel.plan(stock, weights=None).lines if line.what == "other calls"]
     assert "tokens that see all others" in line.reason
 
@@ -103,11 +107,7 @@ def test_tokens_that_see_all_others_are_stocks() -> None:
 @torch.no_grad()
 def test_distances_count_padding_between_tokens() -> None:
     stock, ours = build("Longformer"), hf_accel.patch(build("Longformer"), weights=None)
-    given = batch([20, 20], holes=True)
-    with counted() as calls:
-        found = ours(**given)
-    assert not calls["layers"]
-    same(found, stock(**given), given["attention_mask"])
+    same_by_modules(stock, ours, batch([20, 20], holes=True))
 
 
 @torch.no_grad()
@@ -125,12 +125,8 @@ def test_layers_of_several_windows() -> None:
 @torch.no_grad()
 def test_rotated_values_and_decoders_are_stocks() -> None:
     for changes in ({"rotary_value": True}, {"is_decoder": True}):
-        stock, ours, given = build("RoFormer", **changes), build("RoFormer", **changes), batch([11, 3, 7])
-        hf_accel.patch(ours, weights=None)
-        with counted() as calls:
-            found = ours(**given)
-        assert not calls["layers"]
-        same(found, stock(**given), given["attention_mask"])
+        stock, ours = build("RoFormer", **changes), build("RoFormer", **changes)
+        same_by_modules(stock, hf_accel.patch(ours, weights=None), batch([11, 3, 7]))
 
 
 @torch.no_grad()

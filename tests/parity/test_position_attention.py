@@ -17,7 +17,17 @@ from hf_accel.fused.encoder_programme import EncoderProgramme
 from hf_accel.kernels import cpu as kernels
 from hf_accel.recognition import position_attention, trial
 
-from .test_encoders import batch, counted, made, module_by_module, same, same_head, undo_is_exact
+from .test_encoders import (
+    batch,
+    counted,
+    made,
+    module_by_module,
+    same,
+    same_attentions,
+    same_head,
+    same_states,
+    undo_is_exact,
+)
 from .test_gated_encoders import check_layouts
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
@@ -92,11 +102,7 @@ def test_a_sequence_has_its_bits_in_any_batch(family: str, monkeypatch: pytest.M
 @torch.no_grad()
 def test_hidden_states_and_heads(family: str) -> None:
     stock, given = build(family), batch([11, 3, 7])
-    ours, real = hf_accel.patch(copy.deepcopy(stock), weights=None), given["attention_mask"].bool()
-    found, expected = (model(**given, output_hidden_states=True) for model in (ours, stock))
-    assert len(found.hidden_states) == len(expected.hidden_states) == 4
-    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(one[real], other[real], rtol=1e-4, atol=2e-5)
+    same_states(stock, hf_accel.patch(copy.deepcopy(stock), weights=None), given)
     for head in ("SequenceClassification", "MaskedLM", "TokenClassification"):
         kind: Any = getattr(transformers, f"{FAMILIES[family][0]}For{head}")
         torch.manual_seed(0)
@@ -108,10 +114,8 @@ def test_hidden_states_and_heads(family: str) -> None:
 def test_attentions_are_stocks(family: str) -> None:
     stock, ours, given = build(family), hf_accel.patch(build(family), weights=None), batch([11, 3, 7])
     with counted() as calls:
-        found, expected = (model(**given, output_attentions=True) for model in (ours, stock))
+        same_attentions(stock, ours, given)
     assert not calls["layers"]
-    for one, other in zip(found.attentions, expected.attentions, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mask", ["left", "holes"])

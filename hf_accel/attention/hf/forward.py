@@ -31,6 +31,7 @@ KNOWN_KEYWORDS = CALL_KEYWORDS | {
     "output_router_logits", "return_dict",
 }  # fmt: skip
 
+BLIND = "padding attends to all tokens in its eager attention, and a loss may read what comes of it"
 NOT_OURS = (
     "s_aux",
     "sinks",
@@ -191,12 +192,7 @@ def _unknown(
     if dense is not None and (dense[0].shape[2], dense[1].shape[2]) != ours.lengths:
         return f"it is given a mask of {ours.lengths[1]} columns for {dense[1].shape[2]}"
     if name_before_patch(module) == EAGER:
-        blind = dense is not None and ours.has_blind_queries
-        return (
-            "padding attends to all tokens in its eager attention, and a loss may read what comes of it"
-            if blind
-            else None
-        )
+        return BLIND if dense is not None and ours.has_blind_queries else None
     # a module that is not causal, where stock's sdpa would follow is_causal
     return None if causal or not ours.meaning.left_out else "it is not causal"
 
