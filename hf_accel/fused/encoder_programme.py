@@ -12,7 +12,7 @@ from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
 from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
 from ..kernels.cpu.library import DTYPES, dtypes_of_pages, threads
 from ..recognition.call_form import BIAS, TABLES
-from ..recognition.known_module import Columns, Said, columns_of_pairs
+from ..recognition.known_module import Said, TokenPlaces
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
 from ..recognition.symbols import Computed
 from ..recognition.trace import WEIGHTS, Trace
@@ -88,7 +88,7 @@ class EncoderProgramme(NativeOperations):
         # Programmes for which these are equal read the same of a call.
         self.reading = self.tables, self._reads_tables, tuple(each.values["read"] for each in self._reading)
         self._adds_mask: bool = attends["adds_mask"]
-        self._columns: Columns | None = attends.get("columns")
+        self._places: TokenPlaces | None = attends.get("places")
         self._merges_bias: bool = attends.get("merges_bias", False)
         self.returns_weights = WEIGHTS in (self.others or ())
         if BIAS in (self.others or ()) and not attends["biased"]:
@@ -105,8 +105,8 @@ class EncoderProgramme(NativeOperations):
             return None  # true is 1 where it is added
         if self.causal and mask is not None:
             return None
-        if self._columns is not None and mask is not None:
-            columns = self._columns(mask, batch, tokens)
+        if self._places is not None and mask is not None:
+            columns = self._places.of(mask, batch, tokens)
             found = None if columns is None else layout_of_columns(columns)
             far = self.window is not None and tokens > self.window  # where padding counts in distances
             return None if found is None or (far and not found.ends_with_padding()) else found
@@ -122,7 +122,7 @@ class EncoderProgramme(NativeOperations):
 
     def with_padding(self, layout: RowLayout) -> RowLayout | None:
         """Return the layout in which padding is computed too; None if stock computes something else there."""
-        hides = self._columns is columns_of_pairs  # all keys from queries at padding
+        hides = self._places is not None and self._places.hides
         if self.causal or self.write is not None or self.window is not None or hides:
             return None
         return layout.with_padding()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..undo.journal import original_class
 from .call_form import MASK, TABLES
 from .gated_bias import small_linear
-from .known_module import KnownModule, PositionRows, Said, columns_of_pairs, note_parts, tried
+from .known_module import PAIRS, KnownModule, PositionRows, Said, note_parts, tried
 from .operation import Operation, UntraceableError
 from .stand_ins import ATTENTION_KEPT, StandIn, require
 from .symbols import BATCH, TOKENS, WEIGHTS_OF_ATTENTION, Opaque, Vector
@@ -160,7 +160,7 @@ def recorded_distances(
     spans = [queries[1].span, products[1].span]
     record.operations.append(Operation("position_scores", spans, [], (positions,), values))
     q, k, v = (each.view(BATCH, TOKENS, heads, dim).transpose(1, 2) for each in (queries[0], *products[1:]))
-    values = {"masked": attention_mask is not None, "columns": columns_of_pairs if parts.pairs else None}
+    values = {"masked": attention_mask is not None, "places": PAIRS if parts.pairs else None}
     attended = record.attend_to_all((q, k, v), scale, (module,), **values)
     return record.linear(held[parts.out], attended.view(BATCH, TOKENS, width)), WEIGHTS_OF_ATTENTION
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..undo.journal import original_class
-from .known_module import KnownModule, columns_of_ones, note_parts, tried
+from .known_module import ONES, KnownModule, note_parts, tried
 from .operation import UntraceableError
 from .stand_ins import StandIn, require
 from .symbols import BATCH, TOKENS, WEIGHTS_OF_ATTENTION, Computed, Opaque
@@ -119,7 +119,7 @@ def recorded_gates(
     record.visit(held[GATE])
     gates = record.put("bias_gates", [x], width, modules=(held[GATE], module), factors=FACTORS, **values)
     q, k, v = (record.linear(held[name], x).view(BATCH, TOKENS, heads, dim).transpose(1, 2) for name in PROJECTIONS)
-    values = {"masked": attention_mask is not None, "columns": columns_of_ones, "biased": True, "merges_bias": True}
+    values = {"masked": attention_mask is not None, "places": ONES, "biased": True, "merges_bias": True}
     attended = record.attend_to_all((q, k, v), dim**-0.5, **values)
     record.operations[-1].inputs.append(gates.span)
     out = record.linear(held[OUT], attended.view(BATCH, TOKENS, heads * dim))

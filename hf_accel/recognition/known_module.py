@@ -15,8 +15,18 @@ from .unchanged import PLAIN_TYPES
 
 Answer = TypeVar("Answer")
 Said = Callable[[str], Any]  # gives an argument of a call by its name, None if the call has none
-Columns = Callable[[Any, int, int], Tensor | None]  # gives the places of a batch [B, T] that a mask says hold tokens
 _answers: dict[Hashable, Any] = {}
+
+
+class TokenPlaces(NamedTuple):
+    """How a module reads its mask.
+
+    of: gives the places of a batch [B, T] that a mask says hold tokens, bool [B, T], or None for a mask of another
+    form. hides: whether queries at padding see no key, so that nothing else may be computed there.
+    """
+
+    of: Callable[[Any, int, int], Tensor | None]
+    hides: bool = False
 
 
 class PositionRows(NamedTuple):
@@ -71,15 +81,18 @@ def note_parts(record: Any, module: nn.Module) -> None:
             record.note(held, name, part)
 
 
-def columns_of_ones(mask: Any, batch: int, tokens: int) -> Tensor | None:
+def _of_ones(mask: Any, batch: int, tokens: int) -> Tensor | None:
     """Return the places where a mask [B, T] is 1, bool [B, T]; None for another form."""
     return mask == 1 if type(mask) in PLAIN and mask.is_cpu and mask.shape == (batch, tokens) else None
 
 
-def columns_of_pairs(mask: Any, batch: int, tokens: int) -> Tensor | None:
+def _of_pairs(mask: Any, batch: int, tokens: int) -> Tensor | None:
     """Return the places of which a mask [B, 1, T, T] is not 0 for each pair, the first of each row among them."""
     if type(mask) not in PLAIN or not mask.is_cpu or mask.shape != (batch, 1, tokens, tokens):
         return None
     seen = mask[:, 0].bool()
     real = seen.diagonal(dim1=1, dim2=2)
     return real if bool(real[:, 0].all()) and torch.equal(seen, real[:, :, None] & real[:, None]) else None
+
+
+ONES, PAIRS = TokenPlaces(_of_ones), TokenPlaces(_of_pairs, hides=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .known_module import KnownModule, PositionRows, Said, columns_of_pairs, note_parts, tried
+from .known_module import PAIRS, KnownModule, PositionRows, Said, note_parts, tried
 from .operation import Operation, UntraceableError
 from .stand_ins import StandIn
 from .symbols import BATCH, TOKENS, Vector
@@ -113,7 +113,7 @@ def recorded_positions(
         "kinds": own["pos_att_type"], "by_tokens": parts.by_tokens, "dtype": record.dtype,
     }  # fmt: skip
     record.operations.append(Operation("position_scores", [q.span, k.span], [], layers, values))
-    attended = record.attend_to_all((q, k, v), scale, masked=True, columns=columns_of_pairs)
+    attended = record.attend_to_all((q, k, v), scale, masked=True, places=PAIRS)
     return attended.view(BATCH, TOKENS, heads * dim), None
 
 

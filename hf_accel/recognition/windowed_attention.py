@@ -14,7 +14,7 @@ from ..tensors import PLAIN
 from ..undo.journal import original_class
 from .call_form import MASK
 from .gated_bias import small_linear
-from .known_module import KnownModule, Said, note_parts, tried
+from .known_module import KnownModule, Said, TokenPlaces, note_parts, tried
 from .operation import Operation, UntraceableError
 from .stand_ins import StandIn, require
 from .symbols import BATCH, TOKENS
@@ -91,12 +91,12 @@ def recorded_windows(
     heads, dim = own["num_heads"], own["head_dim"]
     q, k, v = (record.linear(held[name], x).view(BATCH, TOKENS, heads, dim).transpose(1, 2) for name in PROJECTIONS)
     options = {"scaling": dim**-0.5, "is_causal": False, "sliding_window": own[SIDE] + 1}
-    values = {"options": options, "masked": True, "columns": columns_of_zeros, "read": read_hidden}
+    values = {"options": options, "masked": True, "places": TokenPlaces(_of_zeros), "read": read_hidden}
     attended = record.attend_to_all((q, k, v), options["scaling"], **values)
     return (attended.view(BATCH, TOKENS, heads * dim),)
 
 
-def columns_of_zeros(mask: Any, batch: int, tokens: int) -> Tensor | None:
+def _of_zeros(mask: Any, batch: int, tokens: int) -> Tensor | None:
     """Return the places where a mask [B, T] is 0, bool [B, T]; None if it has another form, or positive numbers."""
     known = type(mask) in PLAIN and mask.is_cpu and mask.shape == (batch, tokens) and mask.is_floating_point()
     return mask == 0 if known and not bool((mask > 0).any()) else None

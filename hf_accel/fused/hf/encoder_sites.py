@@ -188,7 +188,7 @@ def _refusal(
             form = replace(form, plain=(("is_causal", bool, True),))
         trace = _trace(layer, attention, form, dtype)
         operation, _, causal = attend_of(trace)
-        if around and adds_to_masks(around[-1]) and operation.values.get("columns") is None:  # which looks at it
+        if around and adds_to_masks(around[-1]) and operation.values.get("places") is None:  # which looks at it
             raise UntraceableError("something is added to its mask")
         if place.masks is Masks.OTHERS and sees_all(operation, masked=MASK in form.tensors):
             causal = False
