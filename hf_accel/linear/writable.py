@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -277,15 +277,29 @@ def _read_only(result: Any) -> Any:
     return result
 
 
-def note_change(changes: list[Tensor], change: Tensor) -> None:
-    """Remember a change of a weight [out, in], or forget the last one if this takes it back. changes: as sketches."""
-    generator = torch.Generator("cpu").manual_seed(change.shape[1])
-    drawn = torch.randn(change.shape[1], generator=generator, device="cpu")
-    sketch = change @ drawn.to(change.device)  # [out]
-    if not changes or (sketch + changes[-1]).norm() > TAKEN_BACK * changes[-1].norm():
-        changes.append(sketch)
-        return
+def sketch_of(weight: Tensor) -> Tensor:
+    """Return the product [out] of a weight [out, in] and some random numbers."""
+    generator = torch.Generator("cpu").manual_seed(weight.shape[1])
+    drawn = torch.randn(weight.shape[1], generator=generator, device="cpu")
+    return weight.float() @ drawn.to(weight.device)
+
+
+def note_change(changes: list[Tensor], begins: Sequence[Tensor], end: Tensor) -> Tensor | None:
+    """Remember a change of a weight, or forget the last one if this takes it back. All are sketches.
+
+    begins: what the weight may have been for whoever changed it: the weight as it is, and as it was written before it
+    was rounded. Returns what is left of the last change, a number; None if this is another one.
+    """
+    left = None if not changes else min((end - begin + changes[-1]).norm() for begin in begins)
+    if left is None or left > TAKEN_BACK * changes[-1].norm():
+        changes.append(end - begins[0])
+        return None
     changes.pop()
+    return left
+
+
+def warn_of_rounding() -> None:
+    """Warn that a weight is not what it was, although what was added to it was taken out again."""
     warnings.warn(
         "an adapter was merged into quantized layers and taken out again: rounded twice, their weights are not "
         "exactly what they were; hf_accel.unpatch(model) and hf_accel.patch(model) bring these back",
