@@ -371,7 +371,7 @@ class QuantLinear(QuantModule, Replacement, nn.Linear):
         if name != "weight" or not isinstance(value, Tensor) or "weight" in self._buffers:
             super().__setattr__(name, value)
         elif isinstance(value, WritableWeight) and value.is_weight_of(self):
-            self._unchanged = None  # PEFT hands a layer its own weight where it goes, and will take nothing out
+            self._unchanged = None  # PEFT does so where an adapter goes, and nothing will be taken out
         else:
             self.write(plain(value))
 

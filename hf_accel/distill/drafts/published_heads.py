@@ -279,7 +279,9 @@ def _known(weights: dict[str, Tensor], folder: Path, described: DescribedHead) -
 
 
 def _decoder(described: DescribedHead, target: PreTrainedModel, form: HeadForm) -> PreTrainedModel:
-    """Build the model of one layer, whose weights are whatever was in memory except for the target's embeddings."""
+    """Build the model of one layer, whose weights are whatever was in memory except for the target's embeddings, of
+    which it has a copy in floating point where the target's are quantized.
+    """
     config, embeddings = described.layer, target.get_input_embeddings()
     theirs: Any = embeddings.weight
     model, layer = PAIR_MODELS[config.model_type]
@@ -294,7 +296,8 @@ def _decoder(described: DescribedHead, target: PreTrainedModel, form: HeadForm) 
                 f"the head has no embeddings of its own, and reads such of {config.hidden_size} numbers for "
                 f"{config.vocab_size} tokens, where the target has {list(theirs.shape)}; give a head of this model"
             )
-        made.model.embed_tokens.weight = theirs
+        shared = isinstance(theirs, nn.Parameter)  # else rows are looked up in a quantized table
+        made.model.embed_tokens.weight = theirs if shared else nn.Parameter(theirs.clone(), requires_grad=False)
     decoder: PreTrainedModel = made
     return decoder
 

@@ -223,15 +223,17 @@ def test_what_is_left_of_an_adapter_stays() -> None:
 
 
 def test_weights_of_before_are_let_go() -> None:
-    """They are kept for as long as an adapter may be taken out: not behind unload(), and not in copies."""
+    """They are kept for as long as an adapter may be taken out, and not in copies."""
     model = patched_with_adapter("patch first", "int8")
     model.merge_adapter()
-    layers = [each.base_layer for each in lora_layers(model.get_base_model()).values()]
-    assert all(each._unchanged is not None for each in layers)
-    copied = copy.deepcopy(layers[0])
-    assert copied._unchanged is None
-    merged = model.unload()  # which leaves merged what is merged
-    assert all(each._unchanged is None for each in merged.modules() if isinstance(each, QuantLinear))
+    first, second, *others = (each.base_layer for each in lora_layers(model.get_base_model()).values())
+    assert copy.deepcopy(first)._unchanged is None and first._unchanged is not None
+    first.weight = first.weight  # as PEFT does where it takes out an adapter of another kind than LoRA
+    second.to(torch.bfloat16)
+    assert first._unchanged is None and second._unchanged is None
+    with pytest.warns(hf_accel.HfAccelWarning, match="rounded twice"):
+        model.unmerge_adapter()
+    assert all(each._unchanged is None and not each.changes for each in others)
 
 
 @pytest.mark.filterwarnings("ignore:Already following adapters were merged:UserWarning")
