@@ -11,7 +11,9 @@ from ..kernels.layouts import KV, AttentionOptions
 from .reference import ReferenceBackend
 
 
-def differentiable_twice(out: Tensor, query: Tensor, kv: KV, options: AttentionOptions, mask: Tensor | None) -> Tensor:
+def differentiable_twice(
+    out: Tensor, query: Tensor, kv: KV, options: AttentionOptions, *, mask: Tensor | None
+) -> Tensor:
     """Return `out`, what a backend's `dense` gave for the same arguments, as something to differentiate twice.
 
     In a backward pass with create_graph=True the definition is computed and differentiated; any other is the kernel's.

@@ -18,14 +18,14 @@ from . import layer_state
 from .backends.backend import LinearSpec
 from .backends.reference import differentiable_linear
 from .backends.registry import BackendChoice, choose
+from .changes import Changes
 from .formats import FLOAT8, Layout, QuantizedWeight, kind_of, readable, state, zeros
 from .formats.blocks import Blocks, tensors_of
 from .methods.rtn import quantize_like
 from .replacement import Replacement, empty_linear
-from .writable import WritableWeight, nobody, note_change, plain, sketch_of, warn_of_rounding
+from .writable import WritableWeight, nobody, plain
 
 SHARED = ("choice", "_input_order", "row_invariant", "finds_rows", "activations", "experts", "writes")  # by siblings
-ROUNDINGS = 4  # of the weight, in its dtype, that may be left where a change was taken back
 
 
 class QuantModule(nn.Module):
@@ -51,9 +51,7 @@ class QuantModule(nn.Module):
     _input_order: Tensor | None  # of the packed weight
     part: layer_state.RankPart | None  # which one this is, if other processes hold the others
     writes: int  # times that another weight was put into it
-    changes: list[Tensor]  # what was added to the weight and not taken out again, each as a sketch
-    _unchanged: QuantizedWeight | None  # the weight before the first of `changes`, as long as these may be taken out
-    _written: Tensor | None  # the weight as it was written last, ahead of its rounding, as a sketch
+    changes: Changes  # what was added to the weight and not taken out again
     _lent: Callable[[], WritableWeight | None]  # graphs look at plain values, None too: it is never one
     layout_of_blocks: Layout | None  # of the stored weight, while the buffers are blocks
 
@@ -62,8 +60,8 @@ class QuantModule(nn.Module):
         vars(self).update(  # all at once, since nn.Module looks at each attribute that is set alone
             in_features=spec.in_features, out_features=spec.out_features, kind=kind_of(spec.layout), dtype=spec.dtype,
             activations=spec.activations, requested_backend=backend, row_invariant=False, finds_rows=False,
-            choice=None, _packed=None, _input_order=None, part=None, writes=0, changes=[], _unchanged=None,
-            _written=None, _lent=nobody, layout_of_blocks=None,
+            choice=None, _packed=None, _input_order=None, part=None, writes=0, changes=Changes(), _lent=nobody,
+            layout_of_blocks=None,
         )  # fmt: skip
 
     def sibling(self, memo: dict[int, Any] | None = None) -> Self:
@@ -72,8 +70,7 @@ class QuantModule(nn.Module):
         made = type(self).__new__(type(self))
         made._describe(self.spec, self.requested_backend)
         vars(made).update({name: vars(self)[name] for name in SHARED if name in vars(self)})
-        made._packed, made.changes = self._shared(), list(self.changes)
-        made._unchanged, made._written = self._unchanged, self._written
+        made._packed, made.changes = self._shared(), self.changes.shared()
         made._parameters.update(copy.deepcopy(self._parameters, memo))
         return made
 
@@ -160,10 +157,7 @@ class QuantModule(nn.Module):
     def unpack(self) -> Self:
         """Turn the backend's form, or blocks, into buffers of the stored form."""
         if self.choice is not None or self.layout_of_blocks is not None:
-            stored = state(self.quantized)
-            for name in layer_state.weight_names(self):
-                del self._buffers[name]
-            self._buffers.update(stored)
+            layer_state.put_stored(self, self.quantized)
             self.choice = self._packed = self._input_order = self.layout_of_blocks = None
         return self
 
@@ -171,9 +165,8 @@ class QuantModule(nn.Module):
     def write(self, value: Tensor) -> None:
         """Replace the weight by a float weight [out, in], rounded to nearest in the same format.
 
-        Its own present weight is not rounded again, and what takes all changes back, as PEFT's unmerge_adapter() does,
-        brings the very weight back that was there before: a copy of it is kept until then. Raises UnsupportedError for
-        another shape and for NaN and infinity, with the layer as it was.
+        Its own present weight is not rounded again, and what takes all changes back brings the very weight back that
+        was there before. Raises UnsupportedError for another shape and for NaN and infinity, with the layer as it was.
         """
         if tuple(value.shape) != (self.out_features, self.in_features):
             raise UnsupportedError(
@@ -185,41 +178,11 @@ class QuantModule(nn.Module):
         if torch.equal(value, before.to(self.dtype)):
             return
         weight = quantize_like(value, stored)
-        weight = self._after_change(value, before, stored) or weight
+        weight = self.changes.note(value, before, stored=stored, dtype=self.dtype) or weight
         self.unpack()
-        for name in layer_state.weight_names(self):  # rounded to nearest, a weight has zero points in place of minima
-            del self._buffers[name]
-        self._buffers.update(state(weight))
+        layer_state.put_stored(self, weight)  # rounded to nearest, it has zero points in place of minima
         self.pack()
         self.writes += 1
-
-    def _after_change(self, value: Tensor, before: Tensor, stored: QuantizedWeight) -> QuantizedWeight | None:
-        """Note a change to `value`; returns the weight that was there before all changes if these are taken back.
-
-        before: the present weight, in float32. stored: the same, which is kept before the first change.
-        """
-        kept, written = self._unchanged, self._written
-        if kept is not None and torch.equal(value, kept.dequantize(self.dtype)):
-            self.changes.clear()
-            return self._as_before(kept)
-        self._written = sketch_of(value)
-        begins = [sketch_of(before), *([] if written is None else [written])]
-        left = note_change(self.changes, begins, self._written)
-        if left is None:
-            self._unchanged = stored if len(self.changes) == 1 else kept
-            return None
-        if kept is not None and self.changes:  # when the others are taken back as well, it is what it was
-            return None
-        rounding = ROUNDINGS * torch.finfo(self.dtype).eps * before.norm()
-        if kept is None or left > rounding:
-            kept = None
-            warn_of_rounding()
-        return self._as_before(kept)
-
-    def _as_before(self, weight: QuantizedWeight | None) -> QuantizedWeight | None:
-        """Forget what was kept for the time of changes."""
-        self._unchanged = self._written = None
-        return weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         packed = self.choice is not None
@@ -228,7 +191,7 @@ class QuantModule(nn.Module):
         after = fn(before)
         self.dtype = after.dtype
         if (before.dtype, before.device) != (after.dtype, after.device):
-            self._unchanged = self._written = None
+            self.changes.forget()
             if self.held is not None:
                 self.held.let_go()
         stored = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
@@ -264,8 +227,7 @@ class QuantModule(nn.Module):
             after = ((readable(tensor), self._buffers[name]) for name, tensor in before.items())
             if not all(new is not None and torch.equal(old, readable(new)) for old, new in after):
                 self.writes += 1
-                self.changes.append(torch.zeros(1, device="cpu"))  # which no later change takes back
-                self._unchanged = self._written = None
+                self.changes.note_other_weight()
                 if self.held is not None:
                     self.held.refresh()
         if packed:
@@ -283,7 +245,7 @@ class QuantModule(nn.Module):
         layer_state.keep_for_child(buffers)
         packed = self.choice is not None
         bytewise = [name for name, tensor in stored.items() if tensor is not None and tensor.dtype is FLOAT8]
-        gone = {"choice": None, "_input_order": None, "_lent": nobody, "layout_of_blocks": None, "_unchanged": None}
+        gone = {"choice": None, "_input_order": None, "_lent": nobody, "layout_of_blocks": None}
         return self.__dict__ | {"_buffers": buffers, "_packed": packed, "_bytewise": bytewise, **gone}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -371,7 +333,7 @@ class QuantLinear(QuantModule, Replacement, nn.Linear):
         if name != "weight" or not isinstance(value, Tensor) or "weight" in self._buffers:
             super().__setattr__(name, value)
         elif isinstance(value, WritableWeight) and value.is_weight_of(self):
-            self._unchanged = None  # PEFT does so where an adapter goes, and nothing will be taken out
+            self.changes.forget()  # PEFT does so where an adapter goes, and nothing will be taken out
         else:
             self.write(plain(value))
 

@@ -1,4 +1,4 @@
-"""What a model with quantized layers does in a way of its own: it is saved with a card, and stays tied when resized."""
+"""A model with quantized layers is saved with a card, and stays tied when it is resized."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ def _broken_tie(model: Any) -> tuple[str, str] | None:
     if not isinstance(head, QuantLinear):
         return None
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
-    tie = names.get(id(head)), names.get(id(embedding))
+    target, source = names.get(id(head)), names.get(id(embedding))
+    if target is None or source is None:
+        return None
     shares = isinstance(embedding, QuantEmbedding) and embedding.head is head
-    return tie if None not in tie and (shares or _was_tied(model, *tie)) else None  # type: ignore[return-value, arg-type]
+    return (target, source) if shares or _was_tied(model, target, source) else None
 
 
 def _was_tied(model: Any, target: str, source: str) -> bool:

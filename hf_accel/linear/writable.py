@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import HfAccelWarning, UnsupportedError
+from ..errors import UnsupportedError
 from .formats import QuantizedWeight
 
 WAY_OUT = "read layer.weight.clone(), and write with layer.weight.copy_(values)"
 UNCOUNTED = ("apply_", "map_", "map2_", "data_ptr")  # and _fused_: they write, or let write, and count nothing
 HANDS_OUT = ("numpy", "__array__", "untyped_storage")
-TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
 
 
 def nobody() -> None:
@@ -275,34 +273,3 @@ def _read_only(result: Any) -> Any:
     elif not result.flags.owndata:  # else it is a copy
         result.setflags(write=False)
     return result
-
-
-def sketch_of(weight: Tensor) -> Tensor:
-    """Return the product [out] of a weight [out, in] and some random numbers."""
-    generator = torch.Generator("cpu").manual_seed(weight.shape[1])
-    drawn = torch.randn(weight.shape[1], generator=generator, device="cpu")
-    return weight.float() @ drawn.to(weight.device)
-
-
-def note_change(changes: list[Tensor], begins: Sequence[Tensor], end: Tensor) -> Tensor | None:
-    """Remember a change of a weight, or forget the last one if this takes it back. All are sketches.
-
-    begins: what the weight may have been for whoever changed it: the weight as it is, and as it was written before it
-    was rounded. Returns what is left of the last change, a number; None if this is another one.
-    """
-    left = None if not changes else min((end - begin + changes[-1]).norm() for begin in begins)
-    if left is None or left > TAKEN_BACK * changes[-1].norm():
-        changes.append(end - begins[0])
-        return None
-    changes.pop()
-    return left
-
-
-def warn_of_rounding() -> None:
-    """Warn that a weight is not what it was, although what was added to it was taken out again."""
-    warnings.warn(
-        "an adapter was merged into quantized layers and taken out again: rounded twice, their weights are not "
-        "exactly what they were; hf_accel.unpatch(model) and hf_accel.patch(model) bring these back",
-        HfAccelWarning,
-        stacklevel=5,
-    )

@@ -155,7 +155,7 @@ def attention_forward(
         options = options._replace(window=None)
     out = backend.dense(query, KV(key, value), options, mask=mask)
     if paged is None and name_before_patch(module) == EAGER:
-        out = differentiable_twice(out, query, KV(key, value), options, mask)
+        out = differentiable_twice(out, query, KV(key, value), options, mask=mask)
     return out.to(wanted).contiguous(), None
 
 

@@ -27,7 +27,16 @@ CUT = 2  # the first tokens of the first sequence are computed by an earlier pas
 FACTOR = 1.5
 CLOSE = Tolerance(of_largest=1e-4)
 # What code raises that meets something it does not expect. What else stops it, such as a signal, says nothing of it.
-OF_CODE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, NameError, RuntimeError)
+OF_CODE = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    NameError,
+    RuntimeError,
+)
 # Arguments of layers that are known to be right in a ragged pass.
 KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", "past_key_values", "use_cache"})
 
