@@ -19,13 +19,13 @@ ROUNDINGS = 4  # of the weight, in its dtype, that may be left of a change that 
 class Changes:
     """Remembers what was added to a weight [out, in] and not taken out again, each as a sketch; true if anything was.
 
-    The weight ahead of the first change is kept, as long as all may be taken out again: an adapter that is merged and
-    taken out leaves no trace. A copy, or a pickle, keeps the sketches alone.
+    The weights ahead of the first change and of the last one are kept, as long as these may be taken out again: an
+    adapter that is merged and taken out leaves no trace. A copy, or a pickle, keeps the sketches alone.
     """
 
     def __init__(self) -> None:
         self.sketches: list[Tensor] = []  # [out]
-        self.unchanged: QuantizedWeight | None = None
+        self.kept: dict[int, QuantizedWeight] = {}  # by the number of changes that are in the weight
         self._written: Tensor | None = None  # the weight as it was written last, ahead of its rounding, as a sketch
 
     def __bool__(self) -> bool:
@@ -34,12 +34,12 @@ class Changes:
     def shared(self) -> Self:
         """Return the changes of a second layer over the same weight."""
         other = copy.copy(self)
-        other.sketches, other.unchanged = list(self.sketches), self.unchanged
+        other.sketches, other.kept = list(self.sketches), dict(self.kept)
         return other
 
     def forget(self) -> None:
-        """Let the weight ahead of the changes go: they will not be taken out, or into another dtype."""
-        self.unchanged = self._written = None
+        """Let the weights ahead of the changes go: these will not be taken out, or in another dtype."""
+        self.kept, self._written = {}, None
 
     def note_other_weight(self) -> None:
         """Note a change that no later one takes back."""
@@ -49,30 +49,31 @@ class Changes:
     def note(
         self, value: Tensor, before: Tensor, *, stored: QuantizedWeight, dtype: torch.dtype
     ) -> QuantizedWeight | None:
-        """Note a change to `value`; returns the weight that was there ahead of all changes if these are taken back.
+        """Note a change to `value`; returns the weight that was there ahead of the changes that it takes back.
 
         before, stored: the present weight, in float32 and as it is stored. dtype: of the layer.
         """
-        kept = self.unchanged
-        if kept is not None and torch.equal(value, kept.dequantize(dtype)):
+        first = self.kept.get(0)
+        if first is not None and torch.equal(value, first.dequantize(dtype)):
             self.sketches.clear()
             self.forget()
-            return kept
+            return first
         begins, end = [sketch_of(before), *([] if self._written is None else [self._written])], sketch_of(value)
         left, self._written = self._left(begins, end), end
         if left is None:
+            count = len(self.sketches)
             self.sketches.append(end - begins[0])
-            self.unchanged = stored if len(self.sketches) == 1 else kept
+            self.kept = {at: weight for at, weight in self.kept.items() if at == 0} | {count: stored}
             return None
         self.sketches.pop()
-        if kept is not None and self.sketches:  # when the others are taken back as well, it is what it was
-            return None
+        found = self.kept.pop(len(self.sketches), None)
         if left > ROUNDINGS * torch.finfo(dtype).eps * before.norm():
-            kept = None
-        self.forget()
-        if kept is None:
+            found = None
+        if found is None:
             warn_of_rounding()
-        return kept
+        if not self.sketches:
+            self.forget()
+        return found
 
     def _left(self, begins: list[Tensor], end: Tensor) -> Tensor | None:
         """Return what is left of the last change, a number, if the present one takes it back; None if it does not.
@@ -87,7 +88,7 @@ class Changes:
         return left if left <= TAKEN_BACK * last.norm() else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"unchanged": None}
+        return vars(self) | {"kept": {}}
 
 
 def sketch_of(weight: Tensor) -> Tensor:

@@ -227,13 +227,13 @@ def test_weights_of_before_are_let_go() -> None:
     model = patched_with_adapter("patch first", "int8")
     model.merge_adapter()
     first, second, *others = (each.base_layer for each in lora_layers(model.get_base_model()).values())
-    assert copy.deepcopy(first).changes.unchanged is None and first.changes.unchanged is not None
+    assert copy.deepcopy(first).changes.kept == {} and first.changes.kept
     first.weight = first.weight  # as PEFT does where it takes out an adapter of another kind than LoRA
     second.to(torch.bfloat16)
-    assert first.changes.unchanged is None and second.changes.unchanged is None
+    assert first.changes.kept == {} and second.changes.kept == {}
     with pytest.warns(hf_accel.HfAccelWarning, match="rounded twice"):
         model.unmerge_adapter()
-    assert all(each.changes.unchanged is None and not each.changes for each in others)
+    assert all(each.changes.kept == {} and not each.changes for each in others)
 
 
 @pytest.mark.filterwarnings("ignore:Already following adapters were merged:UserWarning")
@@ -249,6 +249,10 @@ def test_two_adapters_merged_one_after_the_other() -> None:
 def test_an_adapter_that_takes_its_start_out_of_the_weight() -> None:
     """PiSSA leaves the base layer what its factors do not hold: over the originals, they would count twice."""
     model = patched_with_adapter("patch first", "int8", init_lora_weights="pissa", target_modules=["q_proj"])
+    before = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == before
     with pytest.raises(hf_accel.UnsupportedError, match="2 quantized layers"):
         hf_accel.unpatch(model)
 
