@@ -19,8 +19,10 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+OF_ALLOCATOR = ("allocate memory", "you tried to allocate")  # in the errors of torch's allocator on a CPU
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # types whose numbers are where data_ptr() says, in their dtype
 
 
@@ -103,12 +105,23 @@ class HostCopy:
         return self._copy.tolist()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there was no memory; that of torch on a CPU has no class of its own."""
+    of_allocator = isinstance(error, RuntimeError) and any(text in str(error) for text in OF_ALLOCATOR)
+    return of_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def is_recorded() -> bool:
     """Return whether torch records or transforms the operators that run now; it would not see a native call.
 
     torch.compile, export, jit.trace, make_fx, fake tensors, FLOP counters; vmap, grad and jvp.
     """
     return is_compiling() or _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active() or _is_tracing()
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func, or forward-mode differentiation, is at work."""
+    return not is_compiling() and (_are_functorch_transforms_active() or forward_ad._current_level >= 0)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

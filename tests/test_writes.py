@@ -79,6 +79,8 @@ WRITERS = {
     "cache.hf.layers": {"setattr"},
     "linear.layer": {"dict"},
     "linear.layer_state": {"dict"},
+    # a resized model that was tied before it was quantized
+    "linear.quantized_model": {"setattr", "config"},
     # ours, which is the original class again when it is resized
     "linear.embedding": {"class", "dict", "setattr"},
     # tensors that a quantized layer lends

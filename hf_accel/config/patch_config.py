@@ -61,6 +61,8 @@ class CacheConfig:
         if self.max_tokens is not None:
             positive_int("max_tokens", self.max_tokens)
         one_of("prefix_sharing", self.prefix_sharing, (True, False))
+        if self.directory == "":
+            raise UnsupportedError("directory='' names no folder; give the path of one, or leave it out")
         positive_int("directory_bytes", self.directory_bytes)
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ..kernels.cpu.library import FLOATS
-from ..tensors import default_is_host, is_plain_tensor, is_recorded
+from ..tensors import default_is_host, is_plain_tensor, is_recorded, is_transformed
 from ..undo.journal import Mixin
 from ..undo.state import FUSED
 from .projections import NativeLinear, ProjectionCall
@@ -82,7 +81,7 @@ def _is_learning(*tensors: Tensor | None) -> bool:
     known = all(is_plain_tensor(each) and each.is_cpu and each.dtype is held[0].dtype for each in held)
     if not known or held[0].dtype not in FLOATS or torch.is_autocast_enabled("cpu") or not default_is_host():
         return False
-    return not is_recorded() and forward_ad._current_level < 0
+    return not is_recorded() and not is_transformed()
 
 
 class TrainedHead(NativeLinear):

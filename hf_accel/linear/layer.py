@@ -18,11 +18,12 @@ from . import layer_state
 from .backends.backend import LinearSpec
 from .backends.reference import differentiable_linear
 from .backends.registry import BackendChoice, choose
+from .changes import Changes
 from .formats import FLOAT8, Layout, QuantizedWeight, kind_of, readable, state, zeros
 from .formats.blocks import Blocks, tensors_of
 from .methods.rtn import quantize_like
 from .replacement import Replacement, empty_linear
-from .writable import WritableWeight, nobody, note_change, plain
+from .writable import WritableWeight, nobody, plain
 
 SHARED = ("choice", "_input_order", "row_invariant", "finds_rows", "activations", "experts", "writes")  # by siblings
 
@@ -50,7 +51,7 @@ class QuantModule(nn.Module):
     _input_order: Tensor | None  # of the packed weight
     part: layer_state.RankPart | None  # which one this is, if other processes hold the others
     writes: int  # times that another weight was put into it
-    changes: list[Tensor]  # what was added to the weight and not taken out again, each as a sketch
+    changes: Changes  # what was added to the weight and not taken out again
     _lent: Callable[[], WritableWeight | None]  # graphs look at plain values, None too: it is never one
     layout_of_blocks: Layout | None  # of the stored weight, while the buffers are blocks
 
@@ -59,7 +60,7 @@ class QuantModule(nn.Module):
         vars(self).update(  # all at once, since nn.Module looks at each attribute that is set alone
             in_features=spec.in_features, out_features=spec.out_features, kind=kind_of(spec.layout), dtype=spec.dtype,
             activations=spec.activations, requested_backend=backend, row_invariant=False, finds_rows=False,
-            choice=None, _packed=None, _input_order=None, part=None, writes=0, changes=[], _lent=nobody,
+            choice=None, _packed=None, _input_order=None, part=None, writes=0, changes=Changes(), _lent=nobody,
             layout_of_blocks=None,
         )  # fmt: skip
 
@@ -69,7 +70,7 @@ class QuantModule(nn.Module):
         made = type(self).__new__(type(self))
         made._describe(self.spec, self.requested_backend)
         vars(made).update({name: vars(self)[name] for name in SHARED if name in vars(self)})
-        made._packed, made.changes = self._shared(), list(self.changes)
+        made._packed, made.changes = self._shared(), self.changes.shared()
         made._parameters.update(copy.deepcopy(self._parameters, memo))
         return made
 
@@ -156,10 +157,7 @@ class QuantModule(nn.Module):
     def unpack(self) -> Self:
         """Turn the backend's form, or blocks, into buffers of the stored form."""
         if self.choice is not None or self.layout_of_blocks is not None:
-            stored = state(self.quantized)
-            for name in layer_state.weight_names(self):
-                del self._buffers[name]
-            self._buffers.update(stored)
+            layer_state.put_stored(self, self.quantized)
             self.choice = self._packed = self._input_order = self.layout_of_blocks = None
         return self
 
@@ -167,8 +165,8 @@ class QuantModule(nn.Module):
     def write(self, value: Tensor) -> None:
         """Replace the weight by a float weight [out, in], rounded to nearest in the same format.
 
-        Its own present weight is not rounded again. Raises UnsupportedError for another shape and for NaN and
-        infinity, with the layer as it was.
+        Its own present weight is not rounded again, and what takes all changes back brings the very weight back that
+        was there before. Raises UnsupportedError for another shape and for NaN and infinity, with the layer as it was.
         """
         if tuple(value.shape) != (self.out_features, self.in_features):
             raise UnsupportedError(
@@ -180,13 +178,11 @@ class QuantModule(nn.Module):
         if torch.equal(value, before.to(self.dtype)):
             return
         weight = quantize_like(value, stored)
+        weight = self.changes.note(value, before, stored=stored, dtype=self.dtype) or weight
         self.unpack()
-        self._buffers.update(state(weight))
-        if weight.weight_minimum is None:  # rounded to nearest, a weight has zero points in their place
-            self._buffers.pop("weight_minimum", None)
+        layer_state.put_stored(self, weight)  # rounded to nearest, it has zero points in place of minima
         self.pack()
         self.writes += 1
-        note_change(self.changes, value.float() - before)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         packed = self.choice is not None
@@ -194,8 +190,10 @@ class QuantModule(nn.Module):
         before = torch.empty(0, dtype=self.dtype, device=self._buffers["weight_scale"].device)  # type: ignore[union-attr]
         after = fn(before)
         self.dtype = after.dtype
-        if self.held is not None and (before.dtype, before.device) != (after.dtype, after.device):
-            self.held.let_go()
+        if (before.dtype, before.device) != (after.dtype, after.device):
+            self.changes.forget()
+            if self.held is not None:
+                self.held.let_go()
         stored = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
         kept = {name: t.dtype for name, t in stored.items() if t.dtype is FLOAT8 or name in self.kind.kept}
         self._buffers.update({name: stored[name].view(torch.uint8) for name in kept})  # else fn would convert them
@@ -229,7 +227,7 @@ class QuantModule(nn.Module):
             after = ((readable(tensor), self._buffers[name]) for name, tensor in before.items())
             if not all(new is not None and torch.equal(old, readable(new)) for old, new in after):
                 self.writes += 1
-                self.changes.append(torch.zeros(1, device="cpu"))  # which no later change takes back
+                self.changes.note_other_weight()
                 if self.held is not None:
                     self.held.refresh()
         if packed:
@@ -334,7 +332,9 @@ class QuantLinear(QuantModule, Replacement, nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight" or not isinstance(value, Tensor) or "weight" in self._buffers:
             super().__setattr__(name, value)
-        elif not (isinstance(value, WritableWeight) and value.is_weight_of(self)):  # PEFT hands a layer its own weight
+        elif isinstance(value, WritableWeight) and value.is_weight_of(self):
+            self.changes.forget()  # PEFT does so where an adapter goes, and nothing will be taken out
+        else:
             self.write(plain(value))
 
     @property

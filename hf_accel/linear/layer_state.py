@@ -79,6 +79,14 @@ def weight_names(layer: Holder) -> list[str]:
     return [name for name in names if name in layer._buffers]
 
 
+def put_stored(layer: Holder, weight: QuantizedWeight) -> None:
+    """Let the buffers of a layer hold the stored form of this weight instead of another one."""
+    stored = state(weight)
+    for name in weight_names(layer):
+        del layer._buffers[name]
+    layer._buffers.update(stored)
+
+
 def not_packed(layer: Holder) -> QuantizedWeight:
     """Return the stored form of a weight that was loaded, in this form or in blocks."""
     blocks = loaded_blocks(layer)

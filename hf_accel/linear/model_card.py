@@ -8,12 +8,9 @@ trust_remote_code=True.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 from ..hardware.atomic import replaced_file
-from ..undo.journal import Mixin
 
 METHOD = "hf_accel"  # of quantization, in config.json
 CARD = """---
@@ -24,18 +21,6 @@ tags:
 
 Run `import hf_accel` (`pip install hf_accel`) before `from_pretrained`: transformers alone cannot read these weights.
 """
-
-
-class WritesModelCard(Mixin):
-    """Is mixed into the class of a model with quantized layers, before the original class."""
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
-    ) -> None:
-        """Save as in transformers, and write a model card, if there is none, that says how to load it."""
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
-        if is_main_process:
-            write_model_card(Path(save_directory))
 
 
 def write_model_card(folder: Path) -> None:

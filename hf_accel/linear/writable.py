@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import HfAccelWarning, UnsupportedError
+from ..errors import UnsupportedError
 from .formats import QuantizedWeight
 
 WAY_OUT = "read layer.weight.clone(), and write with layer.weight.copy_(values)"
 UNCOUNTED = ("apply_", "map_", "map2_", "data_ptr")  # and _fused_: they write, or let write, and count nothing
 HANDS_OUT = ("numpy", "__array__", "untyped_storage")
-TAKEN_BACK = 0.25  # share of a change that may be left of it: rounding in bfloat16
 
 
 def nobody() -> None:
@@ -275,20 +273,3 @@ def _read_only(result: Any) -> Any:
     elif not result.flags.owndata:  # else it is a copy
         result.setflags(write=False)
     return result
-
-
-def note_change(changes: list[Tensor], change: Tensor) -> None:
-    """Remember a change of a weight [out, in], or forget the last one if this takes it back. changes: as sketches."""
-    generator = torch.Generator("cpu").manual_seed(change.shape[1])
-    drawn = torch.randn(change.shape[1], generator=generator, device="cpu")
-    sketch = change @ drawn.to(change.device)  # [out]
-    if not changes or (sketch + changes[-1]).norm() > TAKEN_BACK * changes[-1].norm():
-        changes.append(sketch)
-        return
-    changes.pop()
-    warnings.warn(
-        "an adapter was merged into quantized layers and taken out again: rounded twice, their weights are not "
-        "exactly what they were; hf_accel.unpatch(model) and hf_accel.patch(model) bring these back",
-        HfAccelWarning,
-        stacklevel=5,
-    )

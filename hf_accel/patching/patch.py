@@ -37,7 +37,7 @@ from ..kernels import cpu as cpu_kernels
 from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer, stored_tables
-from ..linear.model_card import WritesModelCard
+from ..linear.quantized_model import QuantizedModel
 from ..models import cache_name, layers_config, model_of, unwrapped
 from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, mixed_class
@@ -304,7 +304,7 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     if isinstance(model, GenerationMixin) and model.can_generate():  # others have a generate() of their own
         journal.attribute(model, "__class__", mixed_class(AcceleratedGeneration, type(model)))
     elif isinstance(getattr(model, "hf_quantizer", None), AccelQuantizer):
-        journal.attribute(model, "__class__", mixed_class(WritesModelCard, type(model)))
+        journal.attribute(model, "__class__", mixed_class(QuantizedModel, type(model)))
     if todo.inner is not None:
         part: Any = model.get_submodule(todo.inner.name)
         generation.inner = _generation(todo, todo.inner, part)

@@ -17,16 +17,10 @@ from safetensors.torch import save_file
 from transformers import ContinuousBatchingConfig
 
 from hf_accel import CacheConfig, Draft, Drafter, SpeculativeConfig, UnsupportedError
+from hf_accel.generation.hf.adapter_folder import CONFIG, PREFIX, WEIGHTS
 from hf_accel.generation.hf.batch import BatchPrompt, SequenceFactory
 from hf_accel.generation.hf.config_settings import complete_config
-from hf_accel.generation.hf.request_adapters import (
-    CONFIG,
-    PREFIX,
-    WEIGHTS,
-    _known_layers,
-    read_adapter,
-    refuse_other_rows,
-)
+from hf_accel.generation.hf.request_adapters import _known_layers, read_adapter, refuse_other_rows
 from hf_accel.generation.hf.session import Session
 from hf_accel.generation.request_settings import StopRules
 from hf_accel.generation.sampling.constraint import Constraint

@@ -353,6 +353,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model = llama()
     with pytest.raises(UnsupportedError, match=r"call hf_accel\.patch\(model\) first"):
         PagedCache(model.config).save(tmp_path, model)
+    with pytest.raises(UnsupportedError, match="directory='' names no folder"):
+        CacheConfig(directory="")
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "file").write_text("")

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_accel
-from hf_accel import SpeculativeConfig, UnsupportedError
+from hf_accel import HfAccelError, SpeculativeConfig, UnsupportedError
 from hf_accel.distill.drafts.heads import DraftHead, target_states
 from hf_accel.generation.speculation.drafters.target_states import HeadDrafter
 
@@ -257,6 +257,69 @@ def test_weights_and_tables_that_cannot_be_right_are_an_error(tmp_path: Path) ->
     write_original(tmp_path, right)
     with pytest.raises(UnsupportedError, match="1 to 1 between"):
         DraftHead.from_pretrained(tmp_path, build("llama"))
+
+
+SPOILT: dict[str, tuple[Any, str]] = {
+    "half a file": (lambda folder: halve(folder / "model.safetensors"), "model.safetensors cannot be read.*copy it"),
+    "an empty second file": (lambda folder: (folder / "more.safetensors").touch(), "more.safetensors cannot be read"),
+    "half a config": (lambda folder: halve(folder / "config.json"), r"config.json cannot be read: .*; copy it again"),
+    "no settings": (lambda folder: (folder / "config.json").write_text("[1]"), "config.json holds a list"),
+    "a pickle of something": (lambda folder: pickled(folder), "pytorch_model.bin cannot be read"),
+    "no heads": (lambda folder: edit(folder, num_attention_heads=0), "no layer that can be made: ZeroDivision"),
+    "unknown rope": (lambda folder: edit(folder, rope_parameters={"rope_type": "x"}), "describes no layer"),
+    "a number of text": (lambda folder: edit(folder, head_dim="8"), "describes no layer that can be made"),
+}
+
+
+def halve(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(object(), folder / "pytorch_model.bin")
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("how", SPOILT)
+def test_files_that_cannot_be_read_are_an_error_of_ours(how: str, tmp_path: Path) -> None:
+    write_speculators(tmp_path, weights_of() | tables())
+    spoil, message = SPOILT[how]
+    spoil(tmp_path)
+    with pytest.raises(HfAccelError, match=message):
+        DraftHead.from_pretrained(tmp_path, large())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"_attn_implementation": "flash_attention_2"}, {"return_dict": False, "output_hidden_states": True}]
+)
+def test_settings_of_calls_are_not_those_of_a_layer(fields: dict[str, Any], tmp_path: Path) -> None:
+    write_speculators(tmp_path, weights_of() | tables(), layer=fields)
+    model, prompts = hf_accel.patch(large(), weights=None, speculative=tmp_path), requests(2, seed=6)
+    assert by_generate(model, prompts, 8) == by_generate(model, prompts, 8, speculative=None)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_target_with_a_quantized_table_of_embeddings(tied: bool, tmp_path: Path) -> None:
+    write_speculators(tmp_path, weights_of() | tables())
+    sizes = {**DECODER, "num_hidden_layers": LAYERS, "tie_word_embeddings": tied}
+    table = hf_accel.WeightConfig(bits=4, group_size=32, embedding="int8")
+    drafts = SpeculativeConfig(drafter=tmp_path, num_draft=3)
+    model = hf_accel.patch(LlamaForCausalLM(LlamaConfig(**sizes)).eval(), weights=table, speculative=drafts)
+    head = DraftHead.from_pretrained(tmp_path, model)
+    ids = torch.arange(VOCABULARY)
+    assert torch.equal(head.decoder.get_input_embeddings()(ids), model.get_input_embeddings()(ids))
+    prompts = requests(2, seed=6)
+    found = by_generate(model, prompts, 8)
+    assert hf_accel.stats(model)["drafted"] > 0
+    assert found == by_generate(model, prompts, 8, speculative=None)
 
 
 def test_a_folder_without_a_head_is_an_error(tmp_path: Path) -> None:

@@ -243,6 +243,9 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B, LATER = f"{FIRST}.lora_A.weight", f"{FIRST}.lora_B.weight", "base_model.model.model.layers.7.mlp.up_proj"
 
 
+SHORT = {"target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]}
+
+
 @pytest.mark.parametrize(
     ("settings", "tensors", "reason"),
     [
@@ -255,6 +258,11 @@ A, B, LATER = f"{FIRST}.lora_A.weight", f"{FIRST}.lora_B.weight", "base_model.mo
         ({"lora_alpha": None}, {}, "lora_alpha=None is no positive number"),
         ({"r": 5}, {}, "has rank 4, and adapter_config.json says 5"),
         ({"target_modules": ["k_proj"]}, {}, "do not name it, so that PEFT leaves it out"),
+        ({"exclude_modules": ["q_proj"]}, {}, r"its exclude_modules \['q_proj'\] name it, so that PEFT leaves it out"),
+        ({"exclude_modules": r".*\.0\..*"}, {}, "its exclude_modules .* name it"),
+        ({**SHORT, "layers_to_transform": [1]}, {}, r"layers_to_transform \[1\] do not name it"),
+        ({**SHORT, "layers_to_transform": 0, "layers_pattern": "blocks"}, {}, "layers_to_transform 0 do not name it"),
+        ({"target_modules": "("}, {}, r"cannot be read \(missing"),
         ({}, {A: None}, "has only matrix B of A and B"),
         ({}, {A: torch.ones(4, 31)}, r"it changes a layer \[32, 31\], and that of the model is \[32, 32\]"),
         ({}, {A: torch.ones(3, 32)}, "have no common rank"),

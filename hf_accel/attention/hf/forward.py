@@ -16,9 +16,10 @@ from ...kernels.layouts import KV, AttentionOptions, Ragged
 from ...recognition.cache_code import POSITION_BIAS
 from ...recognition.code import CALL_KEYWORDS
 from ...recognition.selected_code import SELECTED
-from ...tensors import is_recorded, product_dtype
+from ...tensors import is_recorded, is_transformed, product_dtype
 from ...undo.state import BACKEND_ATTRIBUTE
 from .. import AttentionBackend, AttentionSpec, PlannedAttention, choose_backend
+from ..second_derivative import differentiable_twice
 from .bias import bias_over_pages
 from .latents import expanded
 from .mask import as_known, chunk_of, mask_forward, numbers_of
@@ -81,6 +82,11 @@ def attention_forward(
         paged = getattr(key, PAGED_HANDLE, None)
         num_keys = key.shape[2] if paged is None or attention_mask is None else attention_mask.shape[-1]
         attention_mask, selection = masked(attention_mask, selection, num_keys), None
+    if is_transformed() and name_before_patch(module) == EAGER and not hasattr(key, PAGED_HANDLE):
+        return stock_attention(
+            module, query, KV(key, value), numbers_of(attention_mask),
+            left_out=False, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+        )  # fmt: skip
     if is_recorded():
         mask = numbers_of(attention_mask)  # one of ours was made outside of what is compiled
         return recorded_attention(
@@ -147,7 +153,10 @@ def attention_forward(
         options = options._replace(causal=False, window=None)
     elif options.window is not None and options.window >= key.shape[2]:
         options = options._replace(window=None)
-    return backend.dense(query, KV(key, value), options, mask=mask).to(wanted).contiguous(), None
+    out = backend.dense(query, KV(key, value), options, mask=mask)
+    if paged is None and name_before_patch(module) == EAGER:
+        out = differentiable_twice(out, query, KV(key, value), options, mask=mask)
+    return out.to(wanted).contiguous(), None
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

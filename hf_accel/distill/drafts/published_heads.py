@@ -17,9 +17,10 @@ from transformers.initialization import no_init_weights
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from ...errors import UnsupportedError
+from ...errors import HfAccelError, UnsupportedError
 from ...generation.hf.head_module import HeadForm, HeadModule
 from ...models import layers_config
+from ...tensors import is_out_of_memory
 from ...undo.journal import original_class
 
 CONFIG = "config.json"
@@ -32,6 +33,11 @@ NAMES_HERE = {"fc.": "narrow.", "norm.": "decoder.model.norm.", "lm_head.": "dec
 NAMES_HERE |= {"embed_tokens.": "decoder.model.embed_tokens.", FIRST_LAYER: "decoder.model.layers.0."}
 NAMES_HERE |= {"input_norm.": "norms.0.", "fc_norm.": "norms."}
 TABLES = ("d2t", "t2d")
+# Fields of a config that say how a model is loaded and called, and not what its layer computes.
+NOT_OF_LAYER = (
+    "architectures", "model_type", "draft_vocab_size", "quantization_config", "auto_map", "dtype", "torch_dtype",
+    "_attn_implementation", "attn_implementation", "return_dict", "output_hidden_states", "output_attentions",
+)  # fmt: skip
 # Those of the verifier, which speculators may have kept for training; and frequencies that follow from a config.
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "layers.0.self_attn.rotary_emb.inv_freq")
 
@@ -86,7 +92,7 @@ def is_published(folder: Path) -> bool:
     """Return whether a folder holds an EAGLE-3 head in a layout of others."""
     if not (folder / CONFIG).is_file():
         return False
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = _config(folder)
     return SPECULATORS in config or "draft_vocab_size" in config
 
 
@@ -94,10 +100,9 @@ def read_published(kind: type[HeadModule], folder: Path, target: PreTrainedModel
     """Load a head of class `kind` from a folder, for its target.
 
     Raises UnsupportedError for a head that is of another kind than EAGLE-3, was made for another target, or has
-    weights or a list of tokens that cannot be right.
+    settings, weights or a list of tokens that cannot be right, and HfAccelError for files that cannot be read.
     """
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    described = _described(config, folder, target)
+    described = _described(_config(folder), folder, target)
     weights = _weights(folder)
     known = _known(weights, folder, described)
     form = HeadForm(
@@ -108,9 +113,31 @@ def read_published(kind: type[HeadModule], folder: Path, target: PreTrainedModel
         target=original_class(target),
         target_size=layers_config(target.config).hidden_size,
     )
-    head = kind(_decoder(described, target, form), described.layers, known, form=form)
+    try:
+        decoder = _decoder(described, target, form)
+    except Exception as error:  # transformers raises of many kinds for settings that it cannot use
+        raise _wrong_settings(folder, error) from error
+    head = kind(decoder, described.layers, known, form=form)
     _fill(head, weights, folder)
     return head.eval()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return what the config of a folder says. Raises HfAccelError for a file that cannot be read."""
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HfAccelError(f"{folder / CONFIG} cannot be read: {error}; copy it again") from error
+    if not isinstance(found, dict):
+        raise HfAccelError(f"{folder / CONFIG} holds a {type(found).__name__} and no settings; copy it again")
+    return found
+
+
+def _wrong_settings(folder: Path, error: Exception) -> Exception:
+    """Return what to raise for an error of code that was given the settings of a head."""
+    if isinstance(error, HfAccelError) or is_out_of_memory(error):
+        return error
+    return UnsupportedError(f"{folder / CONFIG} describes no layer that can be made: {error!r}; copy the head again")
 
 
 @dataclass(frozen=True)
@@ -132,6 +159,9 @@ def _described(config: dict[str, Any], folder: Path, target: PreTrainedModel) ->
     theirs = layers_config(target.config)
     layer = config.get("transformer_layer_config", config)
     nested = config.get("eagle_config") or {}
+    for name, value in {"transformer_layer_config": layer, "eagle_config": nested}.items():
+        if not isinstance(value, dict):
+            raise UnsupportedError(f"{folder / CONFIG}: {name} is a {type(value).__name__} and holds no settings")
     if config.get(SPECULATORS, "eagle3") != "eagle3":
         raise UnsupportedError(f"{folder} holds a {config[SPECULATORS]!r} speculator; heads of kind 'eagle3' are read")
     if SPECULATORS in config and "norm_before_residual" not in config:
@@ -162,8 +192,12 @@ def _described(config: dict[str, Any], folder: Path, target: PreTrainedModel) ->
         )
     flags = {**nested, **config}
     norms: Literal["none", "each", "all"] = "each" if flags.get("fc_norm") else "none"
+    try:
+        layer_config = _layer_config(layer, kind)
+    except Exception as error:  # as above
+        raise _wrong_settings(folder, error) from error
     return DescribedHead(
-        _layer_config(layer, kind),
+        layer_config,
         _layers(config, nested, theirs.num_hidden_layers, folder),
         config.get("draft_vocab_size") or theirs.vocab_size,
         bool(flags.get("norm_before_residual", False)),
@@ -174,8 +208,7 @@ def _described(config: dict[str, Any], folder: Path, target: PreTrainedModel) ->
 
 def _layer_config(layer: dict[str, Any], kind: str) -> Any:
     """Return the config of the model that the layer is of. It attends to all tokens."""
-    left_out = ("architectures", "model_type", "draft_vocab_size", "quantization_config", "auto_map", "dtype")
-    fields = {name: value for name, value in layer.items() if name not in (*left_out, "torch_dtype")}
+    fields = {name: value for name, value in layer.items() if name not in NOT_OF_LAYER}
     if kind == "llama":  # whose layers have no window, whatever a config says
         fields = {name: value for name, value in fields.items() if name not in ("sliding_window", "layer_types")}
     fields |= {"num_hidden_layers": 1, "tie_word_embeddings": False, "pad_token_id": None}
@@ -188,24 +221,29 @@ def _layers(config: dict[str, Any], nested: dict[str, Any], count: int, folder: 
     LAYERS at the top, as in speculators and vLLM, counts these. In `eagle_config`, as in SpecForge and SGLang,
     it counts layers, of whose outputs the first is state 1.
     """
-    chosen = config.get(LAYERS) or [number + 1 for number in nested.get(LAYERS) or ()]
-    layers = tuple(chosen or (2, count // 2, count - 3))
-    if not all(isinstance(number, int) and 1 <= number < count for number in layers):
+    said: Any = config.get(LAYERS) or nested.get(LAYERS) or [2, count // 2, count - 3]
+    added = 0 if config.get(LAYERS) or not nested.get(LAYERS) else 1
+    known = isinstance(said, list) and all(type(number) is int and 1 <= number + added < count for number in said)
+    if not known:
         raise UnsupportedError(
-            f"{folder} reads the hidden states {list(layers)}, and the target has states 1 to {count - 1} between its "
+            f"{folder} reads the hidden states {said!r}, and the target has states 1 to {count - 1} between its "
             f"layers; give the head of this model, or write {LAYERS} into its {CONFIG}"
         )
-    return layers
+    return tuple(number + added for number in said)
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of a folder by the names that most layouts have."""
     weights: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(path)
-    if not weights:
-        for path in sorted(folder.glob("pytorch_model*.bin")):
-            weights |= torch.load(path, map_location="cpu", weights_only=True)
+    paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    for path in paths:
+        try:
+            read = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        except Exception as error:  # of many kinds: of safetensors, of pickle, of the disk
+            if is_out_of_memory(error):
+                raise
+            raise HfAccelError(f"{path} cannot be read: {error}; copy it again") from error
+        weights |= read
     if not weights:
         raise UnsupportedError(f"{folder} holds no *.safetensors and no pytorch_model.bin; give the whole head")
     named = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
@@ -241,7 +279,9 @@ def _known(weights: dict[str, Tensor], folder: Path, described: DescribedHead) -
 
 
 def _decoder(described: DescribedHead, target: PreTrainedModel, form: HeadForm) -> PreTrainedModel:
-    """Build the model of one layer, whose weights are whatever was in memory except for the target's embeddings."""
+    """Build the model of one layer, whose weights are whatever was in memory except for the target's embeddings, of
+    which it has a copy in floating point where the target's are quantized.
+    """
     config, embeddings = described.layer, target.get_input_embeddings()
     theirs: Any = embeddings.weight
     model, layer = PAIR_MODELS[config.model_type]
@@ -256,7 +296,8 @@ def _decoder(described: DescribedHead, target: PreTrainedModel, form: HeadForm) 
                 f"the head has no embeddings of its own, and reads such of {config.hidden_size} numbers for "
                 f"{config.vocab_size} tokens, where the target has {list(theirs.shape)}; give a head of this model"
             )
-        made.model.embed_tokens.weight = theirs
+        shared = isinstance(theirs, nn.Parameter)  # else rows are looked up in a quantized table
+        made.model.embed_tokens.weight = theirs if shared else nn.Parameter(theirs.clone(), requires_grad=False)
     decoder: PreTrainedModel = made
     return decoder
 
@@ -272,7 +313,7 @@ def _fill(head: HeadModule, weights: dict[str, Tensor], folder: Path) -> None:
             f"{folder} is no EAGLE-3 head that its {CONFIG} describes: {odd[0]!r} and {len(odd) - 1} more "
             "weights are missing, unknown or of another shape"
         )
-    wrong = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    wrong = [name for name, tensor in weights.items() if not tensor.float().isfinite().all()]
     if wrong:
         raise UnsupportedError(f"{folder}: {wrong[0]!r} holds numbers that are not finite; the head was not trained")
     for name, parameter in own.items():

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ...attention.hf.mask import numbers_of
-from ...errors import NotRaggedError
+from ...errors import LostRankError, NotRaggedError
 from ...models import layer_lists, layers_config
 from ...recognition.call_form import parameter_names
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
+from ...tensors import is_out_of_memory
 from ...undo.journal import original_class
 from ..marked_inputs import MarkedInputs, marked_arguments
 from ..token_arguments import TokenArguments
@@ -25,6 +26,17 @@ UNMARKED = 3
 CUT = 2  # the first tokens of the first sequence are computed by an earlier pass
 FACTOR = 1.5
 CLOSE = Tolerance(of_largest=1e-4)
+# What code raises that meets something it does not expect. What else stops it, such as a signal, says nothing of it.
+OF_CODE = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    NameError,
+    RuntimeError,
+)
 # Arguments of layers that are known to be right in a ragged pass.
 KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", "past_key_values", "use_cache"})
 
@@ -254,9 +266,11 @@ class _DecoderTrial:
         """Call the decoder, whose own code need not take layers that are no layers: RWKV's return more than states."""
         try:
             return self.decoder(**given)
-        except NotRaggedError:
+        except (NotRaggedError, LostRankError):
             raise
-        except Exception as error:
+        except OF_CODE as error:
+            if is_out_of_memory(error):
+                raise
             raise NotRaggedError(
                 f"{type(self.decoder).__name__} cannot be tried without its layers: {error}"
             ) from error

@@ -18,7 +18,7 @@ from ...cache.hf import PagedCache, page_groups
 from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
-from ...linear.model_card import WritesModelCard
+from ...linear.quantized_model import QuantizedModel
 from ...models import learnt_prompt
 from ...tensors import made_on_host
 from ...undo.journal import original_class
@@ -54,7 +54,7 @@ NOT_GIVEN = Default("not given")
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
-class AcceleratedGeneration(WritesModelCard):
+class AcceleratedGeneration(QuantizedModel):
     """Is mixed into a patched model's class, before the original class."""
 
     @made_on_host()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import load_state_dict
 
 from ...cache.hf import page_groups
 from ...cache.pages import Pages
@@ -29,24 +25,8 @@ from ...linear import QuantLinear
 from ...linear.adapters import Adapter, LowRankPart, pass_adapters
 from ...tensors import model_device
 from ...undo.state import state_of
+from .adapter_folder import WEIGHTS, factor_in, matrices_in, named_layers, reason_left_out, salt_of, settings_of
 from .model_runner import ModelRunner
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of the names of tensors
-TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
-# Fields of a LoraConfig that are honoured, and those that say how an adapter was trained or where it comes from.
-HONOURED = {
-    "peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern", "exclude_modules",
-    "layers_to_transform", "layers_pattern",
-}  # fmt: skip
-OF_TRAINING = {
-    "task_type", "inference_mode", "lora_dropout", "base_model_name_or_path", "revision", "auto_mapping",
-    "peft_version", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying",
-    "eva_config", "corda_config", "lora_ga_config", "arrow_config", "loftq_config", "init_lora_weights", "bias",
-    "velora_config",
-}  # fmt: skip
-# Ways to begin that leave the weights of the model as they are. Others train next to weights that they have changed.
-BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class LoadedAdapters:
@@ -107,30 +87,28 @@ def read_adapter(model: PreTrainedModel, name: str, path: str | PathLike[str]) -
     refusal = model_refusal(model)
     if refusal is not None:
         raise UnsupportedError(f"{where}: requests of this model can have no adapter: {refusal}")
-    config, tensors = _config(Path(path), where), _tensors(Path(path), where)
-    layers = _named_layers(tensors, where)
+    config, tensors = settings_of(Path(path), where), matrices_in(Path(path), where)
+    layers = named_layers(tensors, where)
     parts: dict[nn.Module, LowRankPart] = {}
     known = _known_layers(model)
     for layer, matrices in layers.items():
         module, reason = known.get(layer), None
         if module is None:
             reason = _layer_refusal(model, layer)
-        elif not _is_target(layer, config["target_modules"]):
-            reason = f"its target_modules {config['target_modules']!r} do not name it, so that PEFT leaves it out"
         elif module in parts:
             reason = "the model calls one module by two names"
         else:
-            reason = _shape_refusal(module, matrices)
+            reason = reason_left_out(layer, config) or _shape_refusal(module, matrices)
         if reason is not None or module is None:
             raise UnsupportedError(f"{where}: {layer!r}: {reason}; load it into the model that it was trained for")
         dtype = _dtype_of(module)
         a, b = (matrices[each].to(dtype) for each in "AB")
-        parts[module] = LowRankPart(a, b, _scale(layer, config, len(a), where))
+        parts[module] = LowRankPart(a, b, factor_in(layer, config, len(a), where))
     if not parts:
         raise UnsupportedError(f"{where}: {WEIGHTS} holds nothing that could be added to a layer")
     LowRankPart.put_together(parts.values())
     traced = {child for layer in model.modules() if isinstance(layer, TracedForward) for child in layer.modules()}
-    return Adapter(name, parts, frozenset(parts.keys() - traced), _salt(config, tensors))
+    return Adapter(name, parts, frozenset(parts.keys() - traced), salt_of(config, tensors))
 
 
 def adapters_of_prompts(model: PreTrainedModel, given: Any, count: int) -> list[Adapter | None]:
@@ -256,96 +234,3 @@ def _shape_refusal(module: Any, matrices: Mapping[str, Tensor]) -> str | None:
     if (b.shape[0], a.shape[1]) != wanted:
         return f"it changes a layer {[b.shape[0], a.shape[1]]}, and that of the model is {list(wanted)}"
     return None if a.dtype in FLOATS and b.dtype in FLOATS else f"its matrices are {a.dtype} and {b.dtype}"
-
-
-# -- the folder ----------------------------------------------------------------------------------------------
-
-
-def _config(path: Path, where: str) -> dict[str, Any]:
-    """Return the settings of a LoRA adapter. Raises UnsupportedError for what is not known."""
-    try:
-        found = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnsupportedError(
-            f"{where}: {CONFIG} cannot be read: {error}; give a folder that PEFT has saved"
-        ) from error
-    refusal = _config_refusal(found) if isinstance(found, dict) else f"{CONFIG} holds no settings"
-    if refusal is not None:
-        raise UnsupportedError(f"{where}: {refusal}; merge it into the model (PEFT's merge_and_unload) instead")
-    return {"target_modules": None, **found}
-
-
-def _config_refusal(found: dict[str, Any]) -> str | None:
-    """Return why an adapter with these settings is none of ours, as one clause; None if it is."""
-    if found.get("peft_type") != "LORA":
-        return f"peft_type {found.get('peft_type')!r} is not 'LORA'"
-    others = {name: value for name, value in found.items() if name not in HONOURED | OF_TRAINING and value}
-    if others:
-        return f"{', '.join(f'{name}={value!r}' for name, value in others.items())} is not known"
-    if found.get("bias", "none") != "none":
-        return f"bias={found['bias']!r} changes biases of the model"
-    beginning = found.get("init_lora_weights")
-    if beginning not in BEGINNINGS:
-        return f"init_lora_weights={beginning!r} was trained next to other weights than the model's"
-    for name in ("r", "lora_alpha"):
-        if not isinstance(found.get(name), int | float) or isinstance(found[name], bool) or found[name] <= 0:
-            return f"{name}={found.get(name)!r} is no positive number"
-    patterns = (found.get("rank_pattern") or {}, found.get("alpha_pattern") or {})
-    return None if all(isinstance(each, dict) for each in patterns) else "its patterns are no mappings"
-
-
-def _tensors(path: Path, where: str) -> dict[str, Tensor]:
-    try:
-        return load_state_dict(str(path / WEIGHTS))
-    except Exception as error:  # safetensors has an error of its own
-        raise UnsupportedError(
-            f"{where}: {WEIGHTS} cannot be read: {error}; save the adapter with safe_serialization=True"
-        ) from error
-
-
-def _named_layers(tensors: Mapping[str, Tensor], where: str) -> dict[str, dict[str, Tensor]]:
-    """Return matrices A and B by the name of their layer. Raises UnsupportedError for tensors of other kinds."""
-    layers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        found = TENSOR.fullmatch(name.removeprefix(PREFIX))
-        if found is None:
-            raise UnsupportedError(
-                f"{where}: the tensor {name!r} is no matrix A or B of a linear layer (DoRA, modules_to_save and "
-                "embeddings are not served by request); merge it into the model (PEFT's merge_and_unload) instead"
-            )
-        layers.setdefault(found["layer"], {})[found["matrix"]] = tensor
-    for layer, matrices in layers.items():
-        if len(matrices) != 2:
-            raise UnsupportedError(f"{where}: {layer!r} has only matrix {', '.join(matrices)} of A and B")
-    return layers
-
-
-def _is_target(layer: str, targets: Any) -> bool:
-    """Return whether PEFT puts an adapter into a layer of this name. targets: target_modules of its config."""
-    if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, layer) is not None
-    return targets is None or any(layer == each or layer.endswith(f".{each}") for each in targets)
-
-
-def _scale(layer: str, config: dict[str, Any], rank: int, where: str) -> float:
-    """Return the number that an adapter's product is multiplied by in a layer, as PEFT computes it."""
-    planned = _of_pattern(layer, config.get("rank_pattern") or {}, config["r"])
-    if planned != rank:
-        raise UnsupportedError(f"{where}: {layer!r} has rank {rank}, and {CONFIG} says {planned}")
-    alpha = _of_pattern(layer, config.get("alpha_pattern") or {}, config["lora_alpha"])
-    return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)
-
-
-def _of_pattern(layer: str, patterns: dict[str, Any], usual: Any) -> Any:
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), usual)
-
-
-def _salt(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Return a digest of all that an adapter is, so that one that is loaded again finds its prefixes."""
-    digest = hashlib.blake2b(
-        repr(sorted((name, repr(config.get(name))) for name in HONOURED)).encode(), digest_size=16
-    )
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.digest()

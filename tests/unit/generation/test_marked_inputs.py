@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from hf_accel import UnsupportedError
+from hf_accel.errors import NotRaggedError
 from hf_accel.generation.hf.decoder_trial import refuse_mixed_tokens
 from hf_accel.generation.marked_inputs import MarkedInputs, marked_arguments, read_marked
 from hf_accel.generation.prompt_inputs import PromptInputs, contents_of
@@ -124,3 +125,28 @@ def test_decoders_that_mix_tokens_are_refused(way: str) -> None:
         return
     with pytest.raises(UnsupportedError, match="gives its layers more" if way == "layers" else "mixes tokens"):
         refuse_mixed_tokens(Decoder(way), marked, 3, torch.zeros(4))
+
+
+class Stopping(Decoder):
+    """Raises an error of its own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("right")
+        self.error = error
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError, TimeoutError, InterruptedError])
+def test_what_stops_a_trial_says_nothing_of_a_decoder(kind: type[Exception]) -> None:
+    """It is raised, and no slower path is taken for it."""
+    decoder = Stopping(kind("can't allocate memory"))
+    with pytest.raises(kind, match="allocate memory"):
+        refuse_mixed_tokens(decoder, read("list"), None, torch.zeros(1, 8))
+
+
+def test_code_that_takes_no_stand_ins_is_not_known() -> None:
+    decoder = Stopping(RuntimeError("shapes cannot be multiplied"))
+    with pytest.raises(NotRaggedError, match="cannot be tried without its layers: shapes"):
+        refuse_mixed_tokens(decoder, read("list"), None, torch.zeros(1, 8))

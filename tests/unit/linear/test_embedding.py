@@ -170,6 +170,62 @@ def test_a_resized_embedding_is_a_float_one_and_undo_keeps_the_tie(kind: str, ro
     assert torch.equal(model.get_input_embeddings().weight[:kept], before[:kept])
 
 
+TIED: dict[str, tuple[Any, WeightConfig]] = {
+    "shared": (lambda: tied_model(), ONE_TABLE),
+    "float embedding": (lambda: tied_model(), replace(ONE_TABLE, embedding=None)),
+    "encoder": (lambda: BertForMaskedLM(BertConfig(**BERT)).eval(), WeightConfig()),
+}
+
+
+@pytest.mark.parametrize("kind", TIED)
+@pytest.mark.parametrize("more", [10, -9])
+def test_a_tied_model_that_is_resized_stays_tied(kind: str, more: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stock, weights = TIED[kind][0](), TIED[kind][1]
+    model = hf_accel.patch(copy.deepcopy(stock), weights=weights)
+    assert model.config.tie_word_embeddings is False or kind == "encoder"
+    rows = stock.config.vocab_size + more
+    for each in (stock, model):
+        each.resize_token_embeddings(rows, mean_resizing=False)
+    ids = IDS % min(rows, 90)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert head.weight is embedding.weight and head.weight.shape == (rows, stock.config.hidden_size)
+    assert model.config.tie_word_embeddings and model(ids).logits.shape[-1] == rows
+    with torch.no_grad():
+        head.weight[7] = 0.5
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    loaded = type(stock).from_pretrained(tmp_path)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert torch.equal(loaded(ids).logits, expected)
+    hf_accel.unpatch(model)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config.tie_word_embeddings and model.all_tied_weights_keys == stock.all_tied_weights_keys
+    assert model.get_expanded_tied_weights_keys(all_submodels=True) == stock.all_tied_weights_keys
+    old = [row for row in range(min(rows, rows - more)) if row != 7]
+    assert torch.equal(model.get_input_embeddings().weight[old], stock.get_input_embeddings().weight[old])
+    assert torch.equal(model.get_input_embeddings().weight[7], torch.full_like(head.weight[7], 0.5))
+
+
+def test_a_tied_checkpoint_that_is_resized_stays_tied(tmp_path: Path) -> None:
+    patched("shared, 8 bits").save_pretrained(tmp_path / "first")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    model.resize_token_embeddings(140, mean_resizing=False)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path / "second")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "second")
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["own, 8 bits", "own, 4 bits"])
+def test_a_model_that_is_not_tied_does_not_become_so(kind: str) -> None:
+    model: Any = patched(kind)
+    model.resize_token_embeddings(140, mean_resizing=False)
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    assert model.config.tie_word_embeddings is False
+
+
 def test_rows_of_a_resized_embedding_that_were_written_stay() -> None:
     model = patched("own, 8 bits")
     model.resize_token_embeddings(133, mean_resizing=False)

@@ -184,16 +184,56 @@ def test_an_adapter_that_was_thrown_away(order: str, weights: str) -> None:
     assert {n: t[0] for n, t in snapshot(inner)["tensors"].items()} == {n: t[0] for n, t in before["tensors"].items()}
 
 
+@pytest.mark.filterwarnings("ignore:Already following adapters were merged:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_merged_and_taken_out_again(weights: str) -> None:
-    model = patched_with_adapter("adapter first", WEIGHTS[weights])
+def test_merged_and_taken_out_again(weights: str, dtype: torch.dtype) -> None:
+    """The very weights are back, of two adapters too, and as often as that is done."""
+    model = hf_accel.patch(with_adapter(build("llama").to(dtype)), weights=WEIGHTS[weights])
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=TARGETS, init_lora_weights=False))
+    before, computed = {n: bits(t) for n, t in model.state_dict().items()}, bits(logits(model))
+    for names in (["default"], ["other"], ["default", "other"]):
+        model.merge_adapter(names)
+        assert {n: bits(t) for n, t in model.state_dict().items()} != before
+        with pytest.raises(hf_accel.UnsupportedError, match=r"unmerge_adapter\(\) before unpatch"):
+            hf_accel.unpatch(model)
+        model.unmerge_adapter()
+        assert {n: bits(t) for n, t in model.state_dict().items()} == before
+    assert bits(logits(model)) == computed
+    hf_accel.unpatch(model)
+    assert bits(logits(model)) == bits(logits(with_adapter(build("llama").to(dtype))))
+
+
+def test_what_is_left_of_an_adapter_stays() -> None:
+    """Merged with one strength and taken out with another: what is left is no rounding."""
+    model = patched_with_adapter("patch first", "int8")
+    layers = list(lora_layers(model.get_base_model()).values())
+    before = [each.base_layer.weight.clone() for each in layers]
     model.merge_adapter()
-    with pytest.raises(hf_accel.UnsupportedError, match=r"unmerge_adapter\(\) before unpatch"):
-        hf_accel.unpatch(model)
+    for each in layers:
+        each.scaling["default"] *= 0.9
     with pytest.warns(hf_accel.HfAccelWarning, match="rounded twice"):
         model.unmerge_adapter()
-    hf_accel.unpatch(model)
-    assert bits(logits(model)) == bits(logits(with_adapter(build("llama"))))
+    for each, weight in zip(layers, before, strict=True):
+        left = each.base_layer.weight.clone() - weight
+        expected = each.get_delta_weight("default") / 9
+        assert (left - expected).abs().max() < 0.02 * weight.abs().max() and left.norm() > 0.5 * expected.norm()
+
+
+def test_weights_of_before_are_let_go() -> None:
+    """They are kept for as long as an adapter may be taken out, and not in copies."""
+    model = patched_with_adapter("patch first", "int8")
+    model.merge_adapter()
+    first, second, *others = (each.base_layer for each in lora_layers(model.get_base_model()).values())
+    assert copy.deepcopy(first).changes.kept == {} and first.changes.kept
+    first.weight = first.weight  # as PEFT does where it takes out an adapter of another kind than LoRA
+    second.to(torch.bfloat16)
+    assert first.changes.kept == {} and second.changes.kept == {}
+    with pytest.warns(hf_accel.HfAccelWarning, match="rounded twice"):
+        model.unmerge_adapter()
+    assert all(each.changes.kept == {} and not each.changes for each in others)
 
 
 @pytest.mark.filterwarnings("ignore:Already following adapters were merged:UserWarning")
@@ -209,6 +249,10 @@ def test_two_adapters_merged_one_after_the_other() -> None:
 def test_an_adapter_that_takes_its_start_out_of_the_weight() -> None:
     """PiSSA leaves the base layer what its factors do not hold: over the originals, they would count twice."""
     model = patched_with_adapter("patch first", "int8", init_lora_weights="pissa", target_modules=["q_proj"])
+    before = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == before
     with pytest.raises(hf_accel.UnsupportedError, match="2 quantized layers"):
         hf_accel.unpatch(model)
 
@@ -366,4 +410,4 @@ def test_what_cannot_be_written(value: Tensor, text: str) -> None:
     with pytest.raises(hf_accel.UnsupportedError, match=text):
         layer.weight.data = value
     assert bits(layer.weight.data.clone()) == before
-    assert (layer.writes, layer.changes) == (0, [])
+    assert layer.writes == 0 and not layer.changes

@@ -92,7 +92,7 @@ def test_a_second_layer_shares_the_weight_and_nothing_that_changes(kind: str) ->
         before, second = copy.copy(layer.quantized.dequantize(torch.float32)), layer.sibling()
         assert torch.equal(second.quantized.dequantize(torch.float32), before) and type(second) is type(layer)
         second.write(torch.zeros(layer.out_features, layer.in_features))
-        assert (layer.writes, second.writes) == (0, 1) and layer.changes == []
+        assert (layer.writes, second.writes) == (0, 1) and not layer.changes
         assert torch.equal(layer.quantized.dequantize(torch.float32), before)
 
 
