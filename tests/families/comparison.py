@@ -6,17 +6,17 @@ FACTOR times as far from its answer as stock's are. Tokens are judged over their
 only the first that is another: by what the wider model says there, none may be farther behind the token that it would
 choose than two logits can be that are FACTOR times as far off as stock's.
 
-How far stock's are is measured, of half precision with two of transformers' own attentions: where its rounding gives a
-token to another expert, numbers change by as much as they are large, and one rounding alone may miss that.
+How far stock's are is measured in several passes, in all but one of which products are moved by half a unit in the
+last place: where its rounding gives a token to another expert, numbers change by as much as they are large, and one
+pass alone may miss that.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_accel.verify.references import WIDER
+from hf_accel.verify.rounding import jittered_products
 
 from .media import MASKED, largest
 
 NEW_TOKENS = 10
-FACTOR = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}
+FACTOR = 2
+WAYS = 3  # of moving products
 ULPS = 2  # of the largest number: what a last rounding to the dtype of the answer may leave between two
 # Keywords of generate() that say how a text is found, not what a model says.
 SEARCHES = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_model")
@@ -102,16 +104,6 @@ def wider(model: PreTrainedModel) -> PreTrainedModel:
     return wide
 
 
-def rounded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model, and in half precision also with another attention of transformers."""
-    yield model
-    if model.dtype != torch.float32:
-        other = copy.deepcopy(model)
-        with contextlib.suppress(ValueError):  # it has no other
-            other.set_attn_implementation("sdpa" if model.config._attn_implementation == "eager" else "eager")
-            yield other
-
-
 def rounding(what: str, stock: PreTrainedModel, ask: Ask) -> tuple[Tensor, float]:
     """What the wider model answers, and how far an answer may be from it.
 
@@ -119,7 +111,10 @@ def rounding(what: str, stock: PreTrainedModel, ask: Ask) -> tuple[Tensor, float
     """
     try:
         exact = ask(wider(stock))
-        return exact, FACTOR[stock.dtype] * max(_distance(ask(model), exact) for model in rounded(stock))
+        answers = [ask(stock)]
+        with jittered_products(stock):
+            answers += [ask(stock) for _ in range(WAYS)]
+        return exact, FACTOR * max(_distance(answer, exact) for answer in answers)
     except Exception as reason:
         raise Wrong(f"{what}, and stock in a wider dtype raises {told(reason)}") from reason
 

@@ -442,6 +442,7 @@ def _checkpointing(case: Case) -> Outcome:
 def gradient(model: PreTrainedModel, inputs: dict[str, Tensor], **checkpointing: Any) -> Tensor:
     """Of the mean square of what the model answers, by all parameters that have one; with nothing left to chance."""
     model.train()
+    model.zero_grad()
     for module in model.modules():
         for rate in [name for name, value in vars(module).items() if isinstance(value, float) and "drop" in name]:
             setattr(module, rate, 0.0)
