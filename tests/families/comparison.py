@@ -256,7 +256,7 @@ class Text:
         return forced
 
 
-class _Forced(LogitsProcessor):  # type: ignore[misc]
+class _Forced(LogitsProcessor):
     """Choose the given tokens, and keep the logits [steps, rows, V] and what a draw among them is decided by."""
 
     def __init__(self, sequences: Tensor) -> None:
