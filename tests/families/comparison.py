@@ -7,8 +7,8 @@ only the first that is another: by what the wider model says there, none may be 
 choose than two logits can be that are FACTOR times as far off as stock's.
 
 How far stock's are is measured in several passes, in all but one of which products are moved by half a unit in the
-last place: where its rounding gives a token to another expert, numbers change by as much as they are large, and one
-pass alone may miss that.
+last place. Where a model of half precision chooses among experts or keys, its rounding can give a token to another,
+and numbers change by as much as they are large: SHARE of its tokens are left out. In float32 none is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_accel.verify.references import WIDER
@@ -31,6 +32,7 @@ from .media import MASKED, largest
 NEW_TOKENS = 10
 FACTOR = 2
 WAYS = 3  # of moving products
+SHARE = 0.1
 ULPS = 2  # of the largest number: what a last rounding to the dtype of the answer may leave between two
 # Keywords of generate() that say how a text is found, not what a model says.
 SEARCHES = ("num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_model")
@@ -114,15 +116,26 @@ def rounding(what: str, stock: PreTrainedModel, ask: Ask) -> tuple[Tensor, float
         answers = [ask(stock)]
         with jittered_products(stock):
             answers += [ask(stock) for _ in range(WAYS)]
-        return exact, FACTOR * max(_distance(answer, exact) for answer in answers)
+        return exact, FACTOR * max(float(_distances(answer, exact).max()) for answer in answers)
     except Exception as reason:
         raise Wrong(f"{what}, and stock in a wider dtype raises {told(reason)}") from reason
 
 
-def _distance(answer: Tensor, exact: Tensor) -> float:
-    """The largest, but for numbers that stand for minus infinity."""
+def _distances(answer: Tensor, exact: Tensor) -> Tensor:
+    """The largest of each token, but for numbers that stand for minus infinity."""
     kept = exact.isfinite() & (exact > MASKED)
-    return float((answer.double() - exact.double())[kept].abs().max())
+    apart = (answer.double() - exact.double()).masked_fill(~kept, 0.0).abs()
+    return apart.amax(-1).flatten() if apart.ndim > 1 else apart.max()[None]
+
+
+class _Choices(TorchDispatchMode):
+    """Whether a model chooses the best of something."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func is torch.ops.aten.topk.default
+        return func(*args, **(kwargs or {}))
 
 
 # -- numbers -------------------------------------------------------------------------------------------
@@ -171,8 +184,13 @@ def close(name: str, actual: Tensor, expected: Tensor, tolerance: float, stock: 
         return
     what = f"{name} differ by {error:.1e} of the largest"
     exact, most = rounding(what, stock, ask)
-    if not _distance(actual, exact) <= most:
-        raise Wrong(f"{what}, and by {_distance(actual, exact):.1e} from those of a wider dtype, not by {most:.1e}")
+    apart = _distances(actual, exact).sort().values
+    if stock.dtype != torch.float32 and len(apart) > 1 and actual.isfinite().all():
+        with _Choices() as choices:
+            ask(stock)
+        apart = apart[: -max(1, int(SHARE * len(apart)))] if choices.found else apart
+    if not apart[-1] <= most:
+        raise Wrong(f"{what}, and by {apart[-1]:.1e} from those of a wider dtype, not by {most:.1e}")
 
 
 # -- texts ---------------------------------------------------------------------------------------------
@@ -220,7 +238,7 @@ class Text:
         ours, theirs = (each.sequences[:, -self.new :] for each in (output, self.output))
         _, most = rounding("beams differ", self.stock, lambda model: self._logarithms(model, theirs))
         scores = self._logarithms(wider(self.stock), ours).mean(0)  # as no text ends early
-        off = _distance(output.sequences_scores, scores)
+        off = float(_distances(output.sequences_scores, scores).max())
         if not off <= most:
             raise Wrong(f"scores of beams are {off:.1e} from those of a wider dtype, not {most:.1e}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from functools import cache
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .comparison import Text, Wrong, forward, generate, given, same_logits
+from .comparison import Text, Wrong, forward, generate, given, same_logits, wider
 from .inputs import prompts
 from .models import Family, build
 
@@ -60,6 +62,23 @@ def test_logits_are_the_same_if_rounded_otherwise(dtype: torch.dtype) -> None:
     compare(stock(dtype), rounded_otherwise(dtype))
     with pytest.raises(Wrong, match="of a wider dtype"):
         compare(stock(dtype), damaged(dtype))
+
+
+@pytest.mark.parametrize(("name", "chooses"), [("Llama", False), ("Mixtral", True)])
+def test_only_a_model_of_half_precision_that_chooses_may_have_a_token_of_its_own(name: str, chooses: bool) -> None:
+    mixture = build(Family("causal", name.lower(), f"{name}ForCausalLM", variant=4))
+    batch = {"input_ids": inputs()["input_ids"][1:2]}
+    expected, actual = (forward(mixture, batch) for _ in range(2))
+    actual.logits[0, 7] += 1
+    for stock, may in ((mixture, chooses), (wider(mixture), False)):
+        found = [copy.copy(each) for each in (expected, actual)]
+        for each in found:
+            each.logits = each.logits.to(stock.dtype)
+        with contextlib.nullcontext() if may else pytest.raises(Wrong, match="of a wider dtype"):
+            same_logits(stock, *found, batch)
+    actual.logits[0, 3:9] += 1
+    with pytest.raises(Wrong, match="of a wider dtype"):
+        same_logits(mixture, expected, actual, batch)
 
 
 def written(model: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Tensor:

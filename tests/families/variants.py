@@ -225,7 +225,7 @@ def _rotation(
         size = values["qk_rope_head_dim"]
     size = size or values.get("hidden_size", 64) // values.get("num_attention_heads", 4)
     part = parameters.get("partial_rotary_factor")
-    if parameters.get("rope_type") == "proportional":
+    if parameters.get("rope_type") in ("proportional", "axial"):
         return parameters | {"rope_theta": draw.choice((100.0, 1e4))}
     kept = {}
     if part is not None:
