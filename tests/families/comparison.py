@@ -172,10 +172,10 @@ def same_logits(
         def ask(model: PreTrainedModel, name: str = name, shown: Any = shown) -> Tensor:
             return getattr(forward(model, inputs, **more), name)[shown]
 
-        close(name, ours[shown], theirs[shown], tolerance, stock, ask)
+        close(name, ours[shown], theirs[shown], tolerance=tolerance, stock=stock, ask=ask)
 
 
-def close(name: str, actual: Tensor, expected: Tensor, tolerance: float, stock: PreTrainedModel, ask: Ask) -> None:
+def close(name: str, actual: Tensor, expected: Tensor, *, tolerance: float, stock: PreTrainedModel, ask: Ask) -> None:
     """tolerance: relative to the largest number. ask: how stock was."""
     if not expected.isfinite().all():
         raise StockCannot(f"{name} of stock are not finite")

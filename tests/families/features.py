@@ -262,7 +262,7 @@ def _attentions(case: Case) -> Outcome:
     found = _weights(actual)
     for name, value in _weights(expected).items():
         if stock is case.stock or name in found:  # what neither gives by default is not missed
-            _same_attentions(name, value, found.get(name, []), stock, inputs)
+            _same_attentions(name, value, found.get(name, []), stock=stock, inputs=inputs)
     return _attention_word(case)
 
 
@@ -274,7 +274,7 @@ def _weights(output: Any) -> dict[str, list[Tensor]]:
 
 
 def _same_attentions(
-    name: str, expected: list[Tensor], actual: list[Tensor], stock: PreTrainedModel, inputs: dict[str, Tensor]
+    name: str, expected: list[Tensor], actual: list[Tensor], *, stock: PreTrainedModel, inputs: dict[str, Tensor]
 ) -> None:
     if len(actual) != len(expected):
         raise Wrong(f"{name}: {len(actual)} layers, not {len(expected)}")
@@ -290,7 +290,9 @@ def _same_attentions(
         def ask(model: PreTrainedModel, layer: int = layer, shown: Callable[[Tensor], Tensor] = shown) -> Tensor:
             return shown(_weights(forward(model, inputs, output_attentions=True))[name][layer])
 
-        close(name, shown(ours), shown(theirs), 1e-3, stock, ask)  # a layer magnifies what the one before rounds
+        close(
+            name, shown(ours), shown(theirs), tolerance=1e-3, stock=stock, ask=ask
+        )  # a layer magnifies what the one before rounds
 
 
 def _generates(name: str, *, settings: Callable[[Case], dict[str, Any]], shapes: str = "padded") -> None:
@@ -431,11 +433,11 @@ def _checkpointing(case: Case) -> Outcome:
     expected = by_stock(lambda: ask(case.fresh()))
     again = by_stock(lambda: gradient(case.fresh(), inputs, use_reentrant=True))
     try:
-        close("gradients", again, expected, 1e-3, case.fresh(), ask)
+        close("gradients", again, expected, tolerance=1e-3, stock=case.fresh(), ask=ask)
     except Wrong as reason:
         raise StockCannot(f"checkpointing changes stock's own gradient: {reason}") from None
     actual = gradient(hf_accel.patch(case.fresh(), weights=None), inputs, use_reentrant=True)
-    close("gradients", actual, expected, 1e-3, case.fresh(), ask)
+    close("gradients", actual, expected, tolerance=1e-3, stock=case.fresh(), ask=ask)
     return _attention_word(case)
 
 
@@ -542,7 +544,11 @@ def _reload(model: PreTrainedModel, folder: str, inputs: dict[str, Tensor], tole
     _same_state(model, loaded)
     (name, expected), *_ = tensors_of(forward(model, inputs)).items()
     actual = getattr(forward(loaded, inputs), name)
-    close(f"{name} after loading", actual, expected, tolerance, model, lambda asked: forward(asked, inputs)[name])
+
+    def ask(asked: PreTrainedModel) -> Tensor:
+        return forward(asked, inputs)[name]
+
+    close(f"{name} after loading", actual, expected, tolerance=tolerance, stock=model, ask=ask)
 
 
 def _same_state(model: PreTrainedModel, loaded: PreTrainedModel) -> None:

@@ -60,7 +60,7 @@ def _pass(case: Case) -> Outcome:
             def ask(model: PreTrainedModel, inputs: Any = inputs, output: str = output) -> Tensor:
                 return _encode(model, inputs)[output]
 
-            close(f"{name}: {output}", ours[output], theirs, 1e-4, case.stock, ask)
+            close(f"{name}: {output}", ours[output], theirs, tolerance=1e-4, stock=case.stock, ask=ask)
     if len(refused) == len(_batches(case.stock)):
         raise refused[0]
     return Outcome("as stock")
