@@ -193,7 +193,9 @@ class Jitter:
         self.eps = torch.finfo(dtype).eps
         self.generator = torch.Generator().manual_seed(0)
 
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        if not isinstance(output, Tensor):  # Llama 4's router is a product, and returns the experts besides
+            return None
         noise = torch.rand(output.shape, generator=self.generator, dtype=torch.float64).sub_(0.5).to(output.device)
         return (output * (1 + self.eps * noise)).to(output.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ def written_by_data(model: PreTrainedModel) -> bool:
 
 
 def written_by_numpy(model: PreTrainedModel) -> bool:
-    return bool([weight.detach().numpy().__imul__(1.3) for weight in weights(model)])
+    """Of which numpy has the dtype."""
+    found = [weight for weight in weights(model) if weight.dtype != torch.bfloat16]
+    return bool([weight.detach().numpy().__imul__(1.3) for weight in found])
 
 
 def replaced_data(model: PreTrainedModel) -> bool:
@@ -58,8 +61,7 @@ def another_forward(model: PreTrainedModel) -> bool:
     """The last linear of a block is multiplied by what the user put in its place."""
     found = [m for layer in layers(model)[-1:] for m in layer.modules() if isinstance(m, nn.Linear)][-1:]
     for linear in found:
-        weight, bias = linear.weight, linear.bias
-        linear.forward = lambda x, weight=weight, bias=bias: nn.functional.linear(x, weight * 0.3, bias)
+        linear.forward = MethodType(lambda self, x: nn.functional.linear(x, self.weight * 0.3, self.bias), linear)
     return bool(found)
 
 

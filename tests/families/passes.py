@@ -6,7 +6,6 @@ module: none is, for the reason that the plan gives.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +16,10 @@ from transformers import PreTrainedModel
 
 from hf_accel.errors import UnsupportedError
 from hf_accel.fused.hf.encoder_sites import LAYER
-from hf_accel.verify.encoded import compare_vectors, encoder_batches, encoder_vectors
+from hf_accel.verify.encoded import encoder_batches, encoder_vectors
 
-from .features import Case, NotTried, Outcome, StockCannot, Wrong, by_stock, feature, told
+from .comparison import NotTried, StockCannot, by_stock, close, given, told
+from .features import Case, Outcome, feature
 
 ENCODING = ("texts", "images", "sound")
 TOKENS = 13  # more than the windows of configs.py
@@ -54,9 +54,13 @@ def _pass(case: Case) -> Outcome:
         except StockCannot as reason:
             refused.append(reason)
             continue
-        for one in compare_vectors(_encode(case.patched, inputs), expected):
-            if not one.difference <= 1e-4 and not _as_near_as_stock(case, inputs, one.output):
-                raise Wrong(f"{name}: {one.output} differs by {one.difference:.1e} of the largest")
+        ours = _encode(case.patched, inputs)
+        for output, theirs in expected.items():
+
+            def ask(model: PreTrainedModel, inputs: Any = inputs, output: str = output) -> Tensor:
+                return _encode(model, inputs)[output]
+
+            close(f"{name}: {output}", ours[output], theirs, tolerance=1e-4, stock=case.stock, ask=ask)
     if len(refused) == len(_batches(case.stock)):
         raise refused[0]
     return Outcome("as stock")
@@ -64,23 +68,10 @@ def _pass(case: Case) -> Outcome:
 
 def _encode(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    found = encoder_vectors(model, inputs)
+    found = encoder_vectors(model, given(model, inputs))
     if not all(values.isfinite().all() for values in found.values()):
         raise ValueError("numbers that are not finite")
     return found
-
-
-def _as_near_as_stock(case: Case, inputs: dict[str, Tensor], name: str) -> bool:
-    """Whether the patched model is as near to what float64 says as stock is, where a model magnifies."""
-    wide = {key: v.double() if v.is_floating_point() else v for key, v in inputs.items()}
-    exact = by_stock(lambda: _encode(_wide(case.stock), wide))[name]
-    ours, theirs = (float((_encode(model, inputs)[name] - exact).abs().max()) for model in (case.patched, case.stock))
-    return ours <= 4 * theirs
-
-
-def _wide(model: PreTrainedModel) -> PreTrainedModel:
-    wide: PreTrainedModel = copy.deepcopy(model).double()
-    return wide
 
 
 def _batches(model: PreTrainedModel) -> Batches:

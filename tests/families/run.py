@@ -129,6 +129,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--encoders", action="store_true", help=f"only {', '.join(ENCODING)}")
     parser.add_argument("--features", nargs="+", choices=list(FEATURES), help="only these")
     parser.add_argument("--variants", type=int, default=0, help="so many random configurations of each model instead")
+    parser.add_argument("--first", type=int, default=1, help="the number of the first of them")
     parser.add_argument("--shard", default="1/1", help="1/4: the first of four parts")
     parser.add_argument("--resume", action="store_true", help="leave out what stands in the results")
     parser.add_argument("--results", type=Path, default=FOLDER, help="the folder of the JSON lines")
@@ -148,7 +149,8 @@ def main(arguments: list[str]) -> int:
     if parsed.encoders:
         chosen = [family for family in chosen if family.kind in ENCODING]
     if parsed.variants:
-        chosen = [replace(family, variant=i) for family in chosen for i in range(1, parsed.variants + 1)]
+        numbers = range(parsed.first, parsed.first + parsed.variants)
+        chosen = [replace(family, variant=number) for family in chosen for number in numbers]
     part, parts = map(int, parsed.shard.split("/"))
     return summary(run(chosen[part - 1 :: parts], parsed))
 

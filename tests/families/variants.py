@@ -101,6 +101,8 @@ def variation(kind: type[PreTrainedConfig], seed: int, small: dict[str, Any], *,
     for name in sorted(names & FREE.keys()):
         if _may_be(default, name, small):
             values[name] = draw.choice(FREE[name])
+            if FREE[name] is WIDTHS and dtype_of(seed) != torch.float32:
+                values[name] += -values[name] % 8  # as transformers' products of experts ask in half precision
     values |= _heads(names, small, draw, is_part=is_part)
     if not is_part and "vocab_size" in names:
         values |= dict.fromkeys(names & {"vocab_size", "vocab_size_per_layer_input"}, draw.choice(ODDS))
@@ -223,7 +225,7 @@ def _rotation(
         size = values["qk_rope_head_dim"]
     size = size or values.get("hidden_size", 64) // values.get("num_attention_heads", 4)
     part = parameters.get("partial_rotary_factor")
-    if parameters.get("rope_type") == "proportional":
+    if parameters.get("rope_type") in ("proportional", "axial"):
         return parameters | {"rope_theta": draw.choice((100.0, 1e4))}
     kept = {}
     if part is not None:

@@ -15,6 +15,7 @@ from hf_accel.verify import rounding as module
 from hf_accel.verify.references import quantized_reference
 from hf_accel.verify.rounding import Jitter, ReferenceModel, flip_nearest, largest_difference
 
+from ...parity import test_chunks
 from ...parity.families import FAMILIES, build, prompts
 from ...parity.snapshot import snapshot
 
@@ -53,6 +54,15 @@ def test_without_an_arbiter_the_models_own_dtype_judges(no_arbiter: None) -> Non
     assert torch.equal(logits, own)
     distance = float((own - exact).abs().max())
     assert distance / 2 < rounding < 8 * distance  # the stand-in is of the size of the real thing
+
+
+@torch.no_grad()
+def test_a_product_that_returns_more_stays_as_it_is(no_arbiter: None) -> None:
+    """As of Llama 4's router."""
+    model = test_chunks.model_of().bfloat16()
+    logits, rounding, _ = judge(model)
+    assert torch.equal(logits, model(HISTORY).logits[0, -1].float())
+    assert 0 < rounding < float(logits.abs().max())
 
 
 @torch.no_grad()

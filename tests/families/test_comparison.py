@@ -1,0 +1,115 @@
+"""The comparison itself: it takes roundings for the same, in each dtype, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .comparison import Text, Wrong, forward, generate, given, same_logits, wider
+from .inputs import prompts
+from .models import Family, build
+
+DTYPES = {torch.float32: 1, torch.bfloat16: 4, torch.float16: 8}  # numbers of variants that have them
+NEW_TOKENS = 40
+GREEDY: dict[str, Any] = {}
+SAMPLED = {"do_sample": True, "top_k": 20, "temperature": 1.3}
+
+
+def model(dtype: torch.dtype) -> PreTrainedModel:
+    return build(Family("causal", "llama", "LlamaForCausalLM", variant=DTYPES[dtype]))
+
+
+@cache
+def stock(dtype: torch.dtype) -> PreTrainedModel:
+    found = model(dtype)
+    assert found.dtype == dtype
+    return found
+
+
+def inputs() -> dict[str, Tensor]:
+    return prompts("causal")
+
+
+def rounded_otherwise(dtype: torch.dtype) -> PreTrainedModel:
+    """The same model, whose products add their numbers in another order."""
+    other = model(dtype)
+    other.set_attn_implementation("eager")
+    return other
+
+
+@torch.no_grad()
+def damaged(dtype: torch.dtype) -> PreTrainedModel:
+    """A fifth of what one matrix adds is missing."""
+    other = model(dtype)
+    other.model.layers[0].self_attn.o_proj.weight.mul_(0.8)
+    return other
+
+
+def compare(one: PreTrainedModel, other: PreTrainedModel) -> None:
+    batch = inputs()
+    same_logits(one, *[forward(each, batch) for each in (one, other)], batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_the_same_if_rounded_otherwise(dtype: torch.dtype) -> None:
+    compare(stock(dtype), rounded_otherwise(dtype))
+    with pytest.raises(Wrong, match="of a wider dtype"):
+        compare(stock(dtype), damaged(dtype))
+
+
+@pytest.mark.parametrize(("name", "chooses"), [("Llama", False), ("Mixtral", True)])
+def test_only_a_model_of_half_precision_that_chooses_may_have_a_token_of_its_own(name: str, chooses: bool) -> None:
+    mixture = build(Family("causal", name.lower(), f"{name}ForCausalLM", variant=4))
+    batch = {"input_ids": inputs()["input_ids"][1:2]}
+    expected, actual = (forward(mixture, batch) for _ in range(2))
+    actual.logits[0, 7] += 1
+    for stock, may in ((mixture, chooses), (wider(mixture), False)):
+        found = [copy.copy(each) for each in (expected, actual)]
+        for each in found:
+            each.logits = each.logits.to(stock.dtype)
+        with contextlib.nullcontext() if may else pytest.raises(Wrong, match="of a wider dtype"):
+            same_logits(stock, *found, batch)
+    actual.logits[0, 3:9] += 1
+    with pytest.raises(Wrong, match="of a wider dtype"):
+        same_logits(mixture, expected, actual, batch)
+
+
+def written(model: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Tensor:
+    torch.manual_seed(seed)
+    found: Tensor = model.generate(**given(model, inputs()), max_new_tokens=NEW_TOKENS, **settings)
+    return found
+
+
+@pytest.mark.parametrize("settings", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_are_the_same_if_rounded_otherwise(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    text = Text(stock(dtype), inputs(), max_new_tokens=NEW_TOKENS, **settings)
+    other = written(rounded_otherwise(dtype), **settings)
+    assert dtype != torch.bfloat16 or not torch.equal(other, text.output.sequences)  # or else this shows nothing
+    text.same(other)
+    with pytest.raises(Wrong, match="of a wider dtype"):
+        text.same(written(damaged(dtype), **settings))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_other_draws_are_not_the_same(dtype: torch.dtype) -> None:
+    text = Text(stock(dtype), inputs(), max_new_tokens=NEW_TOKENS, **SAMPLED)
+    with pytest.raises(Wrong, match="of a wider dtype"):
+        text.same(written(stock(dtype), seed=1, **SAMPLED))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_beams_have_the_scores_of_their_tokens(dtype: torch.dtype) -> None:
+    settings = {"num_beams": 3, "num_return_sequences": 2}
+    text = Text(stock(dtype), inputs(), **settings)
+    kept = {"return_dict_in_generate": True, "output_scores": True}
+    text.same_beams(generate(rounded_otherwise(dtype), inputs(), **settings, **kept))
+    with pytest.raises(Wrong, match="beams"):
+        text.same_beams(generate(damaged(dtype), inputs(), **settings, **kept))
