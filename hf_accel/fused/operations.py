@@ -227,7 +227,7 @@ def _rounds(parts: NativeParts) -> bool:
     Not that of a decoder, which would round in another way where keys are in pages.
     """
     layers = [layer for each in parts.operations if each.kind in ("linear", "gated") for layer in each.modules]
-    return parts.attention.ahead != 0 and all(type(layer) is QuantLinear for layer in layers)
+    return bool(layers) and parts.attention.ahead != 0 and all(type(layer) is QuantLinear for layer in layers)
 
 
 class AttendSourceOperation(NativeOperation):

@@ -92,7 +92,7 @@ def attend(
     section 2.1). -inf hides a key. If a sequence has
     more queries than keys, as where padding is computed too, it is its first queries that have the positions of the
     keys. Raises UnsupportedError if it is not as large as the longest sequence.
-    rounds: whether q, K, V and the weights of float32 may be rounded to bfloat16, where the CPU multiplies these faster.
+    rounds: whether q, K, V and weights of float32 may be rounded to bfloat16, where the CPU multiplies these faster.
     """
     bias, gates = bias if isinstance(bias, GatedBias) else (bias, None)
     if options.causal and ahead is not None:
