@@ -77,7 +77,7 @@ _write_pages = kernel("write_pages", WriteCall)
 
 def attend(
     q: Tensor, kv: KV, options: AttentionOptions, ragged: Ragged | None = None, *, ahead: int | None = None,
-    bias: Tensor | GatedBias | None = None, rounds: bool = False,
+    bias: Tensor | GatedBias | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over dense or packed K and V, see layouts.KV; the result is that of attention/contract.py.
 
@@ -92,7 +92,6 @@ def attend(
     section 2.1). -inf hides a key. If a sequence has
     more queries than keys, as where padding is computed too, it is its first queries that have the positions of the
     keys. Raises UnsupportedError if it is not as large as the longest sequence.
-    rounds: whether q, K, V and weights of float32 may be rounded to bfloat16, where the CPU multiplies these faster.
     """
     bias, gates = bias if isinstance(bias, GatedBias) else (bias, None)
     if options.causal and ahead is not None:
@@ -125,8 +124,8 @@ def attend(
         0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0,
         sequences, num_heads, k.shape[1], dim, v.shape[-1], num_queries, num_keys, 0, 0,
         options.window or 0, sees_ahead, *bias_fields(bias), options.scale, options.softcap or 0.0,
-        DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0, 0 if sinks is None else DTYPES[sinks.dtype], rounds,
-        threads(),
+        DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0, 0 if sinks is None else DTYPES[sinks.dtype],
+        options.rounds, threads(),
     )  # fmt: skip
     return out
 
@@ -238,7 +237,8 @@ def attend_pages(
         options.window or 0, 0 if options.causal else EVERY_KEY,
         *position_bias_fields(options.bias, num_heads, ragged.max_kv),
         options.scale, options.softcap or 0.0, DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
-        0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype], 0, threads(),
+        0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype], options.rounds,
+        threads(),
     )  # fmt: skip
     return out, lse
 

@@ -33,7 +33,8 @@ def starts(column: list[int]) -> Tensor:
 def packed(x: list[Tensor], lengths: list[tuple[int, int]], **extra: Any) -> Tensor:
     queries, keys = ([pair[side] for pair in lengths] for side in (0, 1))
     ragged = Ragged(starts(queries), torch.tensor(keys, dtype=torch.int32), max(queries), max(keys))
-    options = AttentionOptions(SCALE, causal=extra.pop("causal", False), window=extra.pop("window", None))
+    named = {name: extra.pop(name) for name in ("window", "rounds") if name in extra}
+    options = AttentionOptions(SCALE, causal=extra.pop("causal", False), **named)
     return attend(x[0], KV(*x[1:]), options, ragged, **extra)
 
 
