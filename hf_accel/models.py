@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from .asked import answer_once
 from .errors import UnsupportedError
 from .tensors import is_sharded
 from .undo.journal import original_class
@@ -121,10 +122,19 @@ def spans_processes(model: Any) -> bool:
     return settings is not None or any(map(is_sharded, model.parameters()))
 
 
+def modules_by_name(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the names and modules of `named_modules`, which are listed once while the model is only read."""
+    return answer_once(_named_modules, model)
+
+
+def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules())
+
+
 def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
     """Return the outermost lists of `count` modules, by name: the layers, and lists with a module per layer."""
     found: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         is_inside = any(is_within(name, outer) for outer in found)
         if isinstance(module, nn.ModuleList) and len(module) == count and not is_inside:
             found[name] = module
@@ -133,7 +143,11 @@ def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
 
 def layers_config(config: Any) -> Any:
     """Return the config of the layers that decode: that of the text part of a model of several parts, or `config`."""
-    return config.get_text_config(decoder=True)
+    return answer_once(_decoder_config, config)
+
+
+def _decoder_config(config: Any) -> Any:
+    return config.get_text_config(decoder=True)  # of a flat config of an encoder-decoder, a copy each time
 
 
 def encoder_width(model: Any) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
+from ..asked import answer_once
 from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.latents import is_known_expansion
@@ -37,7 +38,6 @@ from ..generation.hf.refusals import OWN_METHODS
 from ..kernels.triton import refusal as triton_refusal
 from ..models import head_dim, is_within, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
-from ..recognition.asked import answer_once
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.joined_code import attends_to_joined_keys

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
+from ..asked import reading_once
 from ..attention.cpu import CpuBackend
 from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
@@ -32,7 +33,6 @@ from ..linear.hf import stored_experts
 from ..models import is_within
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
-from ..recognition.asked import reading_once
 from ..tensors import model_device
 from .attention_survey import (
     attends_in_decoder_alone,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..asked import answer_once
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
 from ..attention.hf.stock import set_implementation, settable_parts, stock_implementation
@@ -30,7 +31,6 @@ from ..fused.hf.own_code import OWN_CODE, OwnCode, PagedSequences, own_code_modu
 from ..fused.hf.source_layers import is_source_attention, source_layer_sites
 from ..fused.site import FusedSite
 from ..models import is_within
-from ..recognition.asked import answer_once
 from ..recognition.code import code_of
 from ..recognition.small_model import first_layers_model
 from ..recognition.trial import agree
