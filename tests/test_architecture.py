@@ -18,7 +18,7 @@ PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What `state` holds has types of higher rooms, which it imports for the type checker alone.
-FACTS = {"asked", "config", "errors", "hardware", "keywords", "models", "tensors", "undo"}
+FACTS = {"config", "errors", "hardware", "keywords", "models", "tensors", "undo"}
 FACTS_NEED = {
     "hardware.atomic": {"filelock"},
     "hardware.device": {"psutil"},

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..asked import answer_once
 from ..kernels.cpu.library import FLOATS, native
 from ..kernels.cpu.row_kernels import activate
+from ..models import answer_once
 from ..recognition.trial import (
     PLAIN_ACTIVATIONS,
     RandomNumbers,

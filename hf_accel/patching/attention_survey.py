@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..asked import answer_once
 from ..attention import AttentionSpec
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.latents import is_known_expansion
@@ -36,7 +35,7 @@ from ..fused.hf.source_layers import is_source_attention
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..kernels.triton import refusal as triton_refusal
-from ..models import head_dim, is_within, layers_config, num_kv_heads, positions_depend_on_length
+from ..models import answer_once, head_dim, is_within, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing

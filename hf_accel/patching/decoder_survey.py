@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..asked import answer_once
 from ..attention.hf.forward import register
 from ..cache.hf.kinds import model_kinds
 from ..cache.kinds import KeysAndValues
 from ..errors import UnsupportedError
 from ..fused.hf.operator_models import OperatorModel, decoder_operators, operator_model, with_tried
 from ..generation.hf.refusals import OWN_METHODS
-from ..models import padding_token
+from ..models import answer_once, padding_token
 from ..recognition.generation_code import only_passes_on
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..asked import answer_once
 from ..fused.composed_activation import rounds_by_place
 from ..kernels.cpu.library import FLOATS
+from ..models import answer_once
 from ..recognition.trial import KNOWN_MODULES, settings_of_activation
 from ..tensors import model_device
 from ..undo.journal import original_class

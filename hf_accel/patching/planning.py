@@ -10,7 +10,6 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
-from ..asked import reading_once
 from ..attention.cpu import CpuBackend
 from ..attention.hf.stock import stock_parts
 from ..config import PatchConfig, WeightConfig
@@ -30,7 +29,7 @@ from ..kernels.cpu.library import FLOATS
 from ..linear import ExpertWeights, QuantModule, Workers
 from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
-from ..models import is_within
+from ..models import is_within, reading_once
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
 from ..tensors import model_device

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..asked import answer_once
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.forward import register
 from ..attention.hf.stock import set_implementation, settable_parts, stock_implementation
@@ -30,7 +29,7 @@ from ..fused.hf.operator_models import OperatorModel, operator_model
 from ..fused.hf.own_code import OWN_CODE, OwnCode, PagedSequences, own_code_modules
 from ..fused.hf.source_layers import is_source_attention, source_layer_sites
 from ..fused.site import FusedSite
-from ..models import is_within
+from ..models import answer_once, is_within
 from ..recognition.code import code_of
 from ..recognition.small_model import first_layers_model
 from ..recognition.trial import agree

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..asked import answer_once
+from ..models import answer_once
 from .distance_attention import DISTANCE_MODULES
 from .gated_bias import GATED_MODULES
 from .known_module import KnownModule

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from ..asked import answer_once
+from ..models import answer_once
 from .cache_code import assignments, names_in
 from .code import absent_parts, functions_of
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..asked import answer_once
+from ..models import answer_once
 from ..undo.journal import original_class
 from .code import gated_code
 from .unchanged import HOOKS, PLAIN_TYPES, is_known_code, is_unobserved

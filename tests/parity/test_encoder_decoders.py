@@ -17,7 +17,6 @@ from transformers.models.marian.modeling_marian import MarianSinusoidalPositiona
 
 import hf_accel
 from hf_accel import CacheConfig, Draft, Engine, SpeculativeConfig, UnsupportedError
-from hf_accel.asked import reading_once
 from hf_accel.attention import AttentionSpec
 from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.attention.hf.bias import STEP
@@ -25,6 +24,7 @@ from hf_accel.cache.hf import RaggedEncoderDecoderCache, TokensBefore
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.fused.hf.operator_models import decoder_operators, with_tried
+from hf_accel.models import reading_once
 from hf_accel.patching.decoder_survey import decoder_refusal, tried_operators
 from hf_accel.recognition.call_form import usual_pass
 from hf_accel.recognition.operation import UntraceableError

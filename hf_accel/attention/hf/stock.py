@@ -14,9 +14,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
-from ...asked import answer_once
 from ...kernels.layouts import KV, AttentionOptions
-from ...models import is_within, layers_config, modules_by_name
+from ...models import answer_once, is_within, layers_config, modules_by_name
 from ...recognition.cache_code import POSITION_BIAS
 from ...recognition.code import AttentionCode, attention_code, code_of
 from ...recognition.source import source_of

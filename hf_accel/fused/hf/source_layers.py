@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ...asked import answer_once
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.forward import register
 from ...attention.hf.stock import set_implementation, stock_implementation
@@ -29,7 +28,7 @@ from ...cache.pass_rows import Parts, rows_of_passes
 from ...cache.step import Step
 from ...config import CacheConfig
 from ...errors import UnsupportedError
-from ...models import layer_lists, layers_config
+from ...models import answer_once, layer_lists, layers_config
 from ...recognition.cache_code import parameters
 from ...recognition.call_form import parameter_names
 from ...recognition.small_model import first_layers_model

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...asked import answer_once
 from ...fused.site import FusedSite, SiteKind
-from ...models import modules_by_name
+from ...models import answer_once, modules_by_name
 from ...recognition.small_model import settings_of_layer
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
