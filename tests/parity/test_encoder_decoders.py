@@ -680,6 +680,7 @@ class Wrong(hf_accel.Drafter):
         ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["Bart", "M2M100", "T5", "T5Gemma"])
 @pytest.mark.parametrize("drafter", ["ngram", Wrong()], ids=["ngram", "wrong"])
 def test_drafts_change_no_tokens(kind: str, drafter: Any) -> None:
