@@ -1,12 +1,16 @@
-"""Questions to any model: the model inside its wrappers, its layers, its mode, and what its config says of them."""
+"""Questions to any model: the model inside its wrappers, its layers, its mode, and what its config says of them.
+
+Answers hold while a model is only read: layers of equal code and settings are asked once.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, cast
+from contextvars import ContextVar
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -16,6 +20,41 @@ from .undo.journal import original_class
 
 LEARNT_KEYS = ("PREFIX_TUNING", "CARTRIDGE")  # adapters of PEFT that put keys in front of a prompt
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+# The answers, by the question and what it is about, while nobody changes the model; None: somebody may change it.
+_answered: ContextVar[dict[tuple[Hashable, ...], tuple[Any, Any]] | None] = ContextVar("answered", default=None)
+Asking = TypeVar("Asking", bound=Callable[..., Any])
+Answer = TypeVar("Answer")
+
+
+def reading_once(function: Asking) -> Asking:
+    """Decorate a function that only reads a model, and within which nobody else changes it: code is asked once."""
+
+    @wraps(function)
+    def reading(*args: Any, **keywords: Any) -> Any:
+        token = _answered.set({})
+        try:
+            return function(*args, **keywords)
+        finally:
+            _answered.reset(token)
+
+    return cast(Asking, reading)
+
+
+def answer_once(question: Callable[..., Answer], subject: Any, *others: Any, equal: Hashable = None) -> Answer:
+    """Return question(subject, *others), which is asked once within a function that is `reading_once`.
+
+    equal: the same for all subjects of which the answer is the same; None: an answer is of one object alone. The
+    others are kept apart as objects.
+    """
+    answered = _answered.get()
+    if answered is None:
+        return question(subject, *others)
+    key = (question, id(subject) if equal is None else equal, *map(id, others))
+    if key not in answered:
+        # What an id stands for is kept, or another object could get the same one.
+        answered[key] = (question(subject, *others), (subject, others))
+    answer: Answer = answered[key][0]
+    return answer
 
 
 def learnt_prompt(model: Any) -> int:
@@ -121,10 +160,19 @@ def spans_processes(model: Any) -> bool:
     return settings is not None or any(map(is_sharded, model.parameters()))
 
 
+def modules_by_name(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the names and modules of `named_modules`, which are listed once while the model is only read."""
+    return answer_once(_named_modules, model)
+
+
+def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules())
+
+
 def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
     """Return the outermost lists of `count` modules, by name: the layers, and lists with a module per layer."""
     found: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         is_inside = any(is_within(name, outer) for outer in found)
         if isinstance(module, nn.ModuleList) and len(module) == count and not is_inside:
             found[name] = module
@@ -133,7 +181,11 @@ def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
 
 def layers_config(config: Any) -> Any:
     """Return the config of the layers that decode: that of the text part of a model of several parts, or `config`."""
-    return config.get_text_config(decoder=True)
+    return answer_once(_decoder_config, config)
+
+
+def _decoder_config(config: Any) -> Any:
+    return config.get_text_config(decoder=True)  # of a flat config of an encoder-decoder, a copy each time
 
 
 def encoder_width(model: Any) -> int:

@@ -9,6 +9,7 @@ which this machine takes all values meet as said; any other is one of the values
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
@@ -76,12 +77,22 @@ def rows_of(items: list[Any]) -> list[Row]:
 
 
 def covering(rows: list[Row], strength: int) -> set[int]:
-    """Return the places of few rows in which each combination of so many values is that any row has."""
+    """Return the places of few rows in which each combination of so many values is that any row has.
+
+    Of rows that have as many new single values, that is taken whose other values are rarest so far. Pairs are best
+    taken in order.
+    """
     wanted = [set(combinations(enumerate(row), strength)) for row in rows]
-    left, chosen = set().union(*wanted), set()
+    left, chosen, taken = set().union(*wanted), set(), Counter[tuple[int, int]]()
     while left:
-        best = max(range(len(rows)), key=lambda place: len(wanted[place] & left))
+        news = [len(each & left) for each in wanted]
+        most = max(news)
+        best = min(
+            (place for place, new in enumerate(news) if new == most),
+            key=lambda place: sum(taken[value] for value in enumerate(rows[place])) if strength == 1 else 0,
+        )
         chosen.add(best)
+        taken.update(enumerate(rows[best]))
         left -= wanted[best]
     return chosen
 

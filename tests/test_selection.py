@@ -29,6 +29,12 @@ def test_all_values_meet_in_few_tests(sizes: tuple[int, ...], strength: int) -> 
     assert fewest <= len(chosen) <= min(2 * fewest, len(rows))
 
 
+def test_single_values_are_shared_out_evenly() -> None:
+    rows = list(product(range(12), range(3)))
+    chosen = [rows[place] for place in covering(rows, 1)]
+    assert len(chosen) == 12 and [sum(b == each for _, b in chosen) for each in range(3)] == [4, 4, 4]
+
+
 def test_what_a_product_leaves_out_is_not_asked_for() -> None:
     rows = [(0, 0), (0, 1), (1, 1)]
     assert covering(rows, 2) == {0, 1, 2} and covering(rows, 1) == {0, 2}

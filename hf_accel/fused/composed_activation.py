@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels.cpu.library import FLOATS, native
 from ..kernels.cpu.row_kernels import activate
-from ..recognition.asked import answer_once
+from ..models import answer_once
 from ..recognition.trial import (
     PLAIN_ACTIVATIONS,
     RandomNumbers,

@@ -35,9 +35,8 @@ from ..fused.hf.source_layers import is_source_attention
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
 from ..generation.hf.refusals import OWN_METHODS
 from ..kernels.triton import refusal as triton_refusal
-from ..models import head_dim, is_within, layers_config, num_kv_heads, positions_depend_on_length
+from ..models import answer_once, head_dim, is_within, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
-from ..recognition.asked import answer_once
 from ..recognition.code import attention_code, code_of
 from ..recognition.generation_code import counts_nothing
 from ..recognition.joined_code import attends_to_joined_keys

@@ -9,7 +9,7 @@ where the tokens behind padding stand.
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from ..cache.kinds import KeysAndValues
 from ..errors import UnsupportedError
 from ..fused.hf.operator_models import OperatorModel, decoder_operators, operator_model, with_tried
 from ..generation.hf.refusals import OWN_METHODS
-from ..models import padding_token
-from ..recognition.asked import answer_once
+from ..models import answer_once, padding_token
 from ..recognition.generation_code import only_passes_on
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
@@ -164,25 +163,20 @@ def _hides_by_token(model: PreTrainedModel) -> bool | None:
 def _tried_mask(model: PreTrainedModel, passes: Passes) -> bool | None:
     register()
     given = sources_of(model)
-    ours, others = (partial(paged_together, model, passes, each) for each in (given, [-each for each in given]))
+    # each trial of copies is made once, and compared with several others
+    ours = cache(partial(paged_together, model, passes, given))
+    others = partial(paged_together, model, passes, [-each for each in given])
     if agree(ours, others, CLOSE):
         return None  # it does not read the rows that it is given
-    for hides in (True, False):
-        if agree(
-            lambda: stock_with_source(model, passes, hides=hides),  # noqa: B023
-            ours,
-            CLOSE,
-        ):
-            return hides if hides or not _shows_less(model, passes) else None
-    return None
-
-
-def _shows_less(model: PreTrainedModel, passes: Passes) -> bool:
-    """Return whether an attention_mask of a text hides rows of the encoder's output in a way that is not known."""
-    if model.main_input_name != "input_ids":
-        return False
-    plain = partial(stock_with_source, model, passes, hides=False)
-    return not agree(partial(plain, masked=True), plain, CLOSE)
+    stock = partial(stock_with_source, model, passes)
+    if agree(partial(stock, hides=True), ours, CLOSE):
+        return True
+    plain = cache(partial(stock, hides=False))
+    if not agree(plain, ours, CLOSE):
+        return None
+    # an attention_mask of a text may hide rows of the encoder's output in a way that is not known
+    masked = partial(stock, hides=False, masked=True)
+    return False if model.main_input_name != "input_ids" or agree(masked, plain, CLOSE) else None
 
 
 def causality_refusal(model: PreTrainedModel) -> str | None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..fused.composed_activation import rounds_by_place
 from ..kernels.cpu.library import FLOATS
-from ..recognition.asked import answer_once
+from ..models import answer_once
 from ..recognition.trial import KNOWN_MODULES, settings_of_activation
 from ..tensors import model_device
 from ..undo.journal import original_class

@@ -29,10 +29,9 @@ from ..kernels.cpu.library import FLOATS
 from ..linear import ExpertWeights, QuantModule, Workers
 from ..linear.backends.measured_tiles import Measuring
 from ..linear.hf import stored_experts
-from ..models import is_within
+from ..models import is_within, reading_once
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
-from ..recognition.asked import reading_once
 from ..tensors import model_device
 from .attention_survey import (
     attends_in_decoder_alone,

@@ -29,8 +29,7 @@ from ..fused.hf.operator_models import OperatorModel, operator_model
 from ..fused.hf.own_code import OWN_CODE, OwnCode, PagedSequences, own_code_modules
 from ..fused.hf.source_layers import is_source_attention, source_layer_sites
 from ..fused.site import FusedSite
-from ..models import is_within
-from ..recognition.asked import answer_once
+from ..models import answer_once, is_within
 from ..recognition.code import code_of
 from ..recognition.small_model import first_layers_model
 from ..recognition.trial import agree

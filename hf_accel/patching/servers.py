@@ -9,6 +9,7 @@ from torch import nn
 
 from ..linear import QuantLinear
 from ..linear.backends.cpu import Cpu
+from ..models import modules_by_name
 from ..parallel.tensor import TensorParallel
 from ..recognition.unchanged import has_own_forward
 from .plan import LinearPlan
@@ -42,5 +43,5 @@ def servers_of(
         return Server.KERNELS if isinstance(choice.backend, Cpu) else Server.BACKEND
 
     return {
-        m: server(n, m) for n, m in model.named_modules() if m in planned or m in floats or isinstance(m, nn.Linear)
+        m: server(n, m) for n, m in modules_by_name(model) if m in planned or m in floats or isinstance(m, nn.Linear)
     }

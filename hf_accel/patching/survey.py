@@ -18,7 +18,7 @@ from ..linear.embedding import TABLE
 from ..linear.experts import WEIGHT_MODULES, holds_experts
 from ..linear.hf import METHOD, experts_refusal, lost_on_saving
 from ..linear.quant_convolution import LINEAR
-from ..models import spans_processes
+from ..models import modules_by_name, spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.generation_code import reads_weight_of
 from ..recognition.row_convolution import sizes_of_linear
@@ -38,7 +38,7 @@ SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.w
 def experts_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[ExpertsSite]:
     """Find the weights of all fused experts, each with the reason to leave the experts alone, if any."""
     other, is_lost = other_quantizer(model), lost_on_saving(model)
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         if not holds_experts(module):
             continue
         keys = [key for key in WEIGHT_MODULES if key in module._parameters]
@@ -62,7 +62,7 @@ def linear_sites(model: PreTrainedModel, skip: Sequence[str]) -> Iterator[Linear
     head, owners = model.get_output_embeddings(), weight_owners(model)
     other, is_lost, split = other_quantizer(model), lost_on_saving(model), split_of(model)
     convolutions = product_convolutions(model)
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         is_linear = isinstance(module, nn.Linear | Conv1D) or module in convolutions
         if is_linear and isinstance(module._parameters.get("weight"), nn.Parameter):
             tied = any(isinstance(owner, nn.Embedding) for owner in owners[id(module.weight)])
@@ -257,7 +257,7 @@ def with_embedding(
     if config.embedding is None:
         return sites, None
     embedding = input_embedding(model)
-    name = next((name for name, module in model.named_modules() if module is embedding), "")
+    name = next((name for name, module in modules_by_name(model) if module is embedding), "")
     weight = embedding._parameters.get("weight") if isinstance(embedding, nn.Embedding) else None
     if not name or weight is None:
         return sites, "it has no embedding with a weight in floating point"

@@ -27,8 +27,7 @@ from ..generation.hf.decoder_call import UpToDecoder, giving_decoder
 from ..generation.hf.encoder_decoder_runner import EncoderDecoderRunner
 from ..generation.hf.encoder_source import rows_as_output
 from ..generation.hf.model_runner import ModelRunner
-from ..models import encoder_width, layers_config, padding_token
-from ..recognition.asked import answer_once
+from ..models import answer_once, encoder_width, layers_config, padding_token
 from ..recognition.call_form import parameter_names
 from ..recognition.small_model import ROWS, first_layers_model
 from ..recognition.trial import RandomNumbers

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 
 from .source import nodes_of
 
@@ -20,8 +21,13 @@ CHANGES_KEYS = "changes K or V between the cache and its attention function"
 PARTS_OF_TWO = frozenset({"self_attention_cache", "cross_attention_cache", "is_updated"})
 
 
-def assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
-    """Iterate over (value, target) of each assignment."""
+@lru_cache(maxsize=64)  # as nodes_of
+def assignments(function: ast.FunctionDef) -> tuple[tuple[ast.expr | None, ast.expr], ...]:
+    """Return (value, target) of each assignment."""
+    return tuple(_assignments(function))
+
+
+def _assignments(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | None, ast.expr]]:
     for node in nodes_of(function):
         if isinstance(node, ast.Assign):
             yield from ((node.value, target) for target in node.targets)

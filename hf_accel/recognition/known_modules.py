@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..models import answer_once
 from .distance_attention import DISTANCE_MODULES
 from .gated_bias import GATED_MODULES
 from .known_module import KnownModule
@@ -31,4 +32,8 @@ def other_calls(layers: Iterable[nn.Module]) -> list[str]:
 
 def known_module(module: nn.Module) -> tuple[KnownModule, Any] | None:
     """Return the kind that a module is of, and what is known of it; None if it is of none."""
+    return answer_once(_known, module)
+
+
+def _known(module: nn.Module) -> tuple[KnownModule, Any] | None:
     return next(((kind, parts) for kind in KNOWN_MODULES if (parts := kind.parts(module))), None)

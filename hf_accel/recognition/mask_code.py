@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
+from ..models import answer_once
 from .cache_code import assignments, names_in
 from .code import absent_parts, functions_of
 
@@ -15,7 +16,12 @@ def adds_to_masks(module: Any) -> bool:
 
     Branches that need a part which it does not have are left out.
     """
-    functions = functions_of(type(module), absent_parts(module)) or ()
+    absent = absent_parts(module)
+    return answer_once(_adds_to_masks, (type(module), absent), equal=(type(module), absent))
+
+
+def _adds_to_masks(code: tuple[type, frozenset[str]]) -> bool:
+    functions = functions_of(*code) or ()
     made = (assigned for function in functions for assigned in assignments(function))
     sums = (each for value, target in made if _is_mask(target) and value is not None for each in _sums(value))
     return any(isinstance(side, ast.Name) and _is_mask(side) for each in sums for side in (each.left, each.right))

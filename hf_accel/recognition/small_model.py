@@ -7,7 +7,7 @@ of the model and wherever its weights are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -18,11 +18,32 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..models import is_within
 from ..undo.journal import original_class
-from .trial import RandomNumbers, unwatched_twin
+from .trial import PARTS_OF_MODULES, RandomNumbers, unwatched_twin
+from .unchanged import PLAIN_TYPES, is_unobserved
 
 ROWS = 64  # of tables of embeddings
 LAYER_INDICES = ("layer_idx", "layer_id")
 EXPERT_WIDTHS = ("hidden_dim", "hidden_size")  # what experts call the numbers of a token
+
+
+def settings_of_layer(layer: nn.Module) -> Hashable:
+    """Return what layers have in common of which a trial with drawn weights, as the first layer, shows the same:
+    classes, settings, kinds of parameters, and shared objects. None for a layer that is watched or changed.
+    """
+    modules = [*layer.named_modules()]
+    if not all(is_unobserved(module) for _, module in modules):
+        return None
+    return tuple((name, type(module), *_settings_of(module)) for name, module in modules)
+
+
+def _settings_of(module: nn.Module) -> Iterator[Hashable]:
+    own = vars(module)
+    for name, value in own.items():
+        if name not in PARTS_OF_MODULES and name not in LAYER_INDICES:
+            yield name, type(value), value if isinstance(value, PLAIN_TYPES) else id(value)
+    for name, parameter in own["_parameters"].items():
+        yield name, *(() if parameter is None else (parameter.shape, parameter.dtype, parameter.device))
+    yield from ((name, id(buffer)) for name, buffer in own["_buffers"].items())
 
 
 class SparseLinear(nn.Module):

@@ -4,19 +4,55 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
+
+STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 @lru_cache(maxsize=8192)
 def source_of(function: Any) -> str | None:
     """Return the source of a function or a class; None if there is none, as for code that was typed at a prompt."""
     try:
-        return inspect.getsource(function)
+        return _source_of_class(function) if isinstance(function, type) else inspect.getsource(function)
     except (OSError, TypeError):
         return None
+
+
+def _source_of_class(kind: type) -> str:
+    """Return what inspect.getsource does, which parses the whole file for each class of it before Python 3.13."""
+    file = inspect.getsourcefile(kind)
+    if file is None:
+        return inspect.getsource(kind)
+    linecache.checkcache(file)
+    lines = linecache.getlines(file, vars(sys.modules[kind.__module__]))
+    span = classes_in("".join(lines)).get(kind.__qualname__)
+    return inspect.getsource(kind) if span is None else "".join(lines[span])
+
+
+@lru_cache(maxsize=16)  # it holds the texts of these files
+def classes_in(text: str) -> dict[str, slice]:
+    """Return the lines of each class in the text of a file, by its qualified name; of two, those of the first."""
+    try:
+        return dict(reversed([*_classes(ast.parse(text))]))
+    except SyntaxError:  # what is read by now is not what was imported
+        return {}
+
+
+def _classes(node: ast.AST, around: str = "") -> Iterator[tuple[str, slice]]:
+    for child in (each for each in ast.iter_child_nodes(node) if isinstance(each, STATEMENTS)):
+        if isinstance(child, ast.ClassDef):
+            first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
+            yield around + child.name, slice(first - 1, child.end_lineno)
+            yield from _classes(child, f"{around}{child.name}.")
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _classes(child, f"{around}{child.name}.<locals>.")
+        else:
+            yield from _classes(child, around)
 
 
 @lru_cache(maxsize=8192)

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models import answer_once
 from ..undo.journal import original_class
-from .asked import answer_once
 from .code import gated_code
 from .unchanged import HOOKS, PLAIN_TYPES, is_known_code, is_unobserved
 

@@ -24,8 +24,8 @@ from hf_accel.cache.hf import RaggedEncoderDecoderCache, TokensBefore
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.fused.hf.operator_models import decoder_operators, with_tried
+from hf_accel.models import reading_once
 from hf_accel.patching.decoder_survey import decoder_refusal, tried_operators
-from hf_accel.recognition.asked import reading_once
 from hf_accel.recognition.call_form import usual_pass
 from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.trace import Trace
@@ -680,6 +680,7 @@ class Wrong(hf_accel.Drafter):
         ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["Bart", "M2M100", "T5", "T5Gemma"])
 @pytest.mark.parametrize("drafter", ["ngram", Wrong()], ids=["ngram", "wrong"])
 def test_drafts_change_no_tokens(kind: str, drafter: Any) -> None:

@@ -120,6 +120,7 @@ def test_bfloat16_beams_score_what_they_claim(family: str) -> None:
 # -- what else generate takes and gives ----------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "settings",
     [

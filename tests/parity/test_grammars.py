@@ -102,6 +102,7 @@ def drafts() -> PreTrainedModel:
     return hf_accel.patch(build("llama"), weights=None, speculative="ngram")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_is_stocks_without_drafts(way: str, kind: str, drafts: PreTrainedModel) -> None:

@@ -57,6 +57,7 @@ def model_of(kind: str = "DeepseekV32", **other: Any) -> Any:
         return model.float()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("most", [5, 16, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_together_give_the_tokens_of_each_alone(kind: str, most: int) -> None:

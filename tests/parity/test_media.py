@@ -113,6 +113,7 @@ def loop(model: Any) -> str:
     return str(hf_accel.stats(model)["loop"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [*CLASSES, NOISY, *ENCODING])
 @pytest.mark.parametrize("settings", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 5}], ids=str)
 def test_a_padded_batch(name: str, settings: dict[str, Any]) -> None:

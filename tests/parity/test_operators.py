@@ -185,6 +185,7 @@ def test_preemption_and_shared_prefixes(kind: str) -> None:
     check_preemption(model_of(kind))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [*FEW, *CHANGED, "gpt_neox_japanese"])
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_transformers_own_loops_run_over_pages(kind: str, settings: dict[str, Any]) -> None:
@@ -229,6 +230,7 @@ def test_passes_without_a_cache_and_gradients_are_stocks(kind: str) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [{"cache": {"dtype": "int8"}}, {"weights": "int8"}], ids=str)
 @pytest.mark.parametrize("kind", MORE)
 def test_what_is_quantized_batches_exactly(kind: str, settings: dict[str, Any]) -> None:
@@ -249,6 +251,7 @@ def test_other_backends(attention: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert together(model) == expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fuse", [True, False])
 def test_patch_is_undone_exactly(kind: str, fuse: bool) -> None:

@@ -65,6 +65,7 @@ def build(family: str = "DeBERTa-v3", dtype: torch.dtype = torch.float32, **chan
     return made(name, copy.deepcopy(SIZES | settings | changes), dtype)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -73,6 +74,7 @@ def test_outputs_are_stocks(family: str, dtype: torch.dtype) -> None:
     check_layouts(stock, ours, [batch(each) for each in INPUTS.values()], 2e-5 if dtype is torch.float32 else 0.06)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()

@@ -135,6 +135,7 @@ def test_preemption_computes_states_again(kind: str) -> None:
         assert engine.stats["preemptions"] > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["next", "mamba2", "mamba", "nemotron_h", "zamba", "minimax"])
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
 def test_beams_and_their_copies(kind: str, settings: dict[str, Any]) -> None:
@@ -248,6 +249,7 @@ def test_states_are_never_quantized() -> None:
     assert together(model) == [alone(model, prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["next", "mamba2", "zamba2", "jamba", "zamba", "minimax"])
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}])
 def test_quantized_weights_batch_exactly(kind: str, weights: Any) -> None:
@@ -271,6 +273,7 @@ def test_an_activation_of_a_part_has_the_bits_of_one_row(fuse: bool) -> None:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["next", "3.5", "falcon_h1", "bamba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
@@ -301,6 +304,7 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype
 ONE_CALL = ("3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba2")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ONE_CALL)
 @pytest.mark.parametrize(
     ("dtype", "weights"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
@@ -354,6 +358,7 @@ def test_one_call_sees_what_changes() -> None:
     assert not torch.equal(logits(), before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["next", "mamba2", "falcon_h1", "mamba", "zamba", "minimax"])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_patch_is_undone_exactly(kind: str, fuse: bool) -> None:
@@ -390,6 +395,7 @@ def test_other_code_with_the_same_parts_is_not_known(kind: str) -> None:
     assert not known_recurrence(layer)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [2, 3, 4])
 def test_trials_leave_room_for_rounding(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

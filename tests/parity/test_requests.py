@@ -46,6 +46,7 @@ def generated(model: Any, prompt: list[int], **settings: Any) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SERVED, ids=lambda settings: "+".join(settings))
 @pytest.mark.parametrize("speculative", [None, "ngram"])
 def test_tokens_are_those_of_generate(model: Any, settings: dict[str, Any], speculative: str | None) -> None:

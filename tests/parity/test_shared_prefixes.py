@@ -144,7 +144,7 @@ def test_a_cache_that_is_given_again(kind: str, beams: int) -> None:
     if beams > 1 and kind in STAYS_WITH_ROW:
         pytest.skip("transformers leaves the states behind when beams change places, and pages do not")
     model = MODELS[kind]()
-    prompts = [torch.tensor([prompt]) for prompt in chats(2)]
+    prompts = [torch.tensor([prompt]) for prompt in chats(2, 4)]
     settings: dict[str, Any] = {"max_new_tokens": 9, "num_beams": beams, "do_sample": False}
     expected = [generated(model, ids, **settings) for ids in prompts]
     hf_accel.patch(model, weights=None)

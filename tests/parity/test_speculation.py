@@ -47,6 +47,7 @@ def test_every_drafter(drafter: str) -> None:
     assert_all_ways("llama", drafter)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafter", ["near model", "self-int4", "draft head"])
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
 def test_every_family(family: str, drafter: str) -> None:
@@ -80,6 +81,7 @@ def assert_engine(family: str, drafter: str, block_size: int, settings: dict[str
         assert stats["prefix_hits"] > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_budgets_blocks_and_preemption(block_size: int, settings: dict[str, Any]) -> None:

@@ -99,6 +99,7 @@ def batch(family: str, lengths: list[int], dtype: torch.dtype = torch.float32) -
 INPUTS = {"padded": [23, 7, 12], "even": [9, 9], "alone": [31], "short": [3]}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -115,6 +116,7 @@ def test_outputs_are_stocks(family: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()

@@ -15,8 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
-from ...models import is_within, layers_config
-from ...recognition.asked import answer_once
+from ...models import answer_once, is_within, layers_config, modules_by_name
 from ...recognition.cache_code import POSITION_BIAS
 from ...recognition.code import AttentionCode, attention_code, code_of
 from ...recognition.source import source_of
@@ -174,7 +173,7 @@ def module_codes(model: PreTrainedModel) -> list[tuple[str, nn.Module, Attention
 
 
 def _module_codes(model: PreTrainedModel) -> list[tuple[str, nn.Module, AttentionCode]]:
-    return [(name, module, code_of(module)) for name, module in model.named_modules()]
+    return [(name, module, code_of(module)) for name, module in modules_by_name(model)]
 
 
 def attention_refusals(model: PreTrainedModel) -> Refusals:

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from ...config import CacheConfig
 from ...errors import UnsupportedError
+from ...models import layers_config
 from ..group import PageGroup
 from ..kinds import (
     Chunks,
@@ -99,7 +100,7 @@ def model_kinds(config: PreTrainedConfig) -> ModelKinds:
     """
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"config is a {type(config).__name__}; a PagedCache is made from model.config")
-    decoder, known = config.get_text_config(decoder=True), _known.get(id(config))
+    decoder, known = layers_config(config), _known.get(id(config))
     settings = {name: list(value) if isinstance(value, list) else value for name, value in vars(decoder).items()}
     if known is not None and known.config() is config and known.settings == settings:
         return known.kinds

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...cache.hf import RaggedCache, TokensBefore
+from ...models import modules_by_name
 from ...recognition.code import code_of
 from ...recognition.source import tree_of
 from ...undo.journal import Mixin, original_class
@@ -53,7 +54,7 @@ def _counted(given: Any) -> Any:
 
 def counted_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the attention in a model that counts the tokens of its cache. The state is the attribute of its steps."""
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         if code_of(module).counts:
             yield FusedSite(name, module, COUNTED, CountedAttention, _steps_of(module))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
+from ...models import modules_by_name
 from ...recognition.generation_code import reads_dtype_of
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
@@ -91,7 +92,7 @@ def dtype_readers(model: nn.Module, quantized: Container[nn.Module]) -> Iterator
     """Find the modules that read the dtype of the weight of a layer that is quantized, except for models around whose
     code transformers has put some of its own: that asks more of them than a stand-in has.
     """
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         forward = original_class(module).forward
         is_model = isinstance(module, PreTrainedModel)
         if is_model and hasattr(forward, "__wrapped__"):

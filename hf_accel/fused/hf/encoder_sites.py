@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import SDPA, stock_implementation
-from ...models import is_within
+from ...models import is_within, modules_by_name
 from ...recognition.call_form import MASK, STARTS, TABLES, CallForm, usual_form
 from ...recognition.code import code_of
 from ...recognition.known_modules import INPUTS, known_module
@@ -94,7 +94,7 @@ def _is_sdpa(model: PreTrainedModel, module: nn.Module) -> bool:
 
 def attending_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """The modules of lists in which one module attends, with their names and this module; outer ones come first."""
-    for place, parent in model.named_modules():
+    for place, parent in modules_by_name(model):
         if not isinstance(parent, nn.ModuleList):
             continue
         for name, layer in parent.named_children():
@@ -156,7 +156,7 @@ def _models_around(model: nn.Module, name: str) -> list[PreTrainedModel]:
     """Return the models around a module, of which the innermost is the last."""
     return [
         outer
-        for place, outer in model.named_modules()
+        for place, outer in modules_by_name(model)
         if isinstance(outer, PreTrainedModel) and is_within(name, place)
     ]
 
@@ -241,7 +241,7 @@ def _stacks(
     model: nn.Module, dtype: torch.dtype, layers: Mapping[nn.Module, EncoderLayerCalls]
 ) -> Iterator[FusedSite]:
     """The modules around lists of layers of which all are known, whose code does nothing but call them."""
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child)]
         if len(lists) != 1 or not layers.keys() >= set(lists[0]) or has_own_forward(module):
             continue

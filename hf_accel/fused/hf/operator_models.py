@@ -32,7 +32,7 @@ from ...cache.step import TokenRange
 from ...config import PatchConfig
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
-from ...models import padding_token
+from ...models import modules_by_name, padding_token
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
 from ...recognition.code import code_of
@@ -147,14 +147,14 @@ def operator_model(model: PreTrainedModel, whole_prompts: bool = False) -> Opera
     """Return what is known of a model that attends by operators, or why nothing is, as one clause; None for a model
     that does not attend by operators. whole_prompts: see OperatorCall.
     """
-    names = [name for name, module in model.named_modules() if attends_by_operators(type(module))]  # type: ignore[arg-type]
+    names = [name for name, module in modules_by_name(model) if attends_by_operators(type(module))]  # type: ignore[arg-type]
     by_interface = without_cache = False
     if not names:
-        names = [name for name, module in model.named_modules() if attends_to_changed_keys(module)]
+        names = [name for name, module in modules_by_name(model) if attends_to_changed_keys(module)]
         by_interface = bool(names)
     takes_cache = CACHE_NAMES & {*parameter_names(original_class(model).forward)}
     if not names and model.can_generate() and not takes_cache:
-        names = [name for name, module in model.named_modules() if attends_without_cache(type(module))]  # type: ignore[arg-type]
+        names = [name for name, module in modules_by_name(model) if attends_without_cache(type(module))]  # type: ignore[arg-type]
         without_cache = bool(names)
     if not names:
         return None
@@ -184,7 +184,7 @@ def decoder_operators(model: PreTrainedModel) -> OperatorModel | None:
     if refused_attention(model) is None and not any(map(attends_to_joined_keys, decoder)):
         return None
     sites, indices = {}, defaultdict(list)  # indices of layers, by the place of modules in them
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         code = code_of(module)
         if module in decoder and (code.attends or code.refusal is not None):
             if not code.attends and not attends_by_operators(type(module)):  # type: ignore[arg-type]

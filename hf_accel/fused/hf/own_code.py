@@ -22,6 +22,7 @@ from ...cache.hf import CacheOverPages
 from ...cache.hf.pass_sequences import EqualLengths, PassSequences, columns_of_tokens
 from ...cache.hf.sequence_cache import SequenceCache
 from ...errors import NotRaggedError
+from ...models import modules_by_name
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
 from ...recognition.code import code_of
@@ -211,7 +212,7 @@ def _is_rows(equal: EqualLengths, parts: list[Any]) -> bool:
 def own_code_modules(model: Any) -> Iterator[tuple[str, nn.Module, OwnCode]]:
     """Find the outermost modules in the layers of a decoder that take its cache, with their names."""
     decoder = model.get_decoder()
-    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
+    prefix = next((name for name, module in modules_by_name(model) if module is decoder), "")
     for name, layers in decoder.named_children():
         if isinstance(layers, nn.ModuleList):
             for number, layer in enumerate(layers):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.mask import CausalMask, Meaning, mask_forward
+from ...models import modules_by_name
 from ...recognition.call_form import parameter_names
 from ...undo.journal import Mixin, original_class
 from ..site import FusedSite, SiteKind
@@ -45,7 +46,7 @@ class OwnMasks(Mixin):
 
 def own_masks(model: nn.Module) -> Iterator[FusedSite]:
     """Find the decoders in a model that make the mask of causal attention by a method of their own."""
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         method = getattr(original_class(module), MAKES, None)
         if method is not None and parameter_names(method) == PARAMETERS and makes_triangles(module):
             yield FusedSite(name, module, OWN_MASKS, OwnMasks, None)

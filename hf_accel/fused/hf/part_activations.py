@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...models import modules_by_name
 from ...recognition.trial import RandomNumbers
 from ...recognition.unchanged import has_own_forward, is_known_class
 from ...undo.journal import Mixin, original_class
@@ -32,7 +33,7 @@ class PartActivation(Mixin):
 
 def part_activations(model: nn.Module) -> Iterator[FusedSite]:
     """Find activations of modules that cut tensors, which torch rounds by the layout of their input."""
-    for name, parent in model.named_modules():
+    for name, parent in modules_by_name(model):
         code = getattr(original_class(parent).forward, "__code__", None)
         if code is None or CUTS.isdisjoint(code.co_names):
             continue

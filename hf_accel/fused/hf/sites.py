@@ -17,7 +17,7 @@ from ...kernels.cpu.library import FLOATS
 from ...linear.experts import holds_experts, is_mixture
 from ...linear.gates import tried_gate
 from ...linear.hf import experts_refusal
-from ...models import is_within, layers_config
+from ...models import is_within, layers_config, modules_by_name
 from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
 from ...recognition.known_modules import known_module
@@ -101,7 +101,7 @@ def fused_sites(
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
     packed = any(STARTS in parameter_names(type(module).forward) for module in model.modules())
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         site = _candidate(name, module, dtype, float_rows, device_type=device_type)
         if site is not None and site.kind == PATCHES and not packed:  # others are given whole images
             continue
@@ -179,7 +179,7 @@ def _candidate(
 
 def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
     """Find plain float Linears whose weight a native call can read in place."""
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         if type(module) is nn.Linear and not has_own_forward(module) and is_readable(module):
             yield FusedSite(name, module, LINEAR, NativeLinear, ProjectionCall(float_rows))
         known = known_module(module)
@@ -191,7 +191,7 @@ def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
 
 def projection_sites(model: nn.Module) -> Iterator[ProjectionSite]:
     """Find linear layers that their parent calls on one tensor."""
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         for names in siblings(type(module).forward):
             layers = [getattr(module, child, None) for child in names]
             if all(isinstance(layer, nn.Linear) for layer in layers):
@@ -230,10 +230,9 @@ def _multiplies_equally(module: nn.Module, dtype: torch.dtype) -> bool:
 @torch.no_grad()
 def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
     outputs, inputs = size
-    # takes none of the user's random numbers
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
-    for parameter in layer.parameters():
-        parameter.copy_(numbers(*parameter.shape) * inputs**-0.5)
+    layer = nn.Linear(inputs, outputs, device="meta")  # takes none of the user's random numbers
+    for name, parameter in [*layer._parameters.items()]:
+        layer._parameters[name] = nn.Parameter(numbers(*parameter.shape) * inputs**-0.5)  # type: ignore[union-attr]
     return layer
 
 
@@ -269,7 +268,7 @@ def layer_sites(
     first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
     layers: list[str] = []
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         parts = _of_parts(module) if name.rpartition(".")[2].isdecimal() else module.children()
         inner = [child for child in parts if child in attention]
         if not inner or has_own_forward(module) or any(is_within(name, layer) for layer in layers):

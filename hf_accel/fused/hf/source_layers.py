@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from ...cache.pass_rows import Parts, rows_of_passes
 from ...cache.step import Step
 from ...config import CacheConfig
 from ...errors import UnsupportedError
-from ...models import layer_lists, layers_config
-from ...recognition.asked import answer_once
+from ...models import answer_once, layer_lists, layers_config
 from ...recognition.cache_code import parameters
 from ...recognition.call_form import parameter_names
 from ...recognition.small_model import first_layers_model
@@ -92,15 +92,16 @@ def source_argument(model: PreTrainedModel) -> str | None:
 
 def is_source_attention(model: PreTrainedModel, module: nn.Module) -> bool:
     """Return whether a module is attention to sources that is known to read pages."""
-    return _argument_of(module) is not None and source_argument(model) is not None
+    return _argument_of(original_class(module).forward) is not None and source_argument(model) is not None
 
 
-def _argument_of(module: Any) -> str | None:
+@lru_cache(maxsize=4096)
+def _argument_of(forward: Any) -> str | None:
     """Return the name of the argument of which attention makes its keys; None for any other code.
 
     Its code has to be `if x is not None: ... else: keys, values = <those of the cache>`, with no other use of these.
     """
-    tree = tree_of(original_class(module).forward)
+    tree = tree_of(forward)
     if tree is None:
         return None
     code = ast.unparse(tree)
@@ -124,7 +125,8 @@ def _source_argument(model: PreTrainedModel) -> str | None:
     kinds = model_kinds(model.config).layers
     layers = _layers_of(model, kinds)
     wanted = sum(any(isinstance(kind, SourceKind) for kind in own) for own in kinds)
-    names = {name for layer in layers.values() for part in layer.modules() if (name := _argument_of(part)) is not None}
+    forwards = [original_class(part).forward for layer in layers.values() for part in layer.modules()]
+    names = {name for forward in forwards if (name := _argument_of(forward)) is not None}
     if len(layers) != wanted or len(names) != 1:
         return None
     name = next(iter(names))

@@ -22,6 +22,7 @@ from ...cache.kinds.state_sizes import StateSizes
 from ...errors import NotRaggedError
 from ...fused.site import FusedSite, SiteKind
 from ...kernels.cpu import state_scan
+from ...models import modules_by_name
 from ...recognition.source import tree_of
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights
@@ -87,7 +88,7 @@ class TakesStates(Mixin):
 
 def own_state_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the decoders of a model that hand the states of a cache of their own class to their layers."""
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         if hands_states_on(module):
             yield FusedSite(name, module, MEMORIES, TakesStates, None)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
 from ...cache.hf import CacheOverPages
 from ...fused.site import FusedSite, SiteKind
+from ...models import modules_by_name
 from ...recognition.source import tree_of
 from ...undo.journal import Mixin, original_class
 
@@ -30,14 +32,15 @@ class TakesPages(Mixin):
 
 def own_cache_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the decoders of a model that take caches of one class alone."""
-    for name, module in model.named_modules():
-        if hasattr(module, "layers") and takes_one_class(original_class(module)):
+    for name, module in modules_by_name(model):
+        if hasattr(module, "layers") and takes_one_class(original_class(module).forward):
             yield FusedSite(name, module, OWN_CACHE, TakesPages, None)
 
 
-def takes_one_class(kind: Any) -> bool:
-    """Return whether the forward of a class raises for a cache of another class than its own, if it is to use it."""
-    tree = tree_of(kind.forward)
+@lru_cache(maxsize=4096)
+def takes_one_class(forward: Any) -> bool:
+    """Return whether a forward raises for a cache of another class than its own, if it is to use it."""
+    tree = tree_of(forward)
     if tree is None:
         return False
     return any(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 from torch import nn
 
 from ...fused.site import FusedSite, SiteKind
-from ...recognition.asked import answer_once
+from ...models import answer_once, modules_by_name
+from ...recognition.small_model import settings_of_layer
 from .delta_attention import known_delta_attention
 from .delta_rules import known_delta_rule
 from .gated_units import known_gated_unit
@@ -25,7 +27,7 @@ RECURRENCE = SiteKind("recurrence", "recurrent layers", "states in pages", compu
 
 def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the recurrent layers of a model, which get a forward over pages."""
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model):
         known = known_recurrence(module) or known_gated_unit(module, name) or known_matrix_memory(module, name)
         if known is not None:
             yield FusedSite(name, module, RECURRENCE, known.mixin, known)
@@ -44,7 +46,12 @@ def unknown_recurrences_refusal(model: nn.Module, count: int) -> str | None:
 
 def known_recurrence(module: nn.Module) -> Recurrence | None:
     """Return what computes a module with a recurrent state over pages; None if the module is not known."""
-    return answer_once(_tried, module)
+    return answer_once(_known, module)
+
+
+def _known(module: nn.Module) -> Recurrence | None:
+    """Return an object of the module's own, as it notes what the module holds; equal layers are tried once."""
+    return copy.copy(answer_once(_tried, module, equal=settings_of_layer(module)))
 
 
 def _tried(module: nn.Module) -> Recurrence | None:

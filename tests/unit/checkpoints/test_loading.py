@@ -84,6 +84,7 @@ KEYWORDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_is_that_of_patch(

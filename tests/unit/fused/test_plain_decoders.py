@@ -91,6 +91,7 @@ def roughly_the_modules(model: PreTrainedModel, share: float) -> None:
     assert (got - expected).abs().mean() <= share * expected.abs().mean()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_numbers_of_the_modules_one_by_one(name: str, weights: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN, GELUActivation
 
-from hf_accel.recognition.asked import answer_once, reading_once
+from hf_accel.models import answer_once, reading_once
 from hf_accel.recognition.trial import settings_of_activation
 
 
