@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
@@ -18,6 +19,7 @@ from ..fused.hf.encoder_sites import encoder_sites
 from ..fused.hf.head_sites import with_trained_head
 from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.sites import fused_sites, layer_sites, native_linears
+from ..fused.kept_states import KeptStates
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
@@ -52,6 +54,7 @@ from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .over_pages import decoder_form, inner_generator, with_pages, with_readers
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
+from .sequence_survey import kept_states
 from .servers import Server, servers_of
 from .survey import check_other_quantizer, input_embedding, sites_for, split_of
 from .twin import twin
@@ -93,7 +96,8 @@ def make_plan(
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     form = decoder_form(inner, stock_cache, stock_loop)
     over_pages = () if stock_loop or context else attention
-    fused = _plan_fused(inner, config, linears, attention=over_pages, operators=form.operators)
+    states = {} if stock_cache or stock_loop or context else kept_states(inner)
+    fused = _plan_fused(inner, config, linears, attention=over_pages, operators=form.operators, states=states)
     fused = with_readers(inner, linears, fused, ours=stock_attention is None)
     plan = Plan(
         model=inner,
@@ -305,10 +309,11 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 def _plan_fused(
     model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], *, attention: Iterable[AttentionPlan],
-    operators: OperatorModel | None,
+    operators: OperatorModel | None, states: Mapping[nn.Module, KeptStates],
 ) -> FusedPlan:  # fmt: skip
     """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces.
-    operators: what is known of a model that attends by operators, where a decoder's layers can run so too.
+    operators: what is known of a model that attends by operators, where a decoder's layers can run so too. states:
+    what is known of the modules that keep states in pages.
     """
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
@@ -337,7 +342,9 @@ def _plan_fused(
     specs = {p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
     by_operators = operator_sites(model, operators if model.config.is_encoder_decoder else None, config)
     tried = {site.module: site.state.spec for site in by_operators if isinstance(site.state.backend, CpuBackend)}
-    layers, by_module = layer_sites(model, model.dtype, linears=kernels, attention=specs | tried, tried=tried)
+    layers, by_module = layer_sites(
+        model, model.dtype, linears=kernels, attention=specs | tried, tried=tried, states=states
+    )
     takes_ours = config.attention in ("auto", CpuBackend.name) and split is None
     ours = None if not takes_ours else [] if model_attention_refusal(model) else attention_modules(model)
     if not attends_in_decoder_alone(model, [p.site for p in attention]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ...linear.experts import holds_experts, is_mixture
 from ...linear.gates import tried_gate
 from ...linear.hf import experts_refusal
 from ...models import is_within, layers_config
-from ...recognition.call_form import STARTS, parameter_names, usual_pass
+from ...recognition.call_form import SOURCE_STATES, STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
 from ...recognition.known_modules import known_module
 from ...recognition.operation import INPUT, Span, UntraceableError
@@ -33,6 +34,7 @@ from ..composed_activation import NativeActivation, composed_activation
 from ..convolution_layers import ConvolutionState, NativeConvolutionLayer
 from ..float_experts import ExpertsState, NativeExperts
 from ..joined_layer import joins, refuse_others
+from ..kept_states import KeptStates
 from ..layer_tail import split
 from ..modules import (
     FusedGate,
@@ -61,7 +63,8 @@ from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
 from .layer_attention import attention_of, source_attention
-from .layer_calls import TracedForward
+from .layer_calls import LayerCalls, TracedForward
+from .native_calls import NativeCalls
 
 NORM = SiteKind("norm", "RMSNorms", "one native call")
 ROTARY = SiteKind("rotary", "rotary embeddings", "one native call")
@@ -242,6 +245,7 @@ def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
 KIND = SiteKind("layer", "decoder layers", "one native call each", else_choice="module by module")
 WITH_EXPERTS = replace(KIND, choice="one call, then experts")
 JOINED = SiteKind("joined layer")  # one on a GPU
+NO_STATES: Mapping[nn.Module, KeptStates] = MappingProxyType({})
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
 
 
@@ -256,13 +260,14 @@ def _spec_of(trace: Trace, attention: Mapping[nn.Module, AttentionSpec]) -> Atte
 def layer_sites(
     model: nn.Module, dtype: torch.dtype, *,
     attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module] | None, device_type: str = "cpu",
-    tried: Container[nn.Module] = (),
+    tried: Container[nn.Module] = (), states: Mapping[nn.Module, KeptStates] = NO_STATES,
 ) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
     """Find decoder layers of which every operation is known, and give the reason for the others.
 
     attention: the specs of the attention modules that attend over pages; on the CPU, by the native kernels. linears:
     the linear layers that these kernels compute; None on a GPU, where a layer needs operations that share a launch.
     tried: those attention modules whose attention over pages is known by a trial, since they attend by operators.
+    states: what is known of the modules that keep states of fixed size; on the CPU.
     """
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
@@ -272,19 +277,22 @@ def layer_sites(
     for name, module in model.named_modules():
         parts = _of_parts(module) if name.rpartition(".")[2].isdecimal() else module.children()
         inner = [child for child in parts if child in attention]
-        if not inner or has_own_forward(module) or any(is_within(name, layer) for layer in layers):
+        has_states = any(child in states for child in module.children())
+        if not (inner or has_states) or has_own_forward(module) or any(is_within(name, layer) for layer in layers):
             continue
         layers.append(name)
         try:
-            size = int(rotated_share(model.config) * attention[inner[0]].head_dim)
+            size = int(rotated_share(model.config) * attention[inner[0]].head_dim) if inner else None
             device = torch.device(device_type)
             trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
-            trace.tried = inner[0] in tried
+            trace.tried = bool(inner) and inner[0] in tried
             if linears is not None:
-                trace.is_called = is_mixture
+                trace.is_called, trace.states_of = is_mixture, states.get
+            refuse_other_states(type(module))
             trace.decoder_layer(module, _width(module), usual_pass(type(module), has_encoder=has_encoder))
-            attention_of(trace, _spec_of(trace, attention))
+            if inner:
+                attention_of(trace, _spec_of(trace, attention))
             source_attention(trace, attention.get)
             if linears is None:
                 refuse_others(trace.operations)
@@ -297,7 +305,8 @@ def layer_sites(
             dropped.append(Dropped(name, KIND, str(error)))
             continue
         whole = KIND if all(operation.kind != "module" for operation in trace.operations) else WITH_EXPERTS
-        kind, calls = (whole, DecoderCalls(has_no_head(model))) if joined is None else (JOINED, JoinedCalls(joined))
+        calls: LayerCalls[Any] = NativeCalls() if has_states else DecoderCalls(has_no_head(model))
+        kind, calls = (whole, calls) if joined is None else (JOINED, JoinedCalls(joined))
         sites.append(FusedSite(name, module, kind, TracedForward, calls))
         first = trace.operations[0]
         if first.kind == "norm" and first.inputs == [Span(INPUT, 0, trace.widths[INPUT])]:
@@ -307,6 +316,14 @@ def layer_sites(
         if site.kind == JOINED and number.isdecimal():
             site.state.following = first_norms.get(f"{place}.{int(number) + 1}")
     return sites, dropped
+
+
+def refuse_other_states(kind: type[nn.Module]) -> None:
+    """Raise UntraceableError if the code of a layer names hidden states besides its own and those of an encoder."""
+    names = parameter_names(kind.forward)[1:]
+    other = next((name for name in names if name.endswith("hidden_states") and name != SOURCE_STATES), None)
+    if other is not None:
+        raise UntraceableError(f"it is given {other} too")
 
 
 def refuse_partial_rotation(config: Any) -> None:
