@@ -17,6 +17,10 @@ class KeptStates(ABC):
         """Return the numbers that the module keeps of a token."""
 
     @abstractmethod
+    def layer_of(self, module: Any) -> int:
+        """Return the index of the decoder layer that the module is in."""
+
+    @abstractmethod
     def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
         """Record a call of the module, and return what it returns. Raises UntraceableError if it is not known.
 

@@ -155,7 +155,7 @@ class NativeOperations(NativeParts):
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""
         done: list[Operation] = []
         # The kernel of a sum reads whole rows, which the results of a joint product are not.
-        summed = [span for each in operations if each.kind in ("add", "affine") for span in each.inputs]
+        summed = [span for each in operations if each.kind in ("add", "affine", "multiply") for span in each.inputs]
         for operation in operations:
             if operation in done:
                 continue

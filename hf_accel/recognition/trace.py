@@ -108,6 +108,11 @@ class Trace(AttentionRecord):
         attends = sum(operation.kind == "attend" for operation in self.operations)
         if last is None or (attends != 1 and (attends or self.stateful is None)):
             raise UntraceableError("it does not attend once")
+        if self.stateful is not None:
+            known, module = self.stateful
+            if self.layer_idx not in (None, known.layer_of(module)):
+                raise UntraceableError("its parts keep what belongs to several layers")
+            self.layer_idx = known.layer_of(module)
         written = {INPUT, *(span.buffer for operation in self.operations for span in operation.outputs)}
         if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
             raise UntraceableError("it reads an activation again that it multiplied")

@@ -299,8 +299,8 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype
         assert [job.result(WAIT).tokens for job in jobs] == expected
 
 
-ONE_CALL = ("3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba2")
-WHOLE_LAYERS = {"3.5", "3.5_moe", "bamba"}
+ONE_CALL = ("3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba2", "falcon_h1")
+WHOLE_LAYERS = {"3.5", "3.5_moe", "bamba", "falcon_h1"}
 
 
 @pytest.mark.parametrize("kind", ONE_CALL)

@@ -163,15 +163,14 @@ class Recurrence(KeptStates):
         unknown = [name for name, value in given.items() if value is not None and name not in OTHER_ARGUMENTS]
         if len(args) > 1 or unknown or not isinstance(cache, CacheStandIn) or mask not in (None, trace.mask):
             raise UntraceableError("a recurrent module is given more than is known")
-        index = self.layer_of(module)
-        if trace.stateful is not None or trace.layer_idx not in (None, index) or not x.is_whole:
+        if trace.stateful is not None or not x.is_whole:
             raise UntraceableError("it keeps more than one state")
         if self.refusal(module) is not None:
             raise UntraceableError("its recurrent module was changed")
         trace.note(vars(module), FUSED, vars(module).get(FUSED))
         trace.visit(module)
         trace.reads += _all_settings(module)
-        trace.stateful, trace.layer_idx = (self, module), index
+        trace.stateful = self, module
         return self.record(module, x)
 
     def record(self, module: Any, x: StandIn) -> StandIn:
@@ -195,7 +194,6 @@ class Recurrence(KeptStates):
         return recorded
 
     def layer_of(self, module: Any) -> int:
-        """Return the index of the decoder layer that the module is in."""
         index: int = module.layer_idx
         return index
 

@@ -249,7 +249,7 @@ struct RopeCall {
 // out = x + factor * y over [rows, size], contiguous; with a scale it is x + scale * y, the factor is not read, and rows of
 // x are x_stride apart, 0 if there is one for all. The product is rounded to dtype before it is added.
 struct AddCall {
-  const void* x;
+  const void* x;  // or null: out is the product
   const void* y;
   const void* scale;  // [size] of dtype, or null
   void* out;

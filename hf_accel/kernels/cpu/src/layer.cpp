@@ -217,6 +217,10 @@ struct Layer {
                  affine ? 0 : op.dim, op.scale, call.dtype, call.threads});
   }
 
+  void multiply(const LayerOp& op) const {
+    kernels.add({nullptr, at(op.x), op.weight, at(op.out), call.tokens, op.dim, 0, op.scale, call.dtype, call.threads});
+  }
+
   void gate(const LayerOp& op) const {
     const int64_t heads = op.heads ? op.heads : 1;  // of what does not stand end to end
     for (int64_t h = 0; h < heads; ++h)
@@ -314,6 +318,7 @@ struct Layer {
       case GATED_NORM: return gated_norm(op);
       case BIAS_GATES: return bias_gates(op);
       case ROW_CONV: return row_conv(op);
+      case MULTIPLY: return multiply(op);
       default: return add(op);
     }
   }
