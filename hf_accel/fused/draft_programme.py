@@ -19,7 +19,7 @@ from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.operation import UntraceableError
 from ..recognition.unchanged import HOOKS
 from ..tensors import integers, is_plain_tensor
-from .layer_programme import CallFields, LayerProgramme
+from .layer_programme import CallFields, LayerPages, LayerProgramme
 from .norms import norm_form
 from .projections import UNLIMITED, make_call
 
@@ -204,7 +204,7 @@ class DraftProgramme:
         cos, sin = (0, 0) if self.tables is None else (table.data_ptr() for table in self.tables)
         run_draft(
             *_fields(self._fuse, 0, dtype, using),
-            *self.layer.fields((0, 0), layer, pages.pages),
+            *self.layer.fields((0, 0), layer, LayerPages(pages.pages)),
             *_fields(self._words, out.data_ptr(), dtype, using),
             self.parts.embeddings.data_ptr(), cos, sin, rows.positions.data_ptr(), rows.ids.data_ptr(),
             states.data_ptr(), rows.ends.data_ptr(), going.data_ptr(), singles.data_ptr(),

@@ -1,10 +1,15 @@
-"""What a traced decoder layer knows of a module in it that keeps states of fixed size."""
+"""The base of what is known of modules that keep states of fixed size, within traced decoder layers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Container, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from torch import nn
+
+from ..attention import AttentionSpec
 from ..cache.kinds.state_sizes import StateSizes
 from ..recognition.stand_ins import StandIn
 
@@ -26,3 +31,18 @@ class KeptStates(ABC):
 
         trace: of the layer, which gets the module and what is known of it, so that it keeps these states.
         """
+
+
+NO_STATES: Mapping[nn.Module, KeptStates] = MappingProxyType({})
+
+
+class Keepers(NamedTuple):
+    """The modules of decoder layers that keep something in pages.
+
+    attention: the specs of those that attend; on the CPU, by the native kernels. tried: those of them whose attention
+    is known by a trial, since they attend by operators. states: what is known of those that keep states of fixed size.
+    """
+
+    attention: Mapping[nn.Module, AttentionSpec]
+    tried: Container[nn.Module] = ()
+    states: Mapping[nn.Module, KeptStates] = NO_STATES

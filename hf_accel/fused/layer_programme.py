@@ -102,6 +102,16 @@ class StateFields(NamedTuple):
         return StateFields((*(tensor.data_ptr() for tensor in held), len(states.before)), held)
 
 
+class LayerPages(NamedTuple):
+    """The pages of a layer. own: those to which K and V are written; None if it keeps none. source: those that hold
+    keys of an encoder's output, and what attention reads of them. states: the fields of those of its states.
+    """
+
+    own: KV | None
+    source: tuple[KV, SourceFields] | None = None
+    states: tuple[int, ...] = NO_STATES
+
+
 def buffer_starts(operations: Sequence[LayerOp], widths: Sequence[int]) -> tuple[list[int], int]:
     """Return where the buffers of a call begin, in numbers of a token, and how many numbers there are in all.
 
@@ -234,22 +244,18 @@ class LayerProgramme(NativeOperations, TracedLayer):
         self._table: tuple[list[int], PartTable] | None = None  # of the adapters with these numbers
 
     def __call__(
-        self, x: Tensor, fields: CallFields, pages: KV | None, source: tuple[KV, SourceFields] | None = None,
-        *, states: tuple[int, ...] = NO_STATES, bias: tuple[int, int, int, int] = NO_BIAS,
-        adapters: PassAdapters | None = None,
+        self, x: Tensor, fields: CallFields, pages: LayerPages,
+        *, bias: tuple[int, int, int, int] = NO_BIAS, adapters: PassAdapters | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written;
-        None if it keeps none.
+        """x: [B, Q, hidden], contiguous -> [B, Q, hidden].
 
-        source: the pages that hold keys of an encoder's output, and what attention reads of them. states: the fields
-        of the pages of its states. bias: the fields of what is added to the scores of the pages. adapters: of some of
-        the rows, where there is no tail. None, after K and V or states were written, if a module does not return what
-        the trace expects: the layer's code writes the same again.
+        bias: the fields of what is added to the scores of the pages. adapters: of some of the rows, where there is no
+        tail. None, after K and V or states were written, if a module does not return what the trace expects: the
+        layer's code writes the same again.
         """
         out = torch.empty_like(x)
         added = None if adapters is None else self._added(adapters)
-        places = x.data_ptr(), out.data_ptr()
-        run_layer(*self.fields(places, fields, pages, source=source, states=states, bias=bias, added=added))
+        run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, bias=bias, added=added))
         return out if self.tail is None else self.tail(x, out)
 
     @property
@@ -258,23 +264,22 @@ class LayerProgramme(NativeOperations, TracedLayer):
         return [] if self.tail is None else self.tail.called
 
     def fields(
-        self, places: tuple[int, int], fields: CallFields, pages: KV | None,
-        *, source: tuple[KV, SourceFields] | None = None, states: tuple[int, ...] = NO_STATES,
-        bias: tuple[int, int, int, int] = NO_BIAS, added: Adapters | None = None,
+        self, places: tuple[int, int], fields: CallFields, pages: LayerPages,
+        *, bias: tuple[int, int, int, int] = NO_BIAS, added: Adapters | None = None,
     ) -> tuple[int, ...]:  # fmt: skip
         """Return the fields of the struct of a call, see `__call__`.
 
         places: the addresses of x and out. added: what adapters add.
         """
         dtype = DTYPES[self.dtype]
-        dtypes = dtype, dtype
-        if pages is not None:
-            scales = dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype]
-            dtypes = page_dtype(pages.k, pages.v), scales
+        own, source, dtypes = pages.own, pages.source, (dtype, dtype)
+        if own is not None:
+            scales = dtype if own.k_scales is None else DTYPES[own.k_scales.dtype]
+            dtypes = page_dtype(own.k, own.v), scales
         read = NO_SOURCE if source is None else (*_addresses(source[0]), *source[1].step)
         return (
             *self._fixed, *places, *fields.tables,
-            *_addresses(pages), *fields.step, *bias, 0, 0, 0, *read, *states,
+            *_addresses(own), *fields.step, *bias, 0, 0, 0, *read, *pages.states,
             0 if added is None else ctypes.addressof(added),
             dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], *dtypes, fields.threads,
         )  # fmt: skip

@@ -110,12 +110,15 @@ class LayerCalls(ABC, Generic[Layer]):
         pages: Any = cache.layers[programme.layer_idx]
         if pages.group is not place.group or pages.prepared_step() is not place.step:
             return None
-        if place.state_group is not None and cache.state_layer(programme.layer_idx).group is not place.state_group:
+        of_states = None if place.state_group is None else cache.state_layer(programme.layer_idx)
+        if of_states is not None and of_states.group is not place.state_group:
             return None
         out = self.compute(programme, x, pages, place)
         if out is None:
             return None
         pages.pass_done(place.step)
+        if of_states is not None and of_states is not pages:
+            of_states.pass_done(place.step)
         if known is not None:
             known.note(programme, place, out)
         return out if programme.others is None else (out, *self.others(programme, place))

@@ -1,4 +1,4 @@
-"""Where a pass writes what decoder layers keep, and what is known of a pass within which nothing can change."""
+"""The place of a pass where decoder layers write what they keep, and what is known of a pass as a whole."""
 
 from __future__ import annotations
 

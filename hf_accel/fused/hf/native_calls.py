@@ -21,7 +21,7 @@ from ...linear.adapters import PassAdapters
 from ...recognition.call_form import BIAS, SOURCE_BIAS, SOURCE_STATES
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
-from ..layer_programme import CallFields, LayerProgramme, SourceFields, StateFields
+from ..layer_programme import CallFields, LayerPages, LayerProgramme, SourceFields, StateFields
 from ..traced_layer import Attention
 from .layer_attention import attend_of, attention_of, planned_of, planned_source, source_attention
 from .layer_calls import LayerCalls, cache_of
@@ -59,7 +59,11 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         if not programme.written:
             if place.fields is None:
                 place.fields = CallFields.of(x, None, None, 1)
-            return None if PassAdapters.running() is not None else programme(x, place.fields, None, states=states)
+            return (
+                None
+                if PassAdapters.running() is not None
+                else programme(x, place.fields, LayerPages(None, states=states))
+            )
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
             return None
@@ -77,7 +81,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         if programme.tail is not None and (adapters is not None or place.whole is not None):
             return None
         if place.whole is None:
-            return programme(x, place.fields, storage.pages, states=states, bias=bias, adapters=adapters)
+            return programme(x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=adapters)
         if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
             return None
         source = _source_layer(programme, place)
@@ -87,7 +91,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         if place.source_fields is None:
             step = place.step.groups[source.group_index]
             place.source_fields = SourceFields.of(step, held.block_size)
-        return programme(x, place.fields, storage.pages, (held.pages, place.source_fields), bias=bias)
+        return programme(x, place.fields, LayerPages(storage.pages, (held.pages, place.source_fields)), bias=bias)
 
 
 def _states(programme: LayerProgramme, x: Tensor, cache: CacheOverPages, place: LayerPlace) -> tuple[int, ...]:

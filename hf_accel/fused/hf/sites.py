@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ...linear.experts import holds_experts, is_mixture
 from ...linear.gates import tried_gate
 from ...linear.hf import experts_refusal
 from ...models import is_within, layers_config
-from ...recognition.call_form import SOURCE_STATES, STARTS, parameter_names, usual_pass
+from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
 from ...recognition.known_modules import known_module
 from ...recognition.operation import INPUT, Span, UntraceableError
@@ -34,7 +33,7 @@ from ..composed_activation import NativeActivation, composed_activation
 from ..convolution_layers import ConvolutionState, NativeConvolutionLayer
 from ..float_experts import ExpertsState, NativeExperts
 from ..joined_layer import joins, refuse_others
-from ..kept_states import KeptStates
+from ..kept_states import Keepers
 from ..layer_tail import split
 from ..modules import (
     FusedGate,
@@ -245,7 +244,6 @@ def _small_linear(size: tuple[int, int], numbers: RandomNumbers) -> nn.Linear:
 KIND = SiteKind("layer", "decoder layers", "one native call each", else_choice="module by module")
 WITH_EXPERTS = replace(KIND, choice="one call, then experts")
 JOINED = SiteKind("joined layer")  # one on a GPU
-NO_STATES: Mapping[nn.Module, KeptStates] = MappingProxyType({})
 JOINS = {"rope": "rotation with the write of K and V", "add": "sum with the norm behind it"}  # for the plan
 
 
@@ -258,17 +256,15 @@ def _spec_of(trace: Trace, attention: Mapping[nn.Module, AttentionSpec]) -> Atte
 
 
 def layer_sites(
-    model: nn.Module, dtype: torch.dtype, *,
-    attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module] | None, device_type: str = "cpu",
-    tried: Container[nn.Module] = (), states: Mapping[nn.Module, KeptStates] = NO_STATES,
+    model: nn.Module, dtype: torch.dtype, keepers: Keepers,
+    *, linears: Container[nn.Module] | None, device_type: str = "cpu",
 ) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
     """Find decoder layers of which every operation is known, and give the reason for the others.
 
-    attention: the specs of the attention modules that attend over pages; on the CPU, by the native kernels. linears:
-    the linear layers that these kernels compute; None on a GPU, where a layer needs operations that share a launch.
-    tried: those attention modules whose attention over pages is known by a trial, since they attend by operators.
-    states: what is known of the modules that keep states of fixed size; on the CPU.
+    linears: the linear layers that the native kernels compute; None on a GPU, where a layer needs operations that
+    share a launch.
     """
+    attention, tried, states = keepers
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
@@ -289,7 +285,6 @@ def layer_sites(
             trace.tried = bool(inner) and inner[0] in tried
             if linears is not None:
                 trace.is_called, trace.states_of = is_mixture, states.get
-            refuse_other_states(type(module))
             trace.decoder_layer(module, _width(module), usual_pass(type(module), has_encoder=has_encoder))
             if inner:
                 attention_of(trace, _spec_of(trace, attention))
@@ -316,14 +311,6 @@ def layer_sites(
         if site.kind == JOINED and number.isdecimal():
             site.state.following = first_norms.get(f"{place}.{int(number) + 1}")
     return sites, dropped
-
-
-def refuse_other_states(kind: type[nn.Module]) -> None:
-    """Raise UntraceableError if the code of a layer names hidden states besides its own and those of an encoder."""
-    names = parameter_names(kind.forward)[1:]
-    other = next((name for name in names if name.endswith("hidden_states") and name != SOURCE_STATES), None)
-    if other is not None:
-        raise UntraceableError(f"it is given {other} too")
 
 
 def refuse_partial_rotation(config: Any) -> None:
