@@ -54,7 +54,7 @@ def falcon_config() -> FalconH1Config:
 def latent_config() -> DeepseekV3Config:
     """Make the config of a DeepSeek-V3 with the attention of V2-Lite, and experts in all layers but the first."""
     return DeepseekV3Config(
-        vocab_size=WORDS, hidden_size=1024, intermediate_size=4096, moe_intermediate_size=704, num_hidden_layers=16,
+        vocab_size=WORDS, hidden_size=1024, intermediate_size=4096, moe_intermediate_size=768, num_hidden_layers=16,
         num_attention_heads=16, num_key_value_heads=16, q_lora_rank=768, n_routed_experts=16, num_experts_per_tok=4,
         n_group=1, topk_group=1, first_k_dense_replace=1, max_position_embeddings=16384,
     )  # fmt: skip

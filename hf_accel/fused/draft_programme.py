@@ -14,12 +14,12 @@ from ..cache.storage import KVStorage
 from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.draws import LIKELIEST_DRAWS, Draws
 from ..kernels.cpu.float_linear import FloatLinear
-from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, Columns, LayerOp, run_draft
+from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, NO_STATES, Columns, LayerOp, run_draft
 from ..kernels.cpu.library import DTYPES, threads
 from ..recognition.operation import UntraceableError
 from ..recognition.unchanged import HOOKS
 from ..tensors import integers, is_plain_tensor
-from .layer_programme import CallFields, LayerProgramme
+from .layer_programme import CallFields, LayerPages, LayerProgramme
 from .norms import norm_form
 from .projections import UNLIMITED, make_call
 
@@ -204,7 +204,7 @@ class DraftProgramme:
         cos, sin = (0, 0) if self.tables is None else (table.data_ptr() for table in self.tables)
         run_draft(
             *_fields(self._fuse, 0, dtype, using),
-            *self.layer.fields((0, 0), layer, pages.pages),
+            *self.layer.fields((0, 0), layer, LayerPages(pages.pages)),
             *_fields(self._words, out.data_ptr(), dtype, using),
             self.parts.embeddings.data_ptr(), cos, sin, rows.positions.data_ptr(), rows.ids.data_ptr(),
             states.data_ptr(), rows.ends.data_ptr(), going.data_ptr(), singles.data_ptr(),
@@ -234,7 +234,7 @@ def _fields(operations: Operations, out: int, dtype: int, using: int) -> tuple[i
     """Return the fields of a LayerCall of operations on rows alone."""
     structs, starts, width = operations
     fixed = ctypes.addressof(structs), ctypes.addressof(starts), len(structs), width
-    return (*fixed, 0, out, *_NO_PAGES, *NO_BIAS, 0, 0, 0, *NO_SOURCE, 0, dtype, 0, 0, 0, using)
+    return (*fixed, 0, out, *_NO_PAGES, *NO_BIAS, 0, 0, 0, *NO_SOURCE, *NO_STATES, 0, dtype, 0, 0, 0, using)
 
 
 _NO_PAGES = (0, 0, 0, 1, *(0,) * 15)  # cos to num_written of a LayerCall, for one batch

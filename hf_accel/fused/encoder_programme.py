@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
-from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
+from ..kernels.cpu.layer_call import NO_SOURCE, NO_STATES, run_layer
 from ..kernels.cpu.library import DTYPES, dtypes_of_pages, threads
 from ..recognition.call_form import BIAS, TABLES
 from ..recognition.known_module import Said, TokenPlaces
@@ -207,7 +207,7 @@ class EncoderProgramme(NativeOperations):
                 *self._fixed, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
                 k, v, 0, 0, 0 if written is None else written.slots[part].data_ptr(), 0, 0,
                 starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
-                0, len(starts) - 1, block, 0, *biases, *places, *NO_SOURCE, 0,
+                0, len(starts) - 1, block, 0, *biases, *places, *NO_SOURCE, *NO_STATES, 0,
                 dtype, table_dtype, dtypes_of_pages(dtype, dtype), 0, count,
             )  # fmt: skip
         return out

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..cache.kinds.states import StateStep
 from ..cache.step import GroupStep
 from ..kernels.cpu.attention import NO_BIAS
-from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, Columns, LayerOp, run_layer
+from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, NO_STATES, Columns, LayerOp, run_layer
 from ..kernels.cpu.library import DTYPES, page_dtype, threads
 from ..kernels.cpu.low_rank import Adapters, PartTable
 from ..kernels.layouts import KV
@@ -23,12 +24,14 @@ from .layer_tail import LayerTail, split
 from .native_operation import NativeParts
 from .operations import NATIVE
 from .projections import UNLIMITED, make_call
+from .state_operations import STATE_OPERATIONS
 from .traced_layer import Attention, TracedLayer
 
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
 # would be large.
 MOST_TOKENS = 256
 NO_OPERATIONS: list[Operation] = []
+NO_STEP = (0,) * 9  # slots to num_written of a LayerCall
 ALIGNED = 32  # numbers; as many of any dtype are whole cache lines
 
 
@@ -44,8 +47,10 @@ class CallFields(NamedTuple):
     held: tuple[Tensor, ...]
 
     @staticmethod
-    def of(x: Tensor, tables: tuple[Tensor, Tensor] | None, step: GroupStep, block_size: int) -> CallFields:
-        """x: [B, Q, hidden], contiguous; tables: cos and sin, [B or 1, Q, head_dim]."""
+    def of(x: Tensor, tables: tuple[Tensor, Tensor] | None, step: GroupStep | None, block_size: int) -> CallFields:
+        """x: [B, Q, hidden], contiguous; tables: cos and sin, [B or 1, Q, head_dim]. step: of the pages of keys and
+        values; None if the layer keeps none.
+        """
         batch, tokens = x.shape[0], x.shape[0] * x.shape[1]
         places = (0, 0, tokens, batch, 0, 0)
         if tables is not None:
@@ -54,6 +59,8 @@ class CallFields(NamedTuple):
                 cos, sin = tables = cos.contiguous(), sin.contiguous()
             strides = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
             places = (cos.data_ptr(), sin.data_ptr(), tokens, batch, *strides)
+        if step is None:
+            return CallFields(places, NO_STEP, threads(), tables or ())
         slots, written, ragged = step.slots, step.written, step.ragged
         table = ragged.block_table
         assert table is not None
@@ -81,6 +88,28 @@ class SourceFields(NamedTuple):
         held = (table, ragged.cu_q, ragged.kv_len)
         places = (*(tensor.data_ptr() for tensor in held), table.stride(0), len(ragged.kv_len), block_size)
         return SourceFields(places, held)
+
+
+class StateFields(NamedTuple):
+    """Fields of the struct of a native call for states of fixed size, behind the addresses of their pages."""
+
+    step: tuple[int, ...]
+    held: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(states: StateStep) -> StateFields:
+        held = states.slots, states.starts, states.before, states.given
+        return StateFields((*(tensor.data_ptr() for tensor in held), len(states.before)), held)
+
+
+class LayerPages(NamedTuple):
+    """The pages of a layer. own: those to which K and V are written; None if it keeps none. source: those that hold
+    keys of an encoder's output, and what attention reads of them. states: the fields of those of its states.
+    """
+
+    own: KV | None
+    source: tuple[KV, SourceFields] | None = None
+    states: tuple[int, ...] = NO_STATES
 
 
 def buffer_starts(operations: Sequence[LayerOp], widths: Sequence[int]) -> tuple[list[int], int]:
@@ -136,7 +165,7 @@ class NativeOperations(NativeParts):
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""
         done: list[Operation] = []
         # The kernel of a sum reads whole rows, which the results of a joint product are not.
-        summed = [span for each in operations if each.kind in ("add", "affine") for span in each.inputs]
+        summed = [span for each in operations if each.kind in ("add", "affine", "multiply") for span in each.inputs]
         for operation in operations:
             if operation in done:
                 continue
@@ -181,9 +210,9 @@ class LayerProgramme(NativeOperations, TracedLayer):
     """A traced layer as one native call on the CPU.
 
     It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
-    attends: the module that attends to the tokens of a sequence. biased_heads, own_bias: see EncoderProgramme.
-    tail: the operations from a module that is called on; None if all are one native call. is_source_biased: whether
-    it adds a bias to the scores of an encoder's output, which can be zeros alone.
+    attends: the module that attends to the tokens of a sequence; None for a layer with a state alone. biased_heads,
+    own_bias: see EncoderProgramme. tail: the operations from a module that is called on; None if all are one native
+    call. is_source_biased: whether it adds a bias to the scores of an encoder's output, which can be zeros alone.
     """
 
     over_rows = False
@@ -198,31 +227,35 @@ class LayerProgramme(NativeOperations, TracedLayer):
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
         self.operations, behind = split(trace.operations, trace.widths)
         self.source_attention = source_attention
-        attends = next(operation for operation in trace.operations if operation.kind == "attend")
-        (self.attends,) = attends.modules
-        self.biased_heads: int = attends.values["heads"] if attends.values["biased"] else 0
-        self.own_bias: Computed | None = attends.values["own_bias"]
+        self.attends: nn.Module | None = None
+        self.biased_heads, self.own_bias = 0, cast("Computed | None", None)
+        for each in (each for each in trace.operations if each.kind == "attend"):
+            (self.attends,) = each.modules
+            self.biased_heads, self.own_bias = each.values["heads"] * each.values["biased"], each.values["own_bias"]
         self.is_source_biased = any(o.kind == "attend_source" and o.values["biased"] for o in trace.operations)
         # The kernels round a LayerNorm and an activation in other ways than torch does, which is called with more
         # tokens: where it need not be called, the bits of a token do not depend on how many there are.
-        rounds = any(each.kind == "layer_norm" or "activation" in each.values for each in trace.operations)
+        rounds = any(
+            each.kind == "layer_norm" or ("activation" in each.values and each.kind not in STATE_OPERATIONS)
+            for each in trace.operations
+        )
         self.max_tokens = UNLIMITED if rounds else MOST_TOKENS
         self.compile(trace.widths, behind)
         self._table: tuple[list[int], PartTable] | None = None  # of the adapters with these numbers
 
     def __call__(
-        self, x: Tensor, fields: CallFields, pages: KV, source: tuple[KV, SourceFields] | None = None,
+        self, x: Tensor, fields: CallFields, pages: LayerPages,
         *, bias: tuple[int, int, int, int] = NO_BIAS, adapters: PassAdapters | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """x: [B, Q, hidden], contiguous -> [B, Q, hidden]. pages: those of the layer, to which K and V are written.
+        """x: [B, Q, hidden], contiguous -> [B, Q, hidden].
 
-        source: the pages that hold keys of an encoder's output, and what attention reads of them. bias: the fields of
-        what is added to the scores of the pages. adapters: of some of the rows, where there is no tail. None, after K
-        and V were written, if a module does not return what the trace expects: the layer's code writes the same again.
+        bias: the fields of what is added to the scores of the pages. adapters: of some of the rows, where there is no
+        tail. None, after K and V or states were written, if a module does not return what the trace expects: the
+        layer's code writes the same again.
         """
         out = torch.empty_like(x)
         added = None if adapters is None else self._added(adapters)
-        run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, source=source, bias=bias, added=added))
+        run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, bias=bias, added=added))
         return out if self.tail is None else self.tail(x, out)
 
     @property
@@ -231,22 +264,24 @@ class LayerProgramme(NativeOperations, TracedLayer):
         return [] if self.tail is None else self.tail.called
 
     def fields(
-        self, states: tuple[int, int], fields: CallFields, pages: KV,
-        *, source: tuple[KV, SourceFields] | None = None, bias: tuple[int, int, int, int] = NO_BIAS,
-        added: Adapters | None = None,
+        self, places: tuple[int, int], fields: CallFields, pages: LayerPages,
+        *, bias: tuple[int, int, int, int] = NO_BIAS, added: Adapters | None = None,
     ) -> tuple[int, ...]:  # fmt: skip
         """Return the fields of the struct of a call, see `__call__`.
 
-        states: the addresses of x and out. added: what adapters add.
+        places: the addresses of x and out. added: what adapters add.
         """
         dtype = DTYPES[self.dtype]
+        own, source, dtypes = pages.own, pages.source, (dtype, dtype)
+        if own is not None:
+            scales = dtype if own.k_scales is None else DTYPES[own.k_scales.dtype]
+            dtypes = page_dtype(own.k, own.v), scales
         read = NO_SOURCE if source is None else (*_addresses(source[0]), *source[1].step)
         return (
-            *self._fixed, *states, *fields.tables,
-            *_addresses(pages), *fields.step, *bias, 0, 0, 0, *read,
+            *self._fixed, *places, *fields.tables,
+            *_addresses(own), *fields.step, *bias, 0, 0, 0, *read, *pages.states,
             0 if added is None else ctypes.addressof(added),
-            dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], page_dtype(pages.k, pages.v),
-            dtype if pages.k_scales is None else DTYPES[pages.k_scales.dtype], fields.threads,
+            dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], *dtypes, fields.threads,
         )  # fmt: skip
 
     def _added(self, given: PassAdapters) -> Adapters:
@@ -258,7 +293,9 @@ class LayerProgramme(NativeOperations, TracedLayer):
         return Adapters(*table.fields(given.groups))
 
 
-def _addresses(pages: KV) -> tuple[int, int, int, int]:
+def _addresses(pages: KV | None) -> tuple[int, int, int, int]:
+    if pages is None:
+        return 0, 0, 0, 0
     k, v, k_scales, v_scales = pages
     if k_scales is None or v_scales is None:
         return k.data_ptr(), v.data_ptr(), 0, 0

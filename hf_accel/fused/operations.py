@@ -280,6 +280,17 @@ class AffineOperation(NativeOperation):
         return [x + bias if vector is None else add(bias, x, vector.parameter)]
 
 
+class MultiplyOperation(NativeOperation):
+    """factor * x, or vector * x, by the kernel of sums."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        values, vector = operation.values, operation.values["vector"]
+        scale = {"scale": values["factor"]} if vector is None else {"weight": _address(vector, parts)}
+        return {"dim": values["dim"], **scale}
+
+
 class GateOperation(NativeOperation):
     """act(x) * y, or act(x) where there is no y."""
 
@@ -327,6 +338,7 @@ NATIVE: dict[Kind, NativeOperation] = {
     "add": SumOperation(),
     "affine": AffineOperation(),
     "gate": GateOperation(),
+    "multiply": MultiplyOperation(),
     "join": JoinOperation(),
     "take_heads": TakeHeadsOperation(),
     "attend_source": AttendSourceOperation(),

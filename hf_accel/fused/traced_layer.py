@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.kinds.state_sizes import StateSizes
 from ..cache.storage import KVStorage
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
 from ..recognition.trace import Trace
@@ -105,7 +106,8 @@ class Traced:
 class TracedLayer(Traced):
     """A traced decoder layer for calls over pages.
 
-    max_tokens: the most tokens of a call.
+    max_tokens: the most tokens of a call. written: empty if it keeps no keys and values. state_sizes: None if it keeps
+    no states of fixed size.
     """
 
     max_tokens: int
@@ -115,17 +117,24 @@ class TracedLayer(Traced):
     ) -> None:
         super().__init__(trace, table_dtype, attention, device)
         self.table_size = trace.table_size
-        assert self.write is not None and trace.layer_idx is not None
-        self.layer_idx, kv = trace.layer_idx, self.write.values
-        # Empty K and V, with the shape and the dtype of those that are written.
-        shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
-        self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
-        self.sizes = (kv["heads"], kv["dim"], kv["value_dim"])
+        assert trace.layer_idx is not None
+        self.layer_idx, self.written, self.sizes = trace.layer_idx, list[Tensor](), (0, 0, 0)
+        if self.write is not None:
+            kv = self.write.values
+            # Empty K and V, with the shape and the dtype of those that are written.
+            shapes = [(0, kv["heads"], kv[size]) for size in ("dim", "value_dim")]
+            self.written = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
+            self.sizes = (kv["heads"], kv["dim"], kv["value_dim"])
+        self.state_sizes: StateSizes | None = None
+        if trace.stateful is not None:
+            known, module = trace.stateful
+            self.state_sizes = known.sizes(module)
 
     @property
     def limits(self) -> tuple[object, ...]:
         """The sizes that `takes` and `fits` compare, besides dtypes and the device."""
-        return self.width, self.max_tokens, self.attention.window, *(tensor.shape for tensor in self.written)
+        shapes = (tensor.shape for tensor in self.written)
+        return self.width, self.max_tokens, self.attention.window, self.state_sizes, *shapes
 
     def takes(self, x: Tensor, tables: tuple[Tensor, Tensor] | None, *, tokens: int) -> bool:
         """Return whether the tensors of a pass over so many tokens have the shapes that the trace is for."""
@@ -144,7 +153,7 @@ class TracedLayer(Traced):
     def _takes_tables(self, cos: Tensor, sin: Tensor, *, batch: int, row: int) -> bool:
         if cos.ndim != 3:
             return False
-        size = self.written[0].shape[2] if self.table_size is None else self.table_size
+        size = self.written[0].shape[2] if self.table_size is None and self.written else self.table_size
         return (
             cos.shape[0] in (1, batch)
             and cos.dtype is sin.dtype

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from .. import attention as attention_backends
@@ -18,6 +19,7 @@ from ..fused.hf.encoder_sites import encoder_sites
 from ..fused.hf.head_sites import with_trained_head
 from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.sites import fused_sites, layer_sites, native_linears
+from ..fused.kept_states import Keepers, KeptStates
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
@@ -51,6 +53,7 @@ from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .over_pages import decoder_form, inner_generator, with_pages, with_readers
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
+from .sequence_survey import kept_states
 from .servers import Server, servers_of
 from .survey import check_other_quantizer, input_embedding, sites_for, split_of
 from .twin import twin
@@ -87,12 +90,12 @@ def make_plan(
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
     stock_loop = _stock_loop(inner, config, stock_cache)
     context = context_parallel(inner, config, stock_attention or stock_loop) if config.context_parallel else None
-    before = parameter_bytes(list(inner.parameters()) + list(inner.buffers()))
+    before = parameter_bytes([*inner.parameters(), *inner.buffers()])
     bandwidth = read_bandwidth(detect(model_device(inner)))
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     form = decoder_form(inner, stock_cache, stock_loop)
-    over_pages = () if stock_loop or context else attention
-    fused = _plan_fused(inner, config, linears, attention=over_pages, operators=form.operators)
+    over_pages, states = ((), {}) if stock_loop or context else (attention, kept_states(inner))
+    fused = _plan_fused(inner, config, linears, attention=over_pages, operators=form.operators, states=states)
     fused = with_readers(inner, linears, fused, ours=stock_attention is None)
     plan = Plan(
         model=inner,
@@ -304,10 +307,11 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 def _plan_fused(
     model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], *, attention: Iterable[AttentionPlan],
-    operators: OperatorModel | None,
+    operators: OperatorModel | None, states: Mapping[nn.Module, KeptStates],
 ) -> FusedPlan:  # fmt: skip
     """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces.
-    operators: what is known of a model that attends by operators, where a decoder's layers can run so too.
+    operators: what is known of a model that attends by operators, where a decoder's layers can run so too. states:
+    what is known of the modules that keep states in pages.
     """
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
@@ -323,7 +327,7 @@ def _plan_fused(
     split = split_of(model)
     if not has_kernels:
         specs = {} if split is not None else {p.site.module: p.site.spec for p in attention}
-        layers, by_module = layer_sites(model, model.dtype, attention=specs, linears=None, device_type=device_type)
+        layers, by_module = layer_sites(model, model.dtype, Keepers(specs), linears=None, device_type=device_type)
         return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
     planned = {p.site.module: p for p in linears if p.choice is not None}
     floats = [site for site in native_linears(model, float_rows) if site.module not in planned]
@@ -336,7 +340,7 @@ def _plan_fused(
     specs = {p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
     by_operators = operator_sites(model, operators if model.config.is_encoder_decoder else None, config)
     tried = {site.module: site.state.spec for site in by_operators if isinstance(site.state.backend, CpuBackend)}
-    layers, by_module = layer_sites(model, model.dtype, linears=kernels, attention=specs | tried, tried=tried)
+    layers, by_module = layer_sites(model, model.dtype, Keepers(specs | tried, tried, states), linears=kernels)
     takes_ours = config.attention in ("auto", CpuBackend.name) and split is None
     ours = None if not takes_ours else [] if model_attention_refusal(model) else attention_modules(model)
     if not attends_in_decoder_alone(model, [p.site for p in attention]):

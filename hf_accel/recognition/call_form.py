@@ -61,10 +61,14 @@ def usual_pass(kind: type[nn.Module], *, has_encoder: bool = False) -> CallForm:
     """Return the form of a call of a decoder layer by transformers' models: with those of TENSORS that its code names,
     a cache among them.
 
-    has_encoder: whether the layer is given an encoder's output.
+    has_encoder: whether the layer is given an encoder's output. Raises UntraceableError if it is given other hidden
+    states.
     """
-    usual = {*TENSORS} if has_encoder else {*TENSORS} - {*OF_SOURCE}
-    named = usual.intersection(parameter_names(kind.forward))
+    usual, names = {*TENSORS} if has_encoder else {*TENSORS} - {*OF_SOURCE}, parameter_names(kind.forward)
+    other = [name for name in names[1:] if name.endswith("hidden_states") and name != SOURCE_STATES]
+    if other:
+        raise UntraceableError(f"it is given {other[0]} too, which no trace follows")
+    named = usual.intersection(names)
     if named.isdisjoint(CACHES):
         named = usual - {*CACHES[1:], *OF_SOURCE}
     return CallForm(_states(kind), frozenset(named), (("use_cache", bool, True),))

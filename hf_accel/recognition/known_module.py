@@ -19,7 +19,7 @@ _answers: dict[Hashable, Any] = {}
 
 
 class TokenPlaces(NamedTuple):
-    """How a module reads its mask.
+    """Says how a module reads its mask.
 
     of: gives the places of a batch [B, T] that a mask says hold tokens, bool [B, T], or None for a mask of another
     form. hides: whether queries at padding see no key, so that nothing else may be computed there.

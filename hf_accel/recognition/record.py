@@ -95,6 +95,7 @@ class Record:
     # -- by modules ------------------------------------------------------------------------------------
 
     def linear(self, module: nn.Module, x: Any) -> StandIn:
+        x = self.multiplied(x)
         require(x, heads=False)
         inputs, outputs = sizes_of_linear(module)
         if x.span.buffer != FIRST_OF_SOURCE and x.width != inputs:
@@ -103,7 +104,7 @@ class Record:
         return self.put("linear", [x], outputs, modules=(module,))
 
     def activate(self, name: str, x: Any) -> StandIn:
-        heads = getattr(x, "apart", 1)
+        x, heads = self.multiplied(x), getattr(x, "apart", 1)
         require(replace(x, apart=1) if heads > 1 else x, heads=False)
         return self.put("activation", [x], x.width, activation=name, heads=heads)
 
@@ -181,7 +182,8 @@ class Record:
         same = isinstance(x, StandIn) and isinstance(y, StandIn) and x.width == y.width
         if same and x.factor != 1:
             x, y = y, x
-        if not same or x.factor != 1 or x.flat is not y.flat or not (x.is_whole and y.is_whole):
+        x = self.multiplied(x)
+        if not same or x.flat is not y.flat or not (x.is_whole and y.is_whole):
             raise UntraceableError("it adds something else than two tensors of one shape")
         return self.put("add", [x, y], x.width, dim=x.width, factor=y.factor)
 
@@ -195,6 +197,22 @@ class Record:
         if other.parameter.shape != (x.width,) or other.parameter.dtype is not self.dtype:
             raise UntraceableError("it multiplies by a parameter of another size or dtype")
         return self.put("scale", [x], x.width, vector=other)
+
+    def multiplied(self, x: Any, vector: Vector | None = None) -> Any:
+        """Return x times its factor as a tensor of its own, or times the numbers of its columns."""
+        if not isinstance(x, StandIn) or (x.factor == 1 and vector is None) or x.rows is SOURCE:
+            return x
+        whole = replace(x, heads=None, transposed=False, factor=1.0)
+        if (
+            not whole.is_whole
+            or x.cached
+            or x.apart > 1
+            or x.merged
+            or x.zeros
+            or (vector is not None and x.factor != 1)
+        ):
+            raise UntraceableError("it multiplies a part of a tensor")
+        return self.put("multiply", [replace(x, factor=1.0)], x.width, factor=x.factor, vector=vector, dim=x.width)
 
     def shift(self, x: StandIn, bias: Vector) -> StandIn:
         """Record vector * y + bias as one operation in place of the product x."""
@@ -237,6 +255,7 @@ class Record:
         q, k = args[:2]
         if is_packed(q):
             return rotated_row(self, original, *args, **kwargs)  # type: ignore[no-any-return]
+        k = self.multiplied(k)
         factor = getattr(q, "factor", 1.0)  # of queries that are scaled ahead of the rotation
         q = replace(q, factor=1.0) if factor != 1 else q
         for x in (q, k):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .operation import UntraceableError
@@ -150,7 +150,7 @@ class Vector:
 
     owner: Mapping[str, Any]
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
 
     def __mul__(self, other: Any) -> Any:
         return other * self

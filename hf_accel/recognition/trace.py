@@ -76,12 +76,15 @@ class Trace(AttentionRecord):
     None, BIAS, SOURCE_BIAS, CACHE or WEIGHTS; None if it returns a tensor alone. may_return_weights: whether it may
     return those of its attention, which whoever computes the layer must be sure that nobody reads. cache_class: the
     class of a cache which keeps keys of an encoder's output too; None if the code is given none. is_called: whether a
-    module is called in each pass, with tensors, and not looked into.
+    module is called in each pass, with tensors, and not looked into. states_of: gives what is known of a module that
+    keeps states of fixed size, whose `recorded` records it; None for any other. stateful: that, and the module.
     """
 
     may_return_weights = False
     cache_class: type | None = None
     is_called: Callable[[nn.Module], bool] = staticmethod(lambda module: False)
+    states_of: Callable[[nn.Module], Any] = staticmethod(lambda module: None)
+    stateful: tuple[Any, nn.Module] | None = None
 
     def __init__(
         self, dtype: torch.dtype, attention: str | None = None, *, table_size: int | None = None,
@@ -102,8 +105,14 @@ class Trace(AttentionRecord):
             self.others = tuple(names.get(id(each), WEIGHTS) for each in result[1:])
             result = result[0]
         last = self.operations[-1] if self.operations else None
-        if last is None or sum(operation.kind == "attend" for operation in self.operations) != 1:
+        attends = sum(operation.kind == "attend" for operation in self.operations)
+        if last is None or (attends != 1 and (attends or self.stateful is None)):
             raise UntraceableError("it does not attend once")
+        if self.stateful is not None:
+            known, module = self.stateful
+            if self.layer_idx not in (None, known.layer_of(module)):
+                raise UntraceableError("its parts keep what belongs to several layers")
+            self.layer_idx = known.layer_of(module)
         written = {INPUT, *(span.buffer for operation in self.operations for span in operation.outputs)}
         if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
             raise UntraceableError("it reads an activation again that it multiplied")
@@ -124,6 +133,7 @@ class Trace(AttentionRecord):
         later = Trace(self.dtype, self.attention, table_size=self.table_size, device=self.device)
         later.cache_class, later.source, later.knows_source = self.cache_class, self.source, True
         later.tried, later.equals, later.is_called = self.tried, self.equals, self.is_called
+        later.states_of = self.states_of
         later.layer(layer, width, form)
         if later.operations != self.operations or later.source_operations or later.others != self.others:
             raise UntraceableError("it computes something else where the cache has keys of an encoder's output")
@@ -225,6 +235,9 @@ class Trace(AttentionRecord):
         known = known_module(module)
         if known is not None:
             return partial(known[0].recorded, self, (module, known[1]))
+        states = self.states_of(module)
+        if states is not None:
+            return partial(states.recorded, self, module)
         if self.is_called(module):
             return partial(self.call_module, module, results_of(original_class(module).forward))
         held = parts.get(FUSED)  # the parts that it had when it was given a native forward

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..cache.kinds.states import StateStep
-from ..fused.layer_programme import MOST_TOKENS, NativeOperations
+from ..fused.layer_programme import MOST_TOKENS, NO_STEP, NativeOperations, StateFields
 from ..fused.traced_layer import Attention
 from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
-from ..kernels.cpu.library import DTYPES, page_dtype, threads
+from ..kernels.cpu.library import DTYPES, threads
 from ..kernels.layouts import KV
 from ..recognition.operation import OUTPUT, Span
 from ..recognition.trace import Trace
@@ -33,13 +33,11 @@ class RecurrentProgramme(NativeOperations):
         """x: [B, Q, hidden], contiguous, of tokens without padding -> [B, Q, hidden]. pages: of the layer's states."""
         batch, row = x.shape[:2]
         out = x.new_empty(batch, row, self.out_width)
-        places = (states.given, states.starts, states.before)
         dtype = DTYPES[self.dtype]
         run_layer(
             *self._fixed, x.data_ptr(), out.data_ptr(), 0, 0, batch * row, batch, 0, 0,
-            pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, states.slots.data_ptr(), 0,
-            *(tensor.data_ptr() for tensor in places),
-            0, len(states.before), 1, 0, *NO_BIAS, 0, 0, 0, *NO_SOURCE, 0,
-            dtype, 0, page_dtype(pages.k, pages.v), dtype, threads(),
+            0, 0, 0, 0, *NO_STEP, *NO_BIAS, 0, 0, 0, *NO_SOURCE,
+            pages.k.data_ptr(), pages.v.data_ptr(), *StateFields.of(states).step, 0,
+            dtype, 0, dtype, dtype, threads(),
         )  # fmt: skip
         return out

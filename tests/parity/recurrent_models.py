@@ -120,6 +120,9 @@ def _bamba(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
 def _falcon_h1(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
     own: dict[str, Any] = {"mamba_rms_norm": sizes.repeats != 2, "mamba_norm_before_gate": sizes.repeats == 3}
     own |= {"ssm_in_multiplier": 1.5, "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "mamba_d_ssm": 2 * sizes.hidden}
+    names = ("ssm_out", "attention_in", "attention_out", "key")
+    own |= {f"{name}_multiplier": 0.6 + 0.1 * place for place, name in enumerate(names)}
+    own["mlp_multipliers"] = [0.9, 0.5]
     own |= sizes.of_bamba | {"num_hidden_layers": 3, "mamba_chunk_size": 8}
     return FalconH1ForCausalLM(FalconH1Config(**around, **own))
 

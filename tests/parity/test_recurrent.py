@@ -15,6 +15,7 @@ import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig, UnsupportedError
 from hf_accel.cache.kinds.state_sizes import state_sizes
 from hf_accel.cache.kinds.states import MOST_STATES
+from hf_accel.fused.hf.layer_calls import LayerCalls
 from hf_accel.fused.hf.part_activations import PartActivation
 from hf_accel.kernels.cpu import refusal
 from hf_accel.recognition.trial import Tolerance, agree
@@ -301,7 +302,8 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype
         assert [job.result(WAIT).tokens for job in jobs] == expected
 
 
-ONE_CALL = ("3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba2")
+ONE_CALL = ("3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba2", "falcon_h1")
+WHOLE_LAYERS = {"3.5", "3.5_moe", "bamba", "falcon_h1"}
 
 
 @pytest.mark.covering(1)
@@ -313,24 +315,39 @@ ONE_CALL = ("3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba
 def test_one_call_has_the_bits_of_its_steps(
     kind: str, dtype: torch.dtype, weights: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a whole layer, of its recurrent module alone, and of that step by step."""
     model = hf_accel.patch(model_of(kind).to(dtype), weights=weights)
-    counts = {True: 0, False: 0}
-    whole = state_pass.Recurrence.in_one_call
-
-    def counted(*given: Any) -> Tensor | None:
-        found = whole(*given)
-        counts[found is not None] += 1
-        return found
-
-    monkeypatch.setattr(state_pass.Recurrence, "in_one_call", counted)
+    modules, layers = (counted_calls(monkeypatch, *place) for place in MODULES_AND_LAYERS)
     settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     ids = torch.tensor([prompt[:7] for prompt in PROMPTS if len(prompt) >= 7])
-    once = model.generate(ids, **settings)
-    assert counts[True] and not counts[False]
-    monkeypatch.setattr(state_pass.Recurrence, "in_one_call", lambda *given: None)
-    by_steps = model.generate(ids, **settings)
-    assert torch.equal(once.sequences, by_steps.sequences)
-    assert torch.equal(torch.stack(once.logits), torch.stack(by_steps.logits))
+    found = [model.generate(ids, **settings)]
+    assert (layers[True] > 0) is (kind in WHOLE_LAYERS)
+    assert (modules[True] == 0) is (kind in WHOLE_LAYERS)
+    for kind_of_calls, name in reversed(MODULES_AND_LAYERS):
+        monkeypatch.setattr(kind_of_calls, name, lambda *given: None)
+        found.append(model.generate(ids, **settings))
+        assert modules[True] or kind_of_calls is state_pass.Recurrence
+    assert not modules[False]
+    for other in found[1:]:
+        assert torch.equal(found[0].sequences, other.sequences)
+        assert torch.equal(torch.stack(found[0].logits), torch.stack(other.logits))
+
+
+MODULES_AND_LAYERS = ((state_pass.Recurrence, "in_one_call"), (LayerCalls, "run"))
+
+
+def counted_calls(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> dict[bool, int]:
+    """Return how many calls of layers with a state give a result, and how many give None."""
+    counts, original = {True: 0, False: 0}, getattr(kind, name)
+
+    def counted(*given: Any) -> Any:
+        result = original(*given)
+        keeps = not isinstance(given[0], LayerCalls) or getattr(given[0].programme, "state_sizes", None) is not None
+        counts[result is not None] += keeps
+        return result
+
+    monkeypatch.setattr(kind, name, counted)
+    return counts
 
 
 @torch.no_grad()

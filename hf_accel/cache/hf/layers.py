@@ -19,6 +19,7 @@ from ...kernels.layouts import KV
 from ...tensors import product_dtype
 from ..group import PageGroup
 from ..kinds.once import OnceGroup
+from ..kinds.state_sizes import StateSizes
 from ..kinds.states import StateStep
 from ..step import GroupStep, Step
 from ..storage import KVStorage
@@ -31,7 +32,7 @@ class CacheOverPages(Cache):
     """A Cache whose layers store K and V in pages.
 
     unread: the layer that was updated last, until its attention reads the pages; then None.
-    known_pass: what is known of the pass that is under way (fused.hf.layer_calls.KnownPass); None if nothing is.
+    known_pass: what is known of the pass that is under way (fused.hf.layer_place.KnownPass); None if nothing is.
     given_bias: the bias of positions that the last layer was given, and what it means.
     sequences: the PassSequences of the last pass in which a layer's own code has read each sequence.
     """
@@ -176,17 +177,21 @@ class LayerOverPages(CacheLayerMixin):
         slots = self.cache.step.groups[self.group_index].ragged.slots(self.group.pool.block_size)
         return torch.cat(self.group.storages[self.layer_idx].read(slots), dim=-1).squeeze(1)
 
-    def states(self, x: Tensor, *, state: int, inputs: int) -> RecurrentPass:
-        """Return what a recurrent layer reads and writes in the pass over x [B, Q, C].
-
-        state, inputs: the numbers of a state, and of the inputs of its convolution that are kept with it.
-        """
+    def states(self, x: Tensor, sizes: StateSizes) -> RecurrentPass:
+        """Return what a recurrent layer reads and writes in the pass over x [B, Q, C]."""
         step: Step = self.cache.step_for(self, x[:, None])
+        return RecurrentPass(step, step.groups[self.group_index], self.state_storage(x, sizes))
+
+    def state_storage(self, x: Tensor, sizes: StateSizes) -> KVStorage:
+        """Return the pages of the states of a recurrent layer, and of the inputs that are kept with them.
+
+        x: a tensor on the device of the pages.
+        """
         storage = self.group.storages.get(self.layer_idx)
         if storage is None:
-            example = x.new_empty(1, 1, max(state, inputs), dtype=torch.float32)
-            storage = self.group.storage(self.layer_idx, example[..., :state], example[..., :inputs])
-        return RecurrentPass(step, step.groups[self.group_index], storage)
+            example = x.new_empty(1, 1, max(sizes.state, sizes.inputs), dtype=torch.float32)
+            storage = self.group.storage(self.layer_idx, example[..., : sizes.state], example[..., : sizes.inputs])
+        return storage
 
     def slots_seen(self, step: Step) -> Tensor:
         """Return the slots of the tokens in the window of each one, [B, Q, window] int64; -1 where there is none."""

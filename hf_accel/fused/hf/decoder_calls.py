@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
 from .encoder_calls import EncoderLayerCalls
-from .layer_calls import NativeCalls
+from .native_calls import NativeCalls
 
 
 class DecoderCalls(NativeCalls):

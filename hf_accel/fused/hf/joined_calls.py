@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention import PlannedAttention
 from ...attention.hf.forward import attention_forward
 from ...cache.hf.layers import LayerOverPages, PagedKV
 from ...cache.storage import KVStorage
@@ -16,8 +15,9 @@ from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ..joined_layer import JoinedLayer
 from ..modules import by_library, computes
-from .layer_attention import attention_of
-from .layer_calls import LayerCalls, LayerPlace
+from .layer_attention import attention_of, planned_of
+from .layer_calls import LayerCalls
+from .layer_place import LayerPlace
 
 
 class JoinedCalls(LayerCalls[JoinedLayer]):
@@ -35,10 +35,9 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
     def __reduce__(self) -> Any:
         return JoinedCalls, (self.joined, self.following)
 
-    def make(
-        self, trace: Trace, planned: PlannedAttention, *, x: Tensor, table_dtype: torch.dtype | None
-    ) -> JoinedLayer:
-        if table_dtype is None:
+    def make(self, trace: Trace, layer: nn.Module, *, x: Tensor, table_dtype: torch.dtype | None) -> JoinedLayer:
+        planned = planned_of(trace, layer)
+        if table_dtype is None or trace.stateful is not None:
             raise UntraceableError("one of its steps has no call on a GPU")
         if by_library(x):  # the model was moved to a CPU since
             raise UntraceableError("its operations share launches only on a GPU")

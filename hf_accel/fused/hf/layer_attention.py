@@ -46,6 +46,16 @@ def note_plan(trace: Trace, module: nn.Module) -> None:
         trace.note(vars(module), name, vars(module).get(name))
 
 
+def planned_of(trace: Trace, layer: nn.Module) -> PlannedAttention:
+    """Return what was planned for a layer's attention, and note that it must not change. Raises UntraceableError."""
+    module = next((each for o in trace.operations if o.kind == "attend" for each in o.modules), layer)
+    planned = planned_attention(module)
+    note_plan(trace, module)
+    if planned is None:
+        raise UntraceableError("its attention has another backend")
+    return planned
+
+
 def planned_source(module: nn.Module) -> AttentionSpec | None:
     """Return the spec of the attention to an encoder's output; None if no kernel of ours computes it."""
     planned = planned_attention(module)

@@ -33,6 +33,7 @@ from ..composed_activation import NativeActivation, composed_activation
 from ..convolution_layers import ConvolutionState, NativeConvolutionLayer
 from ..float_experts import ExpertsState, NativeExperts
 from ..joined_layer import joins, refuse_others
+from ..kept_states import Keepers
 from ..layer_tail import split
 from ..modules import (
     FusedGate,
@@ -61,7 +62,8 @@ from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, has_no_head
 from .joined_calls import JoinedCalls
 from .layer_attention import attention_of, source_attention
-from .layer_calls import TracedForward
+from .layer_calls import LayerCalls, TracedForward
+from .native_calls import NativeCalls
 
 NORM = SiteKind("norm", "RMSNorms", "one native call")
 ROTARY = SiteKind("rotary", "rotary embeddings", "one native call")
@@ -253,16 +255,15 @@ def _spec_of(trace: Trace, attention: Mapping[nn.Module, AttentionSpec]) -> Atte
 
 
 def layer_sites(
-    model: nn.Module, dtype: torch.dtype, *,
-    attention: Mapping[nn.Module, AttentionSpec], linears: Container[nn.Module] | None, device_type: str = "cpu",
-    tried: Container[nn.Module] = (),
+    model: nn.Module, dtype: torch.dtype, keepers: Keepers,
+    *, linears: Container[nn.Module] | None, device_type: str = "cpu",
 ) -> tuple[list[FusedSite], list[Dropped]]:  # fmt: skip
     """Find decoder layers of which every operation is known, and give the reason for the others.
 
-    attention: the specs of the attention modules that attend over pages; on the CPU, by the native kernels. linears:
-    the linear layers that these kernels compute; None on a GPU, where a layer needs operations that share a launch.
-    tried: those attention modules whose attention over pages is known by a trial, since they attend by operators.
+    linears: the linear layers that the native kernels compute; None on a GPU, where a layer needs operations that
+    share a launch.
     """
+    attention, tried, states = keepers
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
@@ -271,19 +272,21 @@ def layer_sites(
     for name, module in modules_by_name(model):
         parts = _of_parts(module) if name.rpartition(".")[2].isdecimal() else module.children()
         inner = [child for child in parts if child in attention]
-        if not inner or has_own_forward(module) or any(is_within(name, layer) for layer in layers):
+        has_states = any(child in states for child in module.children())
+        if not (inner or has_states) or has_own_forward(module) or any(is_within(name, layer) for layer in layers):
             continue
         layers.append(name)
         try:
-            size = int(rotated_share(model.config) * attention[inner[0]].head_dim)
+            size = int(rotated_share(model.config) * attention[inner[0]].head_dim) if inner else None
             device = torch.device(device_type)
             trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
-            trace.tried = inner[0] in tried
+            trace.tried = bool(inner) and inner[0] in tried
             if linears is not None:
-                trace.is_called = is_mixture
+                trace.is_called, trace.states_of = is_mixture, states.get
             trace.decoder_layer(module, _width(module), usual_pass(type(module), has_encoder=has_encoder))
-            attention_of(trace, _spec_of(trace, attention))
+            if inner:
+                attention_of(trace, _spec_of(trace, attention))
             source_attention(trace, attention.get)
             if linears is None:
                 refuse_others(trace.operations)
@@ -296,7 +299,8 @@ def layer_sites(
             dropped.append(Dropped(name, KIND, str(error)))
             continue
         whole = KIND if all(operation.kind != "module" for operation in trace.operations) else WITH_EXPERTS
-        kind, calls = (whole, DecoderCalls(has_no_head(model))) if joined is None else (JOINED, JoinedCalls(joined))
+        calls: LayerCalls[Any] = NativeCalls() if has_states else DecoderCalls(has_no_head(model))
+        kind, calls = (whole, calls) if joined is None else (JOINED, JoinedCalls(joined))
         sites.append(FusedSite(name, module, kind, TracedForward, calls))
         first = trace.operations[0]
         if first.kind == "norm" and first.inputs == [Span(INPUT, 0, trace.widths[INPUT])]:

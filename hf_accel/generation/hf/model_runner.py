@@ -18,8 +18,9 @@ from ...cache.group import PageGroup
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, keeps_states_alone, model_kinds
 from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
-from ...fused.hf.layer_calls import KnownPass, PassWatch
+from ...fused.hf.layer_place import KnownPass
 from ...fused.hf.operator_models import OperatorModel, attends_alone
+from ...fused.hf.pass_watch import PassWatch
 from ...linear.adapters import PassAdapters
 from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device

@@ -10,7 +10,7 @@ from .library import ScoreBias, fields, kernel, shared_struct
 OPERATIONS = (
     "integer_linear", "float_linear", "norm", "rope", "write", "attend", "add", "layer_norm", "attend_rows", "gate",
     "join", "position_scores", "attend_source", "short_conv", "delta_rule", "state_scan", "gated_norm",
-    "bias_gates", "row_conv",
+    "bias_gates", "row_conv", "multiply",
 )  # fmt: skip
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 
@@ -43,7 +43,13 @@ class SourcePages(Structure):
     )
 
 
-NO_SOURCE = (0,) * len(SourcePages._fields_)
+class StatePages(Structure):
+    """The states of fixed size that operations of a layer read and write; see StatePages in kernels.h."""
+
+    _fields_ = fields(pointers="states kept slots starts before limited", sizes="sequences")
+
+
+NO_SOURCE, NO_STATES = (0,) * len(SourcePages._fields_), (0,) * len(StatePages._fields_)
 
 
 class LayerCall(Structure):
@@ -59,6 +65,7 @@ class LayerCall(Structure):
         ("score_bias", ScoreBias),
         *fields(pointers="position_keys position_queries position_rows"),
         ("source", SourcePages),
+        ("states", StatePages),
         *fields(pointers___="adapters"),
         *fields(ints="dtype table_dtype page_dtype scale_dtype threads"),
     ]  # fmt: skip

@@ -7,7 +7,7 @@ preemption need nothing of their own. A token's numbers are the same whatever el
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ...cache.hf import CacheOverPages, RaggedCache, RecurrentPass
-from ...cache.kinds.state_sizes import StateSizes
 from ...cache.kinds.states import StateGroup
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...errors import UnsupportedError
+from ...fused.kept_states import KeptStates
 from ...kernels import cpu
 from ...kernels.cpu import short_conv, state_scan
 from ...kernels.cpu.library import FLOATS, native
+from ...recognition.model_stand_ins import CacheStandIn
 from ...recognition.operation import INPUT, Span, UntraceableError
-from ...recognition.stand_ins import StandIn
+from ...recognition.stand_ins import StandIn, require
 from ...recognition.trace import Trace
 from ...recognition.trial import Tolerance, agree
 from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved
@@ -35,7 +36,7 @@ from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
 from ..recurrent_programme import RecurrentProgramme
-from .convolutions import causal_refusal, require_pages
+from .convolutions import OTHER_ARGUMENTS, causal_refusal, require_pages
 
 NUM_PROMPT = 5  # tokens of the prompt of a trial
 
@@ -63,7 +64,7 @@ def over_pages(module: Any, hidden_states: Tensor, cache: CacheOverPages, given:
     known: Recurrence = vars(module)[FUSED]
     require_pages(module, known.refusal(module), given)
     layer, sizes = cache.state_layer(known.layer_of(module)), known.sizes(module)
-    found: RecurrentPass = layer.states(hidden_states, state=sizes.state, inputs=sizes.inputs)
+    found: RecurrentPass = layer.states(hidden_states, sizes)
     positions = given.get("position_ids") if known.reads_positions else None
     if positions is not None:
         columns = positions.expand(hidden_states.shape[:2])[:, None, :, None]
@@ -85,7 +86,7 @@ def over_pages(module: Any, hidden_states: Tensor, cache: CacheOverPages, given:
     return found.step.columns(out.transpose(0, 1), len(hidden_states)).squeeze(2)
 
 
-class Recurrence(ABC):
+class Recurrence(KeptStates):
     """A kind of recurrent layer: it computes modules over pages, and says why it cannot compute one.
 
     mixin: the forward that the module gets. reads_positions: whether `compute` needs the positions of tokens.
@@ -155,6 +156,23 @@ class Recurrence(ABC):
             self._unrecorded = x.dtype, Reads(trace.reads)
         return self._programme
 
+    def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
+        x = args[0] if args else given.pop("hidden_states", None)
+        require(x, heads=False, flat=False)
+        cache, mask = given.pop("cache_params", None), given.pop("attention_mask", None)
+        unknown = [name for name, value in given.items() if value is not None and name not in OTHER_ARGUMENTS]
+        if len(args) > 1 or unknown or not isinstance(cache, CacheStandIn) or mask not in (None, trace.mask):
+            raise UntraceableError("a recurrent module is given more than is known")
+        if trace.stateful is not None or not x.is_whole:
+            raise UntraceableError("it keeps more than one state")
+        if self.refusal(module) is not None:
+            raise UntraceableError("its recurrent module was changed")
+        trace.note(vars(module), FUSED, vars(module).get(FUSED))
+        trace.visit(module)
+        trace.reads += _all_settings(module)
+        trace.stateful = self, module
+        return self.record(module, x)
+
     def record(self, module: Any, x: StandIn) -> StandIn:
         """Record what the module computes of x as operations of its trace. Raises UntraceableError if it cannot."""
         raise UntraceableError("it has no native call")
@@ -176,7 +194,6 @@ class Recurrence(ABC):
         return recorded
 
     def layer_of(self, module: Any) -> int:
-        """Return the index of the decoder layer that the module is in."""
         index: int = module.layer_idx
         return index
 
@@ -193,10 +210,6 @@ class Recurrence(ABC):
     @abstractmethod
     def asked(self, module: Any) -> str | None:
         """Return why our forward cannot compute the module, as one clause, of what it holds now; None if it can."""
-
-    @abstractmethod
-    def sizes(self, module: Any) -> StateSizes:
-        """Return the numbers that the module keeps of a token."""
 
     @abstractmethod
     def compute(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor:

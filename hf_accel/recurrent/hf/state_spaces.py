@@ -12,6 +12,7 @@ from ...cache.kinds.state_sizes import WITHOUT_LIMITS, StateSizes
 from ...kernels.cpu import short_conv, state_scan
 from ...recognition.operation import UntraceableError
 from ...recognition.stand_ins import StandIn
+from ...recognition.symbols import Vector
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ..gated_norms import GatedNorm, known_gated_norm
@@ -52,11 +53,16 @@ class StateSpace(Recurrence):
         return self.normed(module.norm, scanned(given, found).flatten(1), gate)
 
     def record(self, module: Any, x: StandIn) -> StandIn:
-        if RESULT_FACTORS in module._buffers:
-            raise UntraceableError("it multiplies what its first layer gives")
         trace: Any = x.trace
         own, inner = module._modules, module.intermediate_size
+        factors = module._buffers.get(RESULT_FACTORS)
+        if factors is not None:
+            x = x * float(getattr(module, INPUT_FACTOR))
         row = record_linear(own["in_proj"], x)
+        if factors is not None:
+            if factors.dtype is not trace.dtype or factors.numel() != row.width:
+                raise UntraceableError("it multiplies by numbers of another dtype")
+            row = trace.multiplied(row, Vector(module._buffers, RESULT_FACTORS, factors))
         gate, mixed = row[..., :inner], row[..., inner : inner + module.conv_dim]
         lowest, highest = module.time_step_limit
         short = record_convolution(module.conv1d, mixed)

@@ -14,7 +14,9 @@ from torch.nn.modules import module as torch_modules
 from transformers import LlamaModel, PreTrainedModel
 
 import hf_accel
-from hf_accel.fused.hf.layer_calls import KnownPass, LayerCalls, PassWatch
+from hf_accel.fused.hf.layer_calls import LayerCalls
+from hf_accel.fused.hf.layer_place import KnownPass
+from hf_accel.fused.hf.pass_watch import PassWatch
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.state import FUSED, state_of
 from tests.families.models import build, family

@@ -249,7 +249,7 @@ struct RopeCall {
 // out = x + factor * y over [rows, size], contiguous; with a scale it is x + scale * y, the factor is not read, and rows of
 // x are x_stride apart, 0 if there is one for all. The product is rounded to dtype before it is added.
 struct AddCall {
-  const void* x;
+  const void* x;  // or null: out is the product
   const void* y;
   const void* scale;  // [size] of dtype, or null
   void* out;
@@ -460,6 +460,17 @@ struct SourcePages {
   int64_t table_stride, sequences, block_size;
 };
 
+// The states of fixed size that operations of a layer read and write: of SHORT_CONV, DELTA_RULE and STATE_SCAN.
+struct StatePages {
+  float* states;           // as in DeltaCall and ScanCall
+  float* kept;             // the inputs of the convolution, as in ConvCall
+  const int64_t* slots;    // [tokens]
+  const int64_t* starts;   // [sequences + 1]
+  const int64_t* before;   // [sequences]
+  const int64_t* limited;  // [tokens], see ScanCall
+  int64_t sequences;
+};
+
 // One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
 // pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
 // pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
@@ -472,7 +483,7 @@ struct LayerCall {
   const void* cos;        // [batch or 1, tokens / batch, head_dim] of table_dtype
   const void* sin;
   int64_t tokens, batch, table_batch, table_token;  // table_batch, table_token: strides
-  void* k_pages;                // as in AttentionCall; for a recurrent layer, see `State` in layer.cpp
+  void* k_pages;                // as in AttentionCall
   void* v_pages;
   void* k_scales;
   void* v_scales;
@@ -487,6 +498,7 @@ struct LayerCall {
   const void* position_queries;
   const int32_t* position_rows;
   SourcePages source;  // of ATTEND_SOURCE
+  StatePages states;
   const Adapters* adapters;  // or null; their matrices are those of all linear layers, in the order of the operations
   int32_t dtype, table_dtype, page_dtype, scale_dtype, threads;
 };

@@ -218,6 +218,10 @@ struct Layer {
                  affine ? 0 : op.dim, op.scale, call.dtype, call.threads});
   }
 
+  void multiply(const LayerOp& op) const {
+    kernels.add({nullptr, at(op.x), op.weight, at(op.out), call.tokens, op.dim, 0, op.scale, call.dtype, call.threads});
+  }
+
   void gate(const LayerOp& op) const {
     const int64_t heads = op.heads ? op.heads : 1;  // of what does not stand end to end
     for (int64_t h = 0; h < heads; ++h)
@@ -241,43 +245,32 @@ struct Layer {
     }
   }
 
-  // The places of a recurrent layer's states: k_pages are those of the states, v_pages those of the inputs of its
-  // convolution, and cu_q, kv_len and block_table are int64: starts, before and limited of ScanCall.
-  struct State {
-    float *states, *kept;
-    const int64_t *starts, *before, *limited;
-  };
-  State state() const {
-    return {static_cast<float*>(call.k_pages), static_cast<float*>(call.v_pages),
-            reinterpret_cast<const int64_t*>(call.cu_q), reinterpret_cast<const int64_t*>(call.kv_len),
-            reinterpret_cast<const int64_t*>(call.block_table)};
-  }
   float* floats(const Columns& place) const { return reinterpret_cast<float*>(at(place)); }
   int64_t float_stride(const Columns& place) const { return place.stride * size / 4; }
 
   void short_conv(const LayerOp& op) const {
-    const State own = state();
-    kernels.short_conv({at(op.x), op.weight, op.bias, floats(op.out), own.kept, own.starts, own.before, call.slots,
-                        op.x.stride, call.sequences, op.dim, op.value_dim, op.activation, call.dtype, op.weight_dtype,
+    const StatePages& own = call.states;
+    kernels.short_conv({at(op.x), op.weight, op.bias, floats(op.out), own.kept, own.starts, own.before, own.slots,
+                        op.x.stride, own.sequences, op.dim, op.value_dim, op.activation, call.dtype, op.weight_dtype,
                         call.threads});
   }
 
   void delta_rule(const LayerOp& op) const {
-    const State own = state();
+    const StatePages& own = call.states;
     const float *q = floats(op.x), *k = q + op.kv_heads * op.dim, *v = k + op.kv_heads * op.dim;
     const int64_t stride = float_stride(op.x);
     kernels.delta_rule({q, k, v, at(op.y), at(op.z), op.weight, op.bias, nullptr, floats(op.out), own.states,
-                        own.starts, own.before, call.slots, stride, stride, stride, op.y.stride, op.z.stride,
-                        call.sequences, op.kv_heads, op.heads, op.dim, op.value_dim, op.scale, call.dtype,
+                        own.starts, own.before, own.slots, stride, stride, stride, op.y.stride, op.z.stride,
+                        own.sequences, op.kv_heads, op.heads, op.dim, op.value_dim, op.scale, call.dtype,
                         op.weight_dtype, op.bias_dtype, call.threads});
   }
 
   void state_scan(const LayerOp& op) const {
-    const State own = state();
+    const StatePages& own = call.states;
     const float *x = floats(op.x), *b = x + op.heads * op.dim, *c = b + op.kv_heads * op.value_dim;
     const int64_t stride = float_stride(op.x);
     kernels.state_scan({x, at(op.y), b, c, op.weight, op.bias, op.skip, floats(op.out), own.states, own.starts,
-                        own.before, call.slots, own.limited, stride, op.y.stride, stride, stride, call.sequences,
+                        own.before, own.slots, own.limited, stride, op.y.stride, stride, stride, own.sequences,
                         op.heads, op.kv_heads, op.dim, op.value_dim, op.eps, op.offset, 0, call.dtype,
                         op.weight_dtype, op.bias_dtype, op.skip_dtype, call.threads});
   }
@@ -326,6 +319,7 @@ struct Layer {
       case GATED_NORM: return gated_norm(op);
       case BIAS_GATES: return bias_gates(op);
       case ROW_CONV: return row_conv(op);
+      case MULTIPLY: return multiply(op);
       default: return add(op);
     }
   }

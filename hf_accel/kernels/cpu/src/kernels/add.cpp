@@ -1,4 +1,4 @@
-// Adds two tensors, as torch does.
+// Adds two tensors, or multiplies one, as torch does.
 #include "../parallel.h"
 #include "any_dtype.h"
 #include "../kernels.h"
@@ -15,7 +15,8 @@ void add_part(const AddCall& call, int64_t begin, int64_t end) {
   const F factor = set1(call.factor);
   for (int64_t i = begin; i < end; i += LANES) {
     const int64_t n = end - i;
-    store_upto(out + i, add(load_upto(x + i, n), round_as(mul(load_upto(y + i, n), factor), x)), n);
+    const F product = round_as(mul(load_upto(y + i, n), factor), x);
+    store_upto(out + i, x ? add(load_upto(x + i, n), product) : product, n);
   }
 }
 
@@ -24,13 +25,13 @@ template <class T>
 void add_scaled_rows(const AddCall& call, int64_t begin, int64_t end) {
   const T* scale = static_cast<const T*>(call.scale);
   for (int64_t row = begin; row < end; ++row) {
-    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+    const T* x = call.x ? static_cast<const T*>(call.x) + row * call.x_stride : nullptr;
     const T* y = static_cast<const T*>(call.y) + row * call.size;
     T* out = static_cast<T*>(call.out) + row * call.size;
     for (int64_t i = 0; i < call.size; i += LANES) {
       const int64_t n = call.size - i;
       const F product = round_as(mul(load_upto(y + i, n), load_upto(scale + i, n)), x);
-      store_upto(out + i, add(load_upto(x + i, n), product), n);
+      store_upto(out + i, x ? add(load_upto(x + i, n), product) : product, n);
     }
   }
 }

@@ -11,10 +11,12 @@
 #include "../parallel.h"
 #include "any_dtype.h"
 #include "softplus.h"
+#include "streamed.h"
 
 namespace {
 
-constexpr int VECTORS = 4;  // of columns that a task computes
+constexpr int VECTORS = 4;                    // of columns that a task computes
+constexpr int MANY = LANES > 8 ? 8 : VECTORS;  // where there are tasks enough: memory is read in longer pieces
 
 // The factor that divides x by its length.
 inline float inverse_length(const float* x, int64_t n) {
@@ -49,7 +51,8 @@ struct Part {
 };
 
 // decays: of the numbers of a key; null if all have the same decay.
-template <int WIDTH, bool EACH>
+// STREAM: whether nobody reads the state after the token in this pass.
+template <int WIDTH, bool EACH, bool STREAM>
 inline HFA_INLINE void token(const DeltaCall& c, Part from, Part to, const float* k, const float* q, const float* v,
                              float* out, const float* decays, float decay, float beta, int64_t left) {
   F memory[WIDTH], delta[WIDTH], sum[WIDTH];
@@ -69,16 +72,19 @@ inline HFA_INLINE void token(const DeltaCall& c, Part from, Part to, const float
     const F key = set1(k[i]), query = set1(q[i]), held = EACH ? set1(decays[i]) : kept;
     unrolled<WIDTH>([&](auto j) {
       const F state = fmadd(key, delta[j], mul(held, read(row, j)));
-      write(result, j, state);
+      STREAM ? stream(result + j * LANES, state) : write(result, j, state);
       sum[j] = fmadd(query, state, sum[j]);
     });
   }
   unrolled<WIDTH>([&](auto j) { write(out, j, sum[j]); });
+  if (STREAM) end_stream();
 }
 
-// Columns column.. of a head of a sequence. part: room for key_dim rows of them; k, q: for key_dim numbers.
+// Columns column.. of a head of a sequence. part: room for key_dim rows of them; k, q: for key_dim numbers. streams:
+// whether the last state may be streamed.
 template <int WIDTH>
-void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column, float* part, float* k, float* q) {
+void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column, float* part, float* k, float* q,
+             bool streams) {
   const int64_t own = head / (c.value_heads / c.key_heads), size = c.key_dim * c.value_dim;
   const auto page = [&](int64_t slot) {
     return Part{c.states + (slot * c.value_heads + head) * size + column, c.value_dim};
@@ -100,28 +106,39 @@ void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column,
     const float* value = c.v + t * c.v_stride + head * c.value_dim + column;
     float* out = c.out + own_token * c.value_dim + column;
     if (c.decays) {
-      token<WIDTH, true>(c, state, next, k, q, value, out, c.decays + own_token * c.key_dim, 0.0f, beta, c.value_dim - column);
+      token<WIDTH, true, false>(c, state, next, k, q, value, out, c.decays + own_token * c.key_dim, 0.0f, beta, c.value_dim - column);
     } else {
       const float step = at(c.a, c.dtype, t * c.a_stride + head) + at(c.bias, c.bias_dtype, head);
       const float decay = std::exp(-rate * softplus(step));
-      token<WIDTH, false>(c, state, next, k, q, value, out, nullptr, decay, beta, c.value_dim - column);
+      const bool last = WIDTH > 1 && streams && c.slots[t] >= 0 && t + 1 == c.starts[sequence + 1];
+      (last ? token<WIDTH, false, WIDTH != 1> : token<WIDTH, false, false>)(
+          c, state, next, k, q, value, out, nullptr, decay, beta, c.value_dim - column);
     }
     state = next;
   }
 }
 
+// WIDTH: the vectors of columns of a task.
+template <int WIDTH>
+void rule(const DeltaCall& call) {
+  constexpr int64_t SIZE = WIDTH * LANES;
+  const int64_t parts = ceil_div(call.value_dim, SIZE), numbers = call.key_dim * call.value_dim;
+  const bool streams = may_stream(call.states, call.value_dim, call.sequences * call.value_heads * numbers);
+  parallel_for(call.sequences * call.value_heads * parts, call.threads, [&](int64_t task) {
+    const int64_t column = task % parts * SIZE, head = task / parts % call.value_heads;
+    struct Own;
+    float* part = static_cast<float*>(scratch<Own>(static_cast<size_t>(call.key_dim * (SIZE + 2)) * sizeof(float)));
+    float *k = part + call.key_dim * SIZE, *q = k + call.key_dim;
+    const int64_t sequence = task / parts / call.value_heads, end = at_most(call.value_dim, column + SIZE);
+    if (end - column == SIZE) return columns<WIDTH>(call, sequence, head, column, part, k, q, streams);
+    for (int64_t each = column; each < end; each += LANES)
+      columns<1>(call, sequence, head, each, part, k, q, streams);
+  });
+}
+
 }  // namespace
 
 void HFA_NAMESPACE::delta_rule(const DeltaCall& call) {
-  constexpr int64_t WIDTH = VECTORS * LANES;
-  const int64_t parts = ceil_div(call.value_dim, WIDTH);
-  parallel_for(call.sequences * call.value_heads * parts, call.threads, [&](int64_t task) {
-    const int64_t column = task % parts * WIDTH, head = task / parts % call.value_heads;
-    struct Own;
-    float* part = static_cast<float*>(scratch<Own>(static_cast<size_t>(call.key_dim * (WIDTH + 2)) * sizeof(float)));
-    float *k = part + call.key_dim * WIDTH, *q = k + call.key_dim;
-    const int64_t sequence = task / parts / call.value_heads, end = at_most(call.value_dim, column + WIDTH);
-    if (end - column == WIDTH) return columns<VECTORS>(call, sequence, head, column, part, k, q);
-    for (int64_t each = column; each < end; each += LANES) columns<1>(call, sequence, head, each, part, k, q);
-  });
+  const bool many = call.value_dim % (MANY * LANES) == 0 && call.sequences * call.value_heads >= 4 * call.threads;
+  many ? rule<MANY>(call) : rule<VECTORS>(call);
 }

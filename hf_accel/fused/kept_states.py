@@ -1,0 +1,48 @@
+"""The base of what is known of modules that keep states of fixed size, within traced decoder layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..attention import AttentionSpec
+from ..cache.kinds.state_sizes import StateSizes
+from ..recognition.stand_ins import StandIn
+
+
+class KeptStates(ABC):
+    """Knows what a module with states of fixed size computes, and records it in the trace of the layer around it."""
+
+    @abstractmethod
+    def sizes(self, module: Any) -> StateSizes:
+        """Return the numbers that the module keeps of a token."""
+
+    @abstractmethod
+    def layer_of(self, module: Any) -> int:
+        """Return the index of the decoder layer that the module is in."""
+
+    @abstractmethod
+    def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
+        """Record a call of the module, and return what it returns. Raises UntraceableError if it is not known.
+
+        trace: of the layer, which gets the module and what is known of it, so that it keeps these states.
+        """
+
+
+NO_STATES: Mapping[nn.Module, KeptStates] = MappingProxyType({})
+
+
+class Keepers(NamedTuple):
+    """The modules of decoder layers that keep something in pages.
+
+    attention: the specs of those that attend; on the CPU, by the native kernels. tried: those of them whose attention
+    is known by a trial, since they attend by operators. states: what is known of those that keep states of fixed size.
+    """
+
+    attention: Mapping[nn.Module, AttentionSpec]
+    tried: Container[nn.Module] = ()
+    states: Mapping[nn.Module, KeptStates] = NO_STATES
