@@ -44,7 +44,7 @@ void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, co
     unrolled<RANKS>([&](auto k) HFA_INLINE {
       unrolled<PIECES>([&](auto piece) HFA_INLINE {
         constexpr int64_t at = piece * Dot::STEP;
-        if constexpr (at * sizeof(W) % 64 == 0) __builtin_prefetch(soon + k * BLOCK + at);  // gcc 12 drops prefetch() here
+        if constexpr (at * sizeof(W) % 64 == 0) prefetch(soon + k * BLOCK + at);
         const auto weight = Dot::load(a + k * BLOCK + at);
         unrolled<ROWS>([&](auto r) HFA_INLINE { acc[r][k] = Dot::dot(acc[r][k], weight, Dot::load(x[r] + i + at)); });
       });
