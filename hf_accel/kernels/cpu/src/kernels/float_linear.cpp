@@ -2,8 +2,9 @@
 //
 // Inputs are summed in blocks of BLOCK_BYTES, each in vector accumulators (float_tile.h), and the sums of blocks are
 // added in order. So the result depends neither on the number of rows nor on threads. With few rows, memory is the
-// limit: weights are read in place once, and the next ones are prefetched. With many rows, a block of weights is copied
-// with a stride that avoids conflicts of cache sets, and stays in the second-level cache while all rows use it.
+// limit: weights are read in place once, and the next ones are prefetched; those of one row are one stream of memory
+// (float_stream.h). With many rows, a block of weights is copied with a stride that avoids conflicts of cache sets, and
+// stays in the second-level cache while all rows use it.
 #include "../parallel.h"
 #include "activation.h"
 #include "any_dtype.h"
@@ -137,7 +138,7 @@ inline void for_row_tiles(int64_t first, int64_t last, const Function& f) {
 struct Chunk {
   const Matrix* matrix;
   int64_t n, outputs, first, last;
-  const void* next = nullptr;  // weights that the thread probably reads behind these
+  const void* next = nullptr;  // weights that the thread reads behind these, if they are not the next ones in memory
 };
 
 // The weights of an output, if there are as many.
@@ -288,11 +289,12 @@ void run_chunk(const Linear& linear, const LinearCall& call, const Input<Dot>& i
   const int64_t rows = ceil_div(chunk.last - chunk.first, Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
   const size_t bytes = static_cast<size_t>(rows * Dot::CHUNK) * sizeof(float);
   float* sums = static_cast<float*>(scratch<Sums>(bytes));
-  const void* next = weights_of<T>(*chunk.matrix, chunk.n + call.threads * Dot::CHUNK, linear.in_features);
   Chunk up = chunk;
   up.matrix = linear.matrices + 1;
-  up.next = next;
-  chunk.next = has_gate(linear) ? weights_of<T>(*up.matrix, chunk.n, linear.in_features) : next;
+  if (has_gate(linear)) {
+    up.next = weights_of<T>(*chunk.matrix, chunk.n + chunk.outputs, linear.in_features);
+    chunk.next = weights_of<T>(*up.matrix, chunk.n, linear.in_features);
+  }
   sum_chunk<Dot, T>(input, chunk, sums);
   float* up_sums = nullptr;
   if (has_gate(linear)) {
@@ -310,7 +312,11 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
   // Rows are split over threads only if there are few chunks.
   const int64_t parts = chunks >= 4 * call.threads ? 1 : at_most(ceil_div(input.rows, PACKED_ROWS), 4 * call.threads);
   const int64_t part_rows = ceil_div(ceil_div(input.rows, parts), Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
-  parallel_for(chunks * parts, call.threads, [&](int64_t task) {
+  // One row is a stream for each thread, in a region of its own as long as threads take tasks in turns.
+  const int64_t regions = STREAMS_ROW && input.rows == 1 ? call.threads : 1, tasks = ceil_div(chunks * parts, regions);
+  parallel_for(tasks * regions, call.threads, [&](int64_t taken) {
+    const int64_t task = taken % regions * tasks + taken / regions;
+    if (task >= chunks * parts) return;
     int64_t c = task / parts;
     const int64_t first = task % parts * part_rows, last = at_most(input.rows, first + part_rows);
     int32_t m = 0;

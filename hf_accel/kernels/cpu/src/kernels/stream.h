@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t LINES_AHEAD = 1536, PAGES_AHEAD = 65536;
 
 struct Stream {
-  const void *end, *next;  // next: where the thread probably goes on; null if nobody knows
+  const void *end, *next;  // next: where the thread goes on behind the end; null if there
 
   const char* page_ahead(const void* at) const {
     const char* from = static_cast<const char*>(at);
