@@ -46,6 +46,13 @@ def test_against_torch(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     found = added(layer, given, x)
     assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * max(1, expected.abs().max())
     assert torch.equal(found[[2, 3, 4, 26, 27, 28, 29]], base[[2, 3, 4, 26, 27, 28, 29]])
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 3):  # one reads b behind a, three take parts of b
+            torch.set_num_threads(number)
+            assert torch.equal(added(layer, given, x), found), number
+    finally:
+        torch.set_num_threads(threads)
     few = [(first, [5]), (third, [7, 25]), (second, [0])]
     assert torch.equal(added(layer, few, x)[[5, 7, 25, 0]], found[[5, 7, 25, 0]]), "a row depends on others"
 

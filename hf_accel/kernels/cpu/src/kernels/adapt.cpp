@@ -1,17 +1,18 @@
 // What adapters add to the products of linear layers: a x and b (a x) of low rank, in float32.
 //
-// The weights of an adapter are read once for the rows of a group, each as one stream of memory. The lanes of a vector are consecutive inputs in a x,
-// and consecutive outputs in b (a x); each sum has one accumulator, or a vector of them, so that the bits of a row
-// depend neither on other rows nor on threads.
+// The weights of an adapter are read once for the rows of a group. Where there are enough of them for all threads, a
+// thread reads b behind a, which is the order of their memory. The lanes of a vector are consecutive inputs in a x, and
+// consecutive outputs in b (a x); each sum has one accumulator, or a vector of them, so that the bits of a row depend
+// neither on other rows nor on threads.
 #include "../parallel.h"
 #include "any_dtype.h"
 #include "../kernels.h"
 #include "float_tile.h"
+#include "stream.h"
 
 namespace {
 
 constexpr int64_t PART_BLOCKS = 8;  // blocks of outputs of a task
-constexpr int64_t AHEAD = 2;        // how many blocks ahead to prefetch: streams are too short for the CPU's own prefetching
 #if defined(HFA_AVX512)
 constexpr int MOST_SUMS = 16;  // that fit the registers
 #else
@@ -23,10 +24,10 @@ struct GroupRows {
   int64_t count;
 };
 
-// sums[r * stride + k] = a[k] x[r] of RANKS rows of a, from `first` on, and ROWS rows of x. next: what is read behind a.
+// sums[r * stride + k] = a[k] x[r] of RANKS rows of a, from `first` on, and ROWS rows of x.
 template <class Dot, int ROWS, int RANKS, class T, class W>
-void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, const void* next, int64_t first,
-                float* sums, int64_t stride) {
+void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, int64_t first, float* sums,
+                int64_t stride) {
   constexpr int PIECES = BLOCK / Dot::STEP;
   const int64_t inputs = c.linear->in_features;
   const T* x[ROWS];
@@ -36,16 +37,16 @@ void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, co
     unrolled<RANKS>([&](auto k) HFA_INLINE { acc[r][k] = zero(); });
   });
   const int64_t size = part.rank * BLOCK;  // of a block of inputs
+  const int64_t ahead = ceil_div(LINES_AHEAD, size * static_cast<int64_t>(sizeof(W))) * size;  // the same rows of a
   const W* a = static_cast<const W*>(part.a) + first * BLOCK;
   int64_t i = 0;
   for (; i + BLOCK <= inputs; i += BLOCK, a += size) {
-    const int64_t behind = i / BLOCK + AHEAD - inputs / BLOCK;
-    const W* soon = behind < 0 ? a + AHEAD * size : static_cast<const W*>(next) + behind * size;
     unrolled<RANKS>([&](auto k) HFA_INLINE {
       unrolled<PIECES>([&](auto piece) HFA_INLINE {
         constexpr int64_t at = piece * Dot::STEP;
-        if constexpr (at * sizeof(W) % 64 == 0) __builtin_prefetch(soon + k * BLOCK + at);  // gcc 12 drops prefetch() here
-        const auto weight = Dot::load(a + k * BLOCK + at);
+        const W* const from = a + k * BLOCK + at;
+        if constexpr (at * sizeof(W) % 64 == 0) prefetch_l2(from + ahead);
+        const auto weight = Dot::load(from);
         unrolled<ROWS>([&](auto r) HFA_INLINE { acc[r][k] = Dot::dot(acc[r][k], weight, Dot::load(x[r] + i + at)); });
       });
     });
@@ -64,22 +65,20 @@ void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, co
 
 // RANKS: of a tile at most.
 template <class Dot, int ROWS, int RANKS, class T, class W>
-void inner_ranks(const AdaptCall& c, const int32_t* rows, const LowRank& part, const void* next, int64_t k, float* sums,
-                 int64_t stride) {
+void inner_ranks(const AdaptCall& c, const int32_t* rows, const LowRank& part, int64_t k, float* sums, int64_t stride) {
   for (; k + RANKS <= part.rank; k += RANKS)
-    inner_tile<Dot, ROWS, RANKS, T, W>(c, rows, part, next, k, sums + k, stride);
+    inner_tile<Dot, ROWS, RANKS, T, W>(c, rows, part, k, sums + k, stride);
   if constexpr (RANKS > 1)
-    if (k < part.rank) inner_ranks<Dot, ROWS, RANKS / 2, T, W>(c, rows, part, next, k, sums, stride);
+    if (k < part.rank) inner_ranks<Dot, ROWS, RANKS / 2, T, W>(c, rows, part, k, sums, stride);
 }
 
 template <class Dot, class T, class W>
-void inner(const AdaptCall& c, const GroupRows& rows, const LowRank& part, const void* next, float* sums,
-           int64_t stride) {
+void inner(const AdaptCall& c, const GroupRows& rows, const LowRank& part, float* sums, int64_t stride) {
   int64_t r = 0;
   for (; r + 4 <= rows.count; r += 4)
-    inner_ranks<Dot, 4, MOST_SUMS / 4, T, W>(c, rows.numbers + r, part, next, 0, sums + r * stride, stride);
+    inner_ranks<Dot, 4, MOST_SUMS / 4, T, W>(c, rows.numbers + r, part, 0, sums + r * stride, stride);
   for (; r < rows.count; ++r)
-    inner_ranks<Dot, 1, MOST_SUMS, T, W>(c, rows.numbers + r, part, next, 0, sums + r * stride, stride);
+    inner_ranks<Dot, 1, MOST_SUMS, T, W>(c, rows.numbers + r, part, 0, sums + r * stride, stride);
 }
 
 // Adds scale * sums b to ROWS rows of WIDE vectors of outputs, which begin at `column`.
@@ -145,31 +144,26 @@ void run(const AdaptCall& c) {
   for (int64_t m = 0; m < matrices; ++m) blocks = at_least(blocks, ceil_div(c.linear->matrices[m].out_features, BLOCK));
   float* sums = static_cast<float*>(scratch<Sums>(static_cast<size_t>(rows * matrices * most) * sizeof(float)));
   const auto sums_of = [&](int64_t g, int64_t m) { return sums + (m * rows + given.groups[g].first) * most; };
-  parallel_for(given.count * matrices, c.threads, [&](int64_t task) {
-    const int64_t g = task / matrices, m = task % matrices;
+  const auto multiply = [&](int64_t g, int64_t m) {
     const LowRank& part = part_of(g, m);
     const GroupRows own{given.rows + given.groups[g].first, given.groups[g].count};
-    const int64_t soon = task + c.threads;
-    const void* next = soon < given.count * matrices ? part_of(soon / matrices, soon % matrices).a : part.b;
-    if (!next) next = part.a;
     if (part.a)
       for_dtype(part.dtype, [&](auto* null) {
         typedef std::remove_pointer_t<decltype(null)> W;
 #if defined(HFA_BF16)
         if constexpr (std::is_same_v<T, Bf16> && std::is_same_v<W, Bf16>)
-          return inner<PairDot, T, W>(c, own, part, next, sums_of(g, m), most);
+          return inner<PairDot, T, W>(c, own, part, sums_of(g, m), most);
 #endif
-        inner<FloatDot, T, W>(c, own, part, next, sums_of(g, m), most);
+        inner<FloatDot, T, W>(c, own, part, sums_of(g, m), most);
       });
-  });
-  const int64_t tasks = ceil_div(blocks, PART_BLOCKS);
-  parallel_for(given.count * matrices * tasks, c.threads, [&](int64_t task) {
-    const int64_t g = task / tasks / matrices, m = task / tasks % matrices;
+  };
+  const auto add_blocks = [&](int64_t g, int64_t m, int64_t first, int64_t last) {
     const LowRank& part = part_of(g, m);
     const Matrix& matrix = c.linear->matrices[m];
     const GroupRows own{given.rows + given.groups[g].first, given.groups[g].count};
-    for (int64_t block = task % tasks * PART_BLOCKS; block < (task % tasks + 1) * PART_BLOCKS; ++block) {
-      const int64_t column = matrix.column + block * BLOCK, outputs = at_most(BLOCK, matrix.out_features - block * BLOCK);
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t column = matrix.column + block * BLOCK;
+      const int64_t outputs = at_most(BLOCK, matrix.out_features - block * BLOCK);
       if (outputs <= 0) return;
       if (!part.a && c.base != c.out) round_base<T>(c, own, column, outputs);
       if (part.a)
@@ -178,6 +172,18 @@ void run(const AdaptCall& c) {
           outer_block<T>(c, own, part, b, sums_of(g, m), most, column, outputs);
         });
     }
+  };
+  const int64_t products = given.count * matrices;
+  const bool enough = products >= 4 * c.threads;
+  parallel_for(products, c.threads, [&](int64_t task) {
+    multiply(task / matrices, task % matrices);
+    if (enough) add_blocks(task / matrices, task % matrices, 0, blocks);
+  });
+  if (enough) return;
+  const int64_t tasks = ceil_div(blocks, PART_BLOCKS);
+  parallel_for(products * tasks, c.threads, [&](int64_t task) {
+    const int64_t product = task / tasks, first = task % tasks * PART_BLOCKS;
+    add_blocks(product / matrices, product % matrices, first, first + PART_BLOCKS);
   });
 }
 

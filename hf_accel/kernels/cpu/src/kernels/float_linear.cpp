@@ -2,14 +2,16 @@
 //
 // Inputs are summed in blocks of BLOCK_BYTES, each in vector accumulators (float_tile.h), and the sums of blocks are
 // added in order. So the result depends neither on the number of rows nor on threads. With few rows, memory is the
-// limit: weights are read in place once, and the next ones are prefetched. With many rows, a block of weights is copied
-// with a stride that avoids conflicts of cache sets, and stays in the second-level cache while all rows use it.
+// limit: weights are read in place once, and the next ones are prefetched; those of one row are one stream of memory
+// (float_stream.h). With many rows, a block of weights is copied with a stride that avoids conflicts of cache sets, and
+// stays in the second-level cache while all rows use it.
 #include "../parallel.h"
 #include "activation.h"
 #include "any_dtype.h"
 #include "bf16_tiles.h"
 #include "../kernels.h"
 #include "column_tile.h"
+#include "float_stream.h"
 #include "float_tile.h"
 
 namespace {
@@ -27,6 +29,12 @@ constexpr int64_t PACKED_ROWS = 32;
 constexpr int64_t ROWS_WITHOUT_PREFETCH = 0;
 #else
 constexpr int64_t ROWS_WITHOUT_PREFETCH = 1;
+#endif
+// Whether the weights of one row are read as one stream. Without AVX-512 a sum adds too few bytes at a time to keep up.
+#if defined(HFA_AVX512)
+constexpr bool STREAMS_ROW = true;
+#else
+constexpr bool STREAMS_ROW = false;
 #endif
 constexpr int64_t MOST_ROWS = 512;    // the most rows of inputs that are packed at once
 
@@ -130,7 +138,14 @@ inline void for_row_tiles(int64_t first, int64_t last, const Function& f) {
 struct Chunk {
   const Matrix* matrix;
   int64_t n, outputs, first, last;
+  const void* next = nullptr;  // weights that the thread reads behind these, if they are not the next ones in memory
 };
+
+// The weights of an output, if there are as many.
+template <class T>
+inline const T* weights_of(const Matrix& matrix, int64_t output, int64_t in_features) {
+  return output < matrix.out_features ? static_cast<const T*>(matrix.weight) + output * in_features : nullptr;
+}
 
 // For few rows. Weights are read once; while the row tiles use a strip of them, the next strip is prefetched, unless
 // the rows are so few that the CPU's own prefetching keeps up.
@@ -153,6 +168,14 @@ void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
       });
     }
   }
+}
+
+// For one row.
+template <class Dot, class T>
+[[maybe_unused]] void sum_stream(const Input<Dot>& input, const Chunk& chunk, float* sums) {
+  stream_row<Dot>(input.row(0, chunk.first), input.rows * packed_stride<Dot>(),
+                  static_cast<const T*>(chunk.matrix->weight) + chunk.n * input.in_features, chunk.outputs,
+                  input.in_features, chunk.next, sums);
 }
 
 // For many rows. Each block of the chunk's weights is packed, and then used by all rows.
@@ -189,6 +212,8 @@ template <class Dot, class T>
 void sum_chunk(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   const int64_t rows = chunk.last - chunk.first;
   std::memset(sums, 0, static_cast<size_t>(rows * Dot::CHUNK) * sizeof(float));
+  if constexpr (STREAMS_ROW && !std::is_same<Dot, ColumnDot>::value)
+    if (rows == 1) return sum_stream<Dot, T>(input, chunk, sums);
   if constexpr (std::is_same<Dot, ColumnDot>::value) sum_columns<T>(input, chunk, sums);
   else if (rows < PACKED_ROWS) sum_in_place<Dot, T>(input, chunk, sums);
   else sum_packed<Dot, T>(input, chunk, sums);
@@ -264,12 +289,16 @@ void run_chunk(const Linear& linear, const LinearCall& call, const Input<Dot>& i
   const int64_t rows = ceil_div(chunk.last - chunk.first, Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
   const size_t bytes = static_cast<size_t>(rows * Dot::CHUNK) * sizeof(float);
   float* sums = static_cast<float*>(scratch<Sums>(bytes));
+  Chunk up = chunk;
+  up.matrix = linear.matrices + 1;
+  if (has_gate(linear)) {
+    up.next = weights_of<T>(*chunk.matrix, chunk.n + chunk.outputs, linear.in_features);
+    chunk.next = weights_of<T>(*up.matrix, chunk.n, linear.in_features);
+  }
   sum_chunk<Dot, T>(input, chunk, sums);
   float* up_sums = nullptr;
   if (has_gate(linear)) {
     up_sums = static_cast<float*>(scratch<UpSums>(bytes));
-    Chunk up = chunk;
-    up.matrix = linear.matrices + 1;
     sum_chunk<Dot, T>(input, up, up_sums);
   }
   finish<Dot>(linear, call, chunk, input.first + chunk.first, sums, up_sums);
@@ -283,7 +312,11 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
   // Rows are split over threads only if there are few chunks.
   const int64_t parts = chunks >= 4 * call.threads ? 1 : at_most(ceil_div(input.rows, PACKED_ROWS), 4 * call.threads);
   const int64_t part_rows = ceil_div(ceil_div(input.rows, parts), Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
-  parallel_for(chunks * parts, call.threads, [&](int64_t task) {
+  // One row is a stream for each thread, in a region of its own as long as threads take tasks in turns.
+  const int64_t regions = STREAMS_ROW && input.rows == 1 ? call.threads : 1, tasks = ceil_div(chunks * parts, regions);
+  parallel_for(tasks * regions, call.threads, [&](int64_t taken) {
+    const int64_t task = taken % regions * tasks + taken / regions;
+    if (task >= chunks * parts) return;
     int64_t c = task / parts;
     const int64_t first = task % parts * part_rows, last = at_most(input.rows, first + part_rows);
     int32_t m = 0;

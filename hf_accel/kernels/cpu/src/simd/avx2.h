@@ -193,7 +193,7 @@ inline int32_t reduce_max(I a) {
 }
 inline I bits_of(F x) { return _mm256_castps_si256(x); }
 inline F to_f(I x) { return _mm256_cvtepi32_ps(x); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+inline HFA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); HFA_KEPT; }
+inline HFA_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); HFA_KEPT; }
 
 }  // namespace

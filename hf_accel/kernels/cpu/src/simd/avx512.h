@@ -185,7 +185,7 @@ inline I load_pairs(const Bf16* p) { return _mm512_loadu_si512(p); }
 inline I load_pairs_n(const Bf16* p, int n) { return _mm512_maskz_loadu_epi16((1ull << n) - 1ull, p); }
 inline F dot_pairs(F sum, I a, I b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 #endif
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+inline HFA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); HFA_KEPT; }
+inline HFA_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); HFA_KEPT; }
 
 }  // namespace

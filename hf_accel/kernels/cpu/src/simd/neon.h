@@ -227,7 +227,7 @@ inline I max_i32(I a, I b) { return {vmaxq_s32(a.low, b.low), vmaxq_s32(a.high, 
 inline int32_t reduce_max(I a) { return vmaxvq_s32(vmaxq_s32(a.low, a.high)); }
 inline I bits_of(F x) { return {vreinterpretq_s32_f32(x.low), vreinterpretq_s32_f32(x.high)}; }
 inline F to_f(I x) { return {vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high)}; }
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
-inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+inline HFA_INLINE void prefetch(const void* p) { __builtin_prefetch(p); HFA_KEPT; }
+inline HFA_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); HFA_KEPT; }
 
 }  // namespace

@@ -27,6 +27,8 @@
 
 // For what must stay in registers: as a kernel's file grows, gcc stops inlining what it inlined before.
 #define HFA_INLINE __attribute__((always_inline))
+// Behind a prefetch: gcc 12 takes a function that does nothing else for one without effects, and drops the calls of it.
+#define HFA_KEPT __asm__ volatile("")
 
 #if defined(HFA_AVX512)
 #include "avx512.h"
