@@ -15,7 +15,10 @@ from hf_accel.errors import UnsupportedError
 from hf_accel.kernels.cpu.delta_rule import DeltaInputs, delta_rule, reference
 
 # (key heads, value heads, key_dim, value_dim)
-SHAPES = [(1, 1, 1, 1), (1, 2, 4, 6), (2, 6, 8, 8), (2, 2, 3, 65), (1, 3, 16, 64), (2, 4, 32, 130), (1, 1, 128, 128)]
+SHAPES = [
+    (1, 1, 1, 1), (1, 2, 4, 6), (2, 6, 8, 8), (2, 2, 3, 65), (1, 3, 16, 64), (2, 4, 32, 130), (1, 1, 128, 128),
+    (2, 6, 128, 128),  # of which three sequences store their states past the caches, and one does not
+]  # fmt: skip
 NONE = -1
 EACH = {*"qkvab", "decays"}  # what each token has
 

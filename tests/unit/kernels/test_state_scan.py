@@ -30,6 +30,7 @@ SHAPES = [
     Shape(1, 1, 1, 1), Shape(2, 1, 6, 4), Shape(6, 2, 8, 8), Shape(4, 4, 65, 3), Shape(3, 1, 64, 16),
     Shape(4, 2, 130, 32), Shape(1, 1, 64, 128), Shape(1, 1, 1, 1, True), Shape(1, 1, 7, 5, True),
     Shape(1, 1, 96, 16, True), Shape(1, 1, 150, 3, True),
+    Shape(12, 2, 64, 128),  # of which three sequences store their states past the caches, and one does not
 ]  # fmt: skip
 NONE = -1
 EACH = ["x", "dt", "b", "c", "limited"]  # what each token has

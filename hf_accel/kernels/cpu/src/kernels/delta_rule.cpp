@@ -11,7 +11,7 @@
 #include "../parallel.h"
 #include "any_dtype.h"
 #include "softplus.h"
-#include "streamed.h"
+#include "past_cache.h"
 
 namespace {
 
@@ -51,8 +51,8 @@ struct Part {
 };
 
 // decays: of the numbers of a key; null if all have the same decay.
-// STREAM: whether nobody reads the state after the token in this pass.
-template <int WIDTH, bool EACH, bool STREAM>
+// PAST: whether nobody reads the state after the token in this pass.
+template <int WIDTH, bool EACH, bool PAST>
 inline HFA_INLINE void token(const DeltaCall& c, Part from, Part to, const float* k, const float* q, const float* v,
                              float* out, const float* decays, float decay, float beta, int64_t left) {
   F memory[WIDTH], delta[WIDTH], sum[WIDTH];
@@ -72,19 +72,19 @@ inline HFA_INLINE void token(const DeltaCall& c, Part from, Part to, const float
     const F key = set1(k[i]), query = set1(q[i]), held = EACH ? set1(decays[i]) : kept;
     unrolled<WIDTH>([&](auto j) {
       const F state = fmadd(key, delta[j], mul(held, read(row, j)));
-      STREAM ? stream(result + j * LANES, state) : write(result, j, state);
+      PAST ? store_past_cache(result + j * LANES, state) : write(result, j, state);
       sum[j] = fmadd(query, state, sum[j]);
     });
   }
   unrolled<WIDTH>([&](auto j) { write(out, j, sum[j]); });
-  if (STREAM) end_stream();
+  if (PAST) finish_past_cache();
 }
 
-// Columns column.. of a head of a sequence. part: room for key_dim rows of them; k, q: for key_dim numbers. streams:
-// whether the last state may be streamed.
+// Columns column.. of a head of a sequence. part: room for key_dim rows of them; k, q: for key_dim numbers. past_cache:
+// whether the last state may be stored past the caches.
 template <int WIDTH>
 void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column, float* part, float* k, float* q,
-             bool streams) {
+             bool past_cache) {
   const int64_t own = head / (c.value_heads / c.key_heads), size = c.key_dim * c.value_dim;
   const auto page = [&](int64_t slot) {
     return Part{c.states + (slot * c.value_heads + head) * size + column, c.value_dim};
@@ -110,7 +110,7 @@ void columns(const DeltaCall& c, int64_t sequence, int64_t head, int64_t column,
     } else {
       const float step = at(c.a, c.dtype, t * c.a_stride + head) + at(c.bias, c.bias_dtype, head);
       const float decay = std::exp(-rate * softplus(step));
-      const bool last = WIDTH > 1 && streams && c.slots[t] >= 0 && t + 1 == c.starts[sequence + 1];
+      const bool last = WIDTH > 1 && past_cache && c.slots[t] >= 0 && t + 1 == c.starts[sequence + 1];
       (last ? token<WIDTH, false, WIDTH != 1> : token<WIDTH, false, false>)(
           c, state, next, k, q, value, out, nullptr, decay, beta, c.value_dim - column);
     }
@@ -123,16 +123,16 @@ template <int WIDTH>
 void rule(const DeltaCall& call) {
   constexpr int64_t SIZE = WIDTH * LANES;
   const int64_t parts = ceil_div(call.value_dim, SIZE), numbers = call.key_dim * call.value_dim;
-  const bool streams = may_stream(call.states, call.value_dim, call.sequences * call.value_heads * numbers);
+  const bool past_cache = goes_past_cache(call.states, call.value_dim, call.sequences * call.value_heads * numbers);
   parallel_for(call.sequences * call.value_heads * parts, call.threads, [&](int64_t task) {
     const int64_t column = task % parts * SIZE, head = task / parts % call.value_heads;
     struct Own;
     float* part = static_cast<float*>(scratch<Own>(static_cast<size_t>(call.key_dim * (SIZE + 2)) * sizeof(float)));
     float *k = part + call.key_dim * SIZE, *q = k + call.key_dim;
     const int64_t sequence = task / parts / call.value_heads, end = at_most(call.value_dim, column + SIZE);
-    if (end - column == SIZE) return columns<WIDTH>(call, sequence, head, column, part, k, q, streams);
+    if (end - column == SIZE) return columns<WIDTH>(call, sequence, head, column, part, k, q, past_cache);
     for (int64_t each = column; each < end; each += LANES)
-      columns<1>(call, sequence, head, each, part, k, q, streams);
+      columns<1>(call, sequence, head, each, part, k, q, past_cache);
   });
 }
 

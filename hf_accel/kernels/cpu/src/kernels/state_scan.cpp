@@ -8,7 +8,7 @@
 #include "../parallel.h"
 #include "any_dtype.h"
 #include "softplus.h"
-#include "streamed.h"
+#include "past_cache.h"
 
 namespace {
 
@@ -52,9 +52,9 @@ inline const float* floats(const void* p) { return static_cast<const float*>(p);
 
 inline float within(float x, float lowest, float highest) { return x < lowest ? lowest : x > highest ? highest : x; }
 
-// rates: those of a head, or [state_size, WIDTH * LANES] with EACH. STREAM: whether nobody reads the state after the
+// rates: those of a head, or [state_size, WIDTH * LANES] with EACH. PAST: whether nobody reads the state after the
 // token in this pass.
-template <int WIDTH, bool EACH, bool STREAM>
+template <int WIDTH, bool EACH, bool PAST>
 inline HFA_INLINE void token(const ScanCall& c, int64_t t, Place at, const float* rates, Part from, Part to) {
   const int64_t first = at.head * c.head_dim + at.column, group = at.head / (c.heads / c.groups) * c.state_size;
   const bool limited = !c.limited || c.limited[t];
@@ -94,18 +94,18 @@ inline HFA_INLINE void token(const ScanCall& c, int64_t t, Place at, const float
       sum.of[j] = fmadd(out, next.of[j], sum.of[j]);
     });
     float* place = to.numbers + i * to.stride;
-    if (STREAM) unrolled<WIDTH>([&](auto j) { stream(place + j * LANES, next.of[j]); });
+    if (PAST) unrolled<WIDTH>([&](auto j) { store_past_cache(place + j * LANES, next.of[j]); });
     else write<WIDTH>(place, next, at.left);
   }
   unrolled<WIDTH>([&](auto j) { sum.of[j] = fmadd(skip.of[j], x.of[j], sum.of[j]); });
   write<WIDTH>(c.out + t * c.heads * c.head_dim + first, sum, at.left);
-  if (STREAM) end_stream();
+  if (PAST) finish_past_cache();
 }
 
-// Columns of a head of a sequence. part: room for state_size rows of them; rates: for as much, see `token`. streams:
-// whether the last state may be streamed.
+// Columns of a head of a sequence. part: room for state_size rows of them; rates: for as much, see `token`. past_cache:
+// whether the last state may be stored past the caches.
 template <int WIDTH, bool EACH>
-void columns(const ScanCall& c, int64_t sequence, Place at, float* part, float* rates, bool streams) {
+void columns(const ScanCall& c, int64_t sequence, Place at, float* part, float* rates, bool past_cache) {
   constexpr int64_t SIZE = WIDTH * LANES;
   if constexpr (EACH) {
     for (int64_t i = 0; i < c.state_size; ++i)
@@ -125,7 +125,7 @@ void columns(const ScanCall& c, int64_t sequence, Place at, float* part, float* 
     for (int64_t i = 0; i < c.state_size * SIZE; ++i) part[i] = 0.0f;
   for (int64_t t = c.starts[sequence]; t < c.starts[sequence + 1]; ++t) {
     const Part next = c.slots[t] >= 0 ? page(c.slots[t]) : free;
-    const bool last = WIDTH > 1 && streams && c.slots[t] >= 0 && t + 1 == c.starts[sequence + 1];
+    const bool last = WIDTH > 1 && past_cache && c.slots[t] >= 0 && t + 1 == c.starts[sequence + 1];
     (last ? token<WIDTH, EACH, WIDTH != 1> : token<WIDTH, EACH, false>)(c, t, at, rates, state, next);
     state = next;
   }
@@ -135,16 +135,16 @@ template <bool EACH>
 void scan(const ScanCall& call) {
   constexpr int64_t WIDTH = VECTORS * LANES;
   const int64_t parts = ceil_div(call.head_dim, WIDTH), numbers = call.state_size * call.head_dim;
-  const bool streams = may_stream(call.states, call.head_dim, call.sequences * call.heads * numbers);
+  const bool past_cache = goes_past_cache(call.states, call.head_dim, call.sequences * call.heads * numbers);
   parallel_for(call.sequences * call.heads * parts, call.threads, [&](int64_t task) {
     const int64_t column = task % parts * WIDTH, head = task / parts % call.heads;
     struct Own;
     const int64_t size = call.state_size * WIDTH;
     float* part = static_cast<float*>(scratch<Own>(static_cast<size_t>(2 * size) * sizeof(float)));
     const int64_t sequence = task / parts / call.heads, end = at_most(call.head_dim, column + WIDTH);
-    if (end - column == WIDTH) return columns<VECTORS, EACH>(call, sequence, {head, column, WIDTH}, part, part + size, streams);
+    if (end - column == WIDTH) return columns<VECTORS, EACH>(call, sequence, {head, column, WIDTH}, part, part + size, past_cache);
     for (int64_t each = column; each < end; each += LANES)
-      columns<1, EACH>(call, sequence, {head, each, end - each}, part, part + size, streams);
+      columns<1, EACH>(call, sequence, {head, each, end - each}, part, part + size, past_cache);
   });
 }
 

@@ -18,8 +18,8 @@ inline F set1(float x) { return _mm256_set1_ps(x); }
 inline F load(const float* p) { return _mm256_loadu_ps(p); }
 inline F load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
 inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
-inline void stream(float* p, F x) { _mm256_stream_ps(p, x); }
-inline void end_stream() { _mm_sfence(); }
+inline void store_past_cache(float* p, F x) { _mm256_stream_ps(p, x); }
+inline void finish_past_cache() { _mm_sfence(); }
 inline void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
 inline F add(F a, F b) { return _mm256_add_ps(a, b); }
 inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }

@@ -16,8 +16,8 @@ inline F set1(float x) { return _mm512_set1_ps(x); }
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
 inline F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
-inline void stream(float* p, F x) { _mm512_stream_ps(p, x); }
-inline void end_stream() { _mm_sfence(); }
+inline void store_past_cache(float* p, F x) { _mm512_stream_ps(p, x); }
+inline void finish_past_cache() { _mm_sfence(); }
 inline void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
 inline F add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }

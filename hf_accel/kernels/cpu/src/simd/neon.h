@@ -26,8 +26,8 @@ inline F set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
 inline F zero() { return set1(0.0f); }
 inline F load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
 inline void store(float* p, F x) { vst1q_f32(p, x.low), vst1q_f32(p + 4, x.high); }
-inline void stream(float* p, F x) { store(p, x); }
-inline void end_stream() {}
+inline void store_past_cache(float* p, F x) { store(p, x); }
+inline void finish_past_cache() {}
 inline F add(F a, F b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
 inline F sub(F a, F b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
 inline F mul(F a, F b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }

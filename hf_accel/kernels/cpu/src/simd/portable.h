@@ -95,8 +95,8 @@ template <class T> inline void store_as_n(T* p, F x, int n) {
 inline F load(const float* p) { return load_as(p); }
 inline F load_n(const float* p, int n) { return load_as_n(p, n); }
 inline void store(float* p, F x) { store_as(p, x); }
-inline void stream(float* p, F x) { store(p, x); }
-inline void end_stream() {}
+inline void store_past_cache(float* p, F x) { store(p, x); }
+inline void finish_past_cache() {}
 inline void store_n(float* p, F x, int n) { store_as_n(p, x, n); }
 
 // -- integers: a vector of bytes is LANES words of four bytes -----------------------------------------------
