@@ -202,7 +202,7 @@ class AttendOperation(NativeOperation):
         fields = {name: operation.values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
         fields |= {name: value or 0 for name, value in parts.attention._asdict().items()}
         if parts.over_rows:
-            return fields | {"kind": KINDS["attend_rows"], "rounds": _rounds(parts)}
+            return fields | {"kind": KINDS["attend_rows"]}
         sinks = sinks_of(operation)
         if sinks is not None:
             fields |= {"weight": _address(sinks, parts), "weight_dtype": DTYPES[sinks.parameter.dtype]}
@@ -219,15 +219,6 @@ class AttendOperation(NativeOperation):
         kv = KV(layout.keys_of(k), layout.keys_of(v))
         bias = GatedBias(rows.bias, rows.buffers[gates[0].buffer]) if gates else rows.bias
         return [attend(q, kv, options, layout.ragged, ahead=seen, bias=bias).flatten(1)]
-
-
-def _rounds(parts: NativeParts) -> bool:
-    """Return whether attention may round to bfloat16: its errors are a fraction of those of INT8 products around it.
-
-    Not that of a decoder, which would round in another way where keys are in pages.
-    """
-    layers = [layer for each in parts.operations if each.kind in ("linear", "gated") for layer in each.modules]
-    return bool(layers) and parts.attention.ahead != 0 and all(type(layer) is QuantLinear for layer in layers)
 
 
 class AttendSourceOperation(NativeOperation):

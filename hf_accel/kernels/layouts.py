@@ -111,8 +111,7 @@ class AttentionOptions(NamedTuple):
     scale: of the scores. causal: bottom-right; query i of Q stands at position p = T - Q + i of T keys and sees the
     keys up to p. window: keys a query sees, itself included; None for all. softcap: bound of the scores (Gemma-2).
     sinks [Hq]: exp(sink) is added to the softmax denominator (gpt-oss). dropout: of the weights. bias: it is added
-    after the scale and the softcap; only attention over pages has one. rounds: whether q, k, v and weights of float32
-    may be rounded to bfloat16, where that is faster.
+    after the scale and the softcap; only attention over pages has one.
     """
 
     scale: float
@@ -122,4 +121,3 @@ class AttentionOptions(NamedTuple):
     sinks: Tensor | None = None
     dropout: float = 0.0
     bias: PositionBias | None = None
-    rounds: bool = False

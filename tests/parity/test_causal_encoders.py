@@ -17,7 +17,7 @@ from hf_accel.kernels import cpu as kernels
 from tests.families.models import enliven
 
 from .snapshot import snapshot
-from .test_encoders import batch, counted, module_by_module, same, same_states_and_attentions, watched_rounding
+from .test_encoders import batch, counted, module_by_module, same, same_states_and_attentions
 from .test_gated_encoders import LAYERS, check_layouts, limit_rows
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
@@ -49,14 +49,6 @@ def build(
 def padded(lengths: list[int], side: str, **options: Any) -> dict[str, Any]:
     given: dict[str, Any] = batch(lengths)
     return {name: value if side == "right" else value.flip(1) for name, value in given.items()} | options
-
-
-@torch.no_grad()
-def test_attention_of_a_decoder_is_not_rounded() -> None:
-    """It has the numbers that it has where keys are in pages."""
-    with watched_rounding() as seen:
-        hf_accel.patch(build(), weights="int8")(**padded([11, 3], "right"), use_cache=False)
-    assert seen and not any(seen)
 
 
 def test_stock_windows_and_causality_matter_here() -> None:

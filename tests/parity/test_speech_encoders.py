@@ -19,7 +19,7 @@ from hf_accel.errors import UnsupportedError
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear.quant_convolution import QuantConvolution
 
-from .test_encoders import counted, module_by_module, undo_is_exact, watched_rounding
+from .test_encoders import counted, module_by_module, undo_is_exact
 
 pytestmark = [
     pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal())),
@@ -125,7 +125,7 @@ def test_quantized_layers_are_those_of_their_modules(family: str, weights: Any) 
         weights = weights | {"skip": [n for n, m in build(family).named_modules() if _has_odd_inputs(m)]}
     stock, ours = build(family, sharp=False), hf_accel.patch(build(family, sharp=False), weights=weights)
     given = batch(family, [23])
-    with watched_rounding(allowed=False), counted() as calls:
+    with counted() as calls:
         found = ours(**given)[0]
     assert calls == LAYERS
     with module_by_module():
@@ -304,7 +304,7 @@ def test_a_convolution_that_steps_otherwise_is_stocks() -> None:
 @torch.no_grad()
 def test_quantized_padding(family: str) -> None:
     ours, given = hf_accel.patch(build(family, sharp=False), weights="int8"), batch(family, [23, 7, 12])
-    with watched_rounding(allowed=False), counted() as calls:
+    with counted() as calls:
         found = ours(**given)[0]
     assert calls == LAYERS
     with module_by_module():

@@ -14,16 +14,7 @@ import hf_accel
 from hf_accel.kernels import cpu as kernels
 from tests.families.models import enliven
 
-from .test_encoders import (
-    batch,
-    counted,
-    module_by_module,
-    same,
-    same_head,
-    same_states_and_attentions,
-    undo_is_exact,
-    watched_rounding,
-)
+from .test_encoders import batch, counted, module_by_module, same, same_head, same_states_and_attentions, undo_is_exact
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 
@@ -91,7 +82,7 @@ def test_windows_matter_here() -> None:
 def test_quantized_layers_are_those_of_their_modules(weights: str) -> None:
     config: Any = weights if weights == "int8" else {"bits": 4, "group_size": 32}
     ours, given = hf_accel.patch(build(), weights=config), batch([30, 7, 18, 1])
-    with watched_rounding(allowed=False), counted() as calls:
+    with counted() as calls:
         found = ours(**given)
     assert calls == LAYERS
     with module_by_module():

@@ -33,7 +33,7 @@ class AttentionCall(Structure):
         ("bias", ScoreBias),
         *fields(
             floats="scale softcap",
-            ints="q_dtype k_dtype v_dtype scale_dtype sink_dtype rounds threads",
+            ints="q_dtype k_dtype v_dtype scale_dtype sink_dtype threads",
         ),
     ]  # fmt: skip
 
@@ -124,8 +124,7 @@ def attend(
         0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), 0,
         sequences, num_heads, k.shape[1], dim, v.shape[-1], num_queries, num_keys, 0, 0,
         options.window or 0, sees_ahead, *bias_fields(bias), options.scale, options.softcap or 0.0,
-        DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0, 0 if sinks is None else DTYPES[sinks.dtype],
-        options.rounds, threads(),
+        DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype], 0, 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip
     return out
 
@@ -237,8 +236,7 @@ def attend_pages(
         options.window or 0, 0 if options.causal else EVERY_KEY,
         *position_bias_fields(options.bias, num_heads, ragged.max_kv),
         options.scale, options.softcap or 0.0, DTYPES[q.dtype], DTYPES[k_pages.dtype], DTYPES[v_pages.dtype],
-        0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype], options.rounds,
-        threads(),
+        0 if k_scales is None else DTYPES[k_scales.dtype], 0 if sinks is None else DTYPES[sinks.dtype], threads(),
     )  # fmt: skip
     return out, lse
 

@@ -364,9 +364,7 @@ struct AttentionCall {
   int64_t ahead;   // how many keys after its own it sees, or EVERY_KEY; 0 is causal
   ScoreBias bias;
   float scale, softcap;  // softcap is 0 if there is none
-  int32_t q_dtype, k_dtype, v_dtype, scale_dtype, sink_dtype;
-  int32_t rounds;  // whether q, k, v and weights of float32 may be rounded to bfloat16, where the CPU multiplies these faster
-  int32_t threads;
+  int32_t q_dtype, k_dtype, v_dtype, scale_dtype, sink_dtype, threads;
 };
 
 // out[b, h, i, j] = scale * (q_i . keys[r] + k_j . queries[r]) for the tokens i and j of sequence b, where r = rows[i - j];

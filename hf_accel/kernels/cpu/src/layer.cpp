@@ -172,7 +172,6 @@ struct Layer {
     rows.bias = call.score_bias;
     if (op.out2.stride) rows.gates = floats(op.out2);
     rows.k_dtype = rows.v_dtype = call.dtype;
-    rows.rounds = op.rounds;
     rows.sequences = call.sequences;
     rows.table_stride = call.table_stride;
     rows.block_size = call.block_size;

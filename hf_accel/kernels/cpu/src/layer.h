@@ -35,6 +35,5 @@ struct LayerOp {
   int32_t bias_dtype;               // LAYER_NORM, DELTA_RULE, STATE_SCAN
   int32_t skip_dtype;               // STATE_SCAN
   int32_t gate_first;               // GATED_NORM
-  int32_t rounds;                   // ATTEND_ROWS: as in AttentionCall
   int32_t activation;               // GATE: out = act(x) * y; ROW_CONV: or -1
 };

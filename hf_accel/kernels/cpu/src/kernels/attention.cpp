@@ -97,7 +97,6 @@ struct Attention {
     store(to, x);
   }
   void copy_query(int64_t at, int64_t n, Bf16* to) const {
-    if (c.q_dtype == F32) return W::store_weights(to, FloatWords::load(static_cast<const float*>(c.q.data) + at, n));
     std::memcpy(to, static_cast<const Bf16*>(c.q.data) + at, sizeof(Bf16) * static_cast<size_t>(at_most(n, LANES)));
   }
 
@@ -293,10 +292,11 @@ struct Attention {
 // Calls f with a null pointer of the storage type of keys or values, of those that W takes.
 template <class W, class Function>
 auto for_storage(int32_t dtype, const Function& f) {
-  if constexpr (W::STEP == 1)
+  if constexpr (W::STEP == 1) {
     if (dtype == F16) return f(static_cast<F16_*>(nullptr));
+    if (dtype == F32) return f(static_cast<float*>(nullptr));
+  }
   switch (dtype) {
-    case F32: return f(static_cast<float*>(nullptr));
     case INT8: return f(static_cast<int8_t*>(nullptr));
     case FP8: return f(static_cast<Fp8*>(nullptr));
     case INT4: return f(static_cast<Int4*>(nullptr));
@@ -329,20 +329,15 @@ void run(const AttentionCall& c) {
 }
 
 #if defined(HFA_BF16)
-bool fits_pairs(const AttentionCall& c) {
-  const auto is_rounded = [&](int32_t dtype) { return dtype == F32 && c.rounds; };
-  const auto fits = [&](int32_t dtype) {
-    return dtype == BF16 || dtype == INT8 || dtype == FP8 || dtype == INT4 || is_rounded(dtype);
-  };
-  return (c.q_dtype == BF16 || is_rounded(c.q_dtype)) && fits(c.k_dtype) && fits(c.v_dtype);
-}
+bool fits_pairs(int32_t dtype) { return dtype == BF16 || dtype == INT8 || dtype == FP8 || dtype == INT4; }
 #endif
 
 }  // namespace
 
 void HFA_NAMESPACE::attention(const AttentionCall& c) {
 #if defined(HFA_BF16)
-  if (fits_pairs(c)) return run<PairWords>(c);
+  if (c.q_dtype == BF16 && fits_pairs(c.k_dtype) && fits_pairs(c.v_dtype))
+    return run<PairWords>(c);
 #endif
   run<FloatWords>(c);
 }

@@ -34,8 +34,8 @@ struct FloatWords {
 
 #if defined(HFA_BF16)
 
-// Products are exact and are added in float32. int8 and fp8 are converted to bfloat16 exactly, float32 is rounded, and int4
-// after its shift.
+// Products are exact and are added in float32. int8 and fp8 are converted to bfloat16 exactly, int4
+// is rounded after its shift.
 struct PairWords {
   static constexpr int STEP = 2;
   typedef Bf16 Number;
