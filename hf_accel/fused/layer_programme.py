@@ -253,7 +253,7 @@ class LayerProgramme(NativeOperations, TracedLayer):
         tail. None, after K and V or states were written, if a module does not return what the trace expects: the
         layer's code writes the same again.
         """
-        out = torch.empty_like(x)
+        out = torch.empty_like(x) if x.dtype is self.out_dtype else torch.empty_like(x, dtype=self.out_dtype)
         added = None if adapters is None else self._added(adapters)
         run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, bias=bias, added=added))
         return out if self.tail is None else self.tail(x, out)

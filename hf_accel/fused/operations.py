@@ -239,6 +239,7 @@ class SumOperation(NativeOperation):
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         fields: dict[str, Any] = {"dim": operation.values["dim"], "scale": operation.values["factor"]}
+        fields["round_first"] = operation.values.get("wide", False)
         vector: Vector | None = operation.values.get("vector")
         return fields if vector is None else fields | {"weight": _address(vector, parts)}
 
@@ -280,6 +281,17 @@ class MultiplyOperation(NativeOperation):
         values, vector = operation.values, operation.values["vector"]
         scale = {"scale": values["factor"]} if vector is None else {"weight": _address(vector, parts)}
         return {"dim": values["dim"], **scale}
+
+
+class ConvertOperation(NativeOperation):
+    """x in float32, or a float32 x rounded, by the kernel of sums."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        wide = operation.values["wide"]
+        found = {"kind": KINDS["multiply"], "dim": operation.values["dim"], "scale": 1.0}
+        return found | {"round_first": wide, "round_each": not wide}
 
 
 class GateOperation(NativeOperation):
@@ -330,6 +342,7 @@ NATIVE: dict[Kind, NativeOperation] = {
     "affine": AffineOperation(),
     "gate": GateOperation(),
     "multiply": MultiplyOperation(),
+    "convert": ConvertOperation(),
     "join": JoinOperation(),
     "take_heads": TakeHeadsOperation(),
     "attend_source": AttendSourceOperation(),
@@ -351,6 +364,8 @@ def refuse_over_rows(operations: Iterable[Operation]) -> None:
     """Raise UntraceableError for an operation that has no native call over rows."""
     for operation in operations:
         dim = operation.values.get("dim")
+        if operation.values.get("wide"):
+            raise UntraceableError("it computes in another dtype")
         if not NATIVE[operation.kind].over_rows or operation.values.get("value_dim", dim) != dim:
             raise UntraceableError(f"{operation.kind} has no native call over rows")
         if sinks_of(operation) is not None:

@@ -45,7 +45,8 @@ class Traced:
         self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention, device: torch.device
     ) -> None:
         self.dtype, self.table_dtype, self.attention, self.device = trace.dtype, table_dtype, attention, device
-        self.others, self.width = trace.others, trace.widths[OUTPUT]
+        self.others, self.width = trace.others, trace.widths[OUTPUT] // (trace.floats if trace.gives_wide else 1)
+        self.out_dtype = torch.float32 if trace.gives_wide else trace.dtype
         self.operations, self.reads, self._hooks = trace.operations, trace.reads, [*trace.hooks, *GLOBAL_HOOKS]
         self.source, self.tried = trace.source, trace.tried
         self.write = next((operation for operation in trace.operations if operation.kind == "write"), None)

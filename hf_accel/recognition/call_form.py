@@ -17,7 +17,7 @@ from .symbols import Opaque
 from .unchanged import PLAIN_TYPES
 
 MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
-CACHES = ("past_key_values", "layer_past")  # the names of a cache
+CACHES = ("past_key_values", "layer_past", "cache_params")  # the names of a cache
 CACHE = CACHES[0]
 SOURCE_STATES, SOURCE_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a decoder that has an encoder
 SOURCE_BIAS = "encoder_decoder_position_bias"  # what T5's decoder adds to the scores of an encoder's output: zeros

@@ -79,6 +79,8 @@ class Record:
         self, kind: Kind, inputs: Sequence[StandIn], width: int, *, modules: tuple[nn.Module, ...] = (), **values: Any
     ) -> StandIn:
         """Record an operation with one result, and return that: a tensor of the form of the first input."""
+        if any(x.wide for x in inputs):
+            raise UntraceableError("it computes in another dtype")
         if any(x.rows is SOURCE for x in inputs) and kind != "attend":
             return self._put_source(Operation(kind, [x.span for x in inputs], [], modules, values), inputs, width)
         out = self.buffer(width)
@@ -125,7 +127,7 @@ class Record:
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
         self.note(module._parameters, "weight", weight)
-        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.apart > 1 or weight is None:
+        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.apart > 1 or x.wide or weight is None:
             raise UntraceableError("a norm takes something else than numbers of tokens")
         if x.shape[-1] != weight.shape[0]:
             raise UntraceableError("a norm takes another number of inputs")
@@ -176,9 +178,35 @@ class Record:
             return joined(*args, **kwargs)
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
+    def convert(self, x: StandIn) -> StandIn:
+        """Record the numbers of a tensor as float32, or those of a wide one rounded."""
+        require(replace(x, wide=False), heads=False, flat=False)
+        if x.rows is SOURCE or x.span.offset or x.span.stride != x.width * (self.floats if x.wide else 1):
+            raise UntraceableError("it computes in another dtype")
+        out = self.buffer(x.width * (1 if x.wide else self.floats))
+        self.operations.append(Operation("convert", [x.span], [out], values={"dim": x.width, "wide": not x.wide}))
+        return replace(x, span=out, wide=not x.wide)
+
+    @property
+    def floats(self) -> int:
+        """The numbers of the layer whose place a float32 takes."""
+        return torch.float32.itemsize // self.dtype.itemsize
+
+    def _add_wide(self, x: StandIn, y: StandIn) -> StandIn:
+        """Record the sum of a wide tensor and one that is not, which is wide."""
+        same = x.wide and not y.wide and x.shape == y.shape and x.factor == y.factor == 1 and y.is_whole
+        if not same or x.flat:
+            raise UntraceableError("it adds something else than two tensors of one shape")
+        out = self.buffer(x.span.stride)
+        values = {"dim": x.width, "factor": 1.0, "wide": True}
+        self.operations.append(Operation("add", [x.span, y.span], [out], values=values))
+        return replace(x, span=out)
+
     def add(self, x: Any, y: Any) -> StandIn:
         if isinstance(y, Vector):
             return self.shift(x, y)
+        if isinstance(x, StandIn) and isinstance(y, StandIn) and (x.wide or y.wide):
+            return self._add_wide(x, y) if x.wide else self._add_wide(y, x)
         same = isinstance(x, StandIn) and isinstance(y, StandIn) and x.width == y.width
         if same and x.factor != 1:
             x, y = y, x

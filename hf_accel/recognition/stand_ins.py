@@ -42,6 +42,7 @@ class Recorder(Protocol):
 
     def by_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
+    def convert(self, x: StandIn) -> StandIn: ...
     def add(self, x: Any, y: Any) -> StandIn: ...
 
     def multiply(self, x: StandIn, other: Any) -> StandIn: ...
@@ -66,7 +67,7 @@ class StandIn:
     for T, TOKENS or SOURCE, or another Count for one sequence of a row. apart: the heads that a tensor [B, T, width]
     is made of, if they do not stand end to end. batch: what stands for B, BATCH, 1, or None where it is not there.
     merged: whether it is [B * heads, T, dim] instead of [B, heads, T, dim]. zeros: how many zeros stand behind the
-    numbers of each head.
+    numbers of each head. wide: whether its numbers are float32, which those of the layer are not.
     """
 
     trace: Recorder
@@ -82,6 +83,7 @@ class StandIn:
     batch: Any = field(default_factory=lambda: BATCH)
     merged: bool = False
     zeros: int = 0
+    wide: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -105,7 +107,7 @@ class StandIn:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.trace.dtype
+        return torch.float32 if self.wide else self.trace.dtype
 
     @property
     def device(self) -> torch.device:
@@ -209,9 +211,11 @@ class StandIn:
         return Scores(self.trace, query, self, self.trace.source_mask if self.rows is SOURCE else self.trace.mask)
 
     def to(self, dtype: Any) -> StandIn:
-        if dtype is not self.trace.dtype:
+        if dtype is self.dtype:
+            return self
+        if dtype is not torch.float32 and dtype is not self.trace.dtype:
             raise UntraceableError("it computes in another dtype")
-        return self
+        return self.trace.convert(self)
 
     def parts(self, count: int) -> list[StandIn]:
         """Columns side by side, of one width; those of each head if it has heads."""
@@ -347,7 +351,7 @@ def require(x: Any, *, heads: bool, flat: bool = True) -> None:
     """Check the form of x. heads: whether it must be [B, heads, T, dim], else [B, T, width]. flat: whether [B * T,
     width] will do as well.
     """
-    known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat) and x.apart == 1
+    known = isinstance(x, StandIn) and x.factor == 1 and (flat or not x.flat) and x.apart == 1 and not x.wide
     known = known and (x.rows is TOKENS or x.rows is SOURCE) and not (x.merged or x.zeros)
     if not known or x.transposed is not heads or (x.heads is not None) is not heads:
         raise UntraceableError("its tensors have another layout")

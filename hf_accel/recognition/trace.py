@@ -78,6 +78,7 @@ class Trace(AttentionRecord):
     class of a cache which keeps keys of an encoder's output too; None if the code is given none. is_called: whether a
     module is called in each pass, with tensors, and not looked into. states_of: gives what is known of a module that
     keeps states of fixed size, whose `recorded` records it; None for any other. stateful: that, and the module.
+    takes_wide, gives_wide: whether its input, and its output, are float32, which its dtype is not.
     """
 
     may_return_weights = False
@@ -85,6 +86,7 @@ class Trace(AttentionRecord):
     is_called: Callable[[nn.Module], bool] = staticmethod(lambda module: False)
     states_of: Callable[[nn.Module], Any] = staticmethod(lambda module: None)
     stateful: tuple[Any, nn.Module] | None = None
+    takes_wide = gives_wide = False
 
     def __init__(
         self, dtype: torch.dtype, attention: str | None = None, *, table_size: int | None = None,
@@ -119,8 +121,9 @@ class Trace(AttentionRecord):
         whole = isinstance(result, StandIn) and result.shape == self._states.shape and result.factor == 1
         if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm", "affine"):
             raise UntraceableError("it returns something else than its last sum or norm")
-        self.operations = folded(self.operations)
-        self.operations[-1].outputs[0] = Span(OUTPUT, 0, width)
+        self.operations, self.gives_wide = folded(self.operations), result.wide
+        self.widths[OUTPUT] = width * (self.floats if result.wide else 1)
+        self.operations[-1].outputs[0] = Span(OUTPUT, 0, self.widths[OUTPUT])
 
     def decoder_layer(self, layer: nn.Module, width: int, form: CallForm) -> None:
         """Run `layer`; once more, with a cache that has the keys of an encoder's output, if it computes those.
@@ -149,7 +152,8 @@ class Trace(AttentionRecord):
 
     def call(self, module: nn.Module, width: int, form: CallForm) -> Any:
         """Return the result of a module's code on hidden states [B, T, width]."""
-        self.widths[INPUT] = self.widths[OUTPUT] = width
+        self.widths[OUTPUT] = width
+        self.widths[INPUT] = width * (self.floats if self.takes_wide else 1)
         if self.cache_class is None:
             cache: Any = CacheStandIn(self)
         else:
@@ -167,7 +171,9 @@ class Trace(AttentionRecord):
             raise UntraceableError("it attends to an encoder's output without a cache")
         kwargs = {name: value for name, _, value in form.plain} | self.given
         batch = BATCH if STARTS not in form.tensors else 1 if form.in_rows else None
-        kwargs[form.states] = self._states = StandIn(self, Span(INPUT, 0, width), width, batch=batch)
+        kwargs[form.states] = self._states = StandIn(
+            self, Span(INPUT, 0, self.widths[INPUT]), width, batch=batch, wide=self.takes_wide
+        )
         try:
             with ZerosOfTokens():
                 return self.run(ModuleStandIn(self, module), module, (), kwargs)
@@ -216,7 +222,7 @@ class Trace(AttentionRecord):
         if is_layer_norm(module):
             return lambda x: self.layer_norm(module, x)
         if seems_rms_norm(module):
-            return lambda x: self.norm(module, x)
+            return NormStandIn(self, module)
         if isinstance(module, (nn.Dropout, nn.Identity)):
             for name in ("training", "p"):
                 self.note(vars(module), name, vars(module).get(name))
@@ -295,12 +301,25 @@ class LinearStandIn:
 
     @property
     def weight(self) -> Opaque:
-        parameters = self._module._parameters
-        weight = parameters.get("weight")
-        self._trace.note(parameters, "weight", weight)
-        if weight is not None and weight.dtype is not self._trace.dtype:
-            raise UntraceableError("a linear layer has another dtype than its input")
-        return Opaque("weight")
+        return _weight_of(self._trace, self._module)
+
+
+class NormStandIn(LinearStandIn):
+    """An RMSNorm, of which the code may ask the same."""
+
+    def __call__(self, x: Any) -> StandIn:
+        return self._trace.norm(self._module, x)
+
+
+def _weight_of(trace: Trace, module: nn.Module) -> Opaque:
+    """Return what stands for a weight that has the dtype of the numbers."""
+    weight = module._parameters.get("weight")
+    trace.note(module._parameters, "weight", weight)
+    if weight is not None and weight.dtype is not trace.dtype:
+        raise UntraceableError("the weight of a module has another dtype than its input")
+    found = Opaque("weight")
+    vars(found).update(dtype=trace.dtype)
+    return found
 
 
 def _method(module: nn.Module, bound: MethodType) -> Callable[..., Any]:

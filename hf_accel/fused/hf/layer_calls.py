@@ -18,6 +18,7 @@ from ...attention.hf.mask import window_of
 from ...attention.hf.stock import ATTENTION_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, tokens_part
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
+from ...kernels.cpu.library import FLOATS
 from ...linear.adapters import PassAdapters
 from ...linear.experts import is_mixture
 from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
@@ -194,7 +195,11 @@ class LayerCalls(ABC, Generic[Layer]):
         self, layer: nn.Module, x: Tensor, table: tuple[torch.dtype, int] | None, kwargs: dict[str, Any]
     ) -> Layer | None:
         table_dtype, table_size = table or (None, None)
-        trace = Trace(x.dtype, table_size=table_size, device=x.device)
+        dtype = x.dtype
+        if dtype is torch.float32 and any(states_kept(child) is not None for child in layer.children()):
+            dtype = next((each.dtype for each in layer.parameters() if each.dtype in FLOATS), dtype)
+        trace = Trace(dtype, table_size=table_size, device=x.device)
+        trace.takes_wide = dtype is not x.dtype
         if isinstance(cache_of(kwargs), RaggedEncoderDecoderCache):
             trace.cache_class = RaggedEncoderDecoderCache
         by_operators = [known for module in layer.modules() if (known := operators_within(module)) is not None]
@@ -220,5 +225,4 @@ def states_kept(module: nn.Module) -> KeptStates | None:
 
 def cache_of(kwargs: dict[str, Any]) -> Any:
     """Return the cache among the arguments of a layer; None if it has none."""
-    cache = kwargs.get(CACHES[0])
-    return kwargs.get(CACHES[1]) if cache is None else cache
+    return next((cache for name in CACHES if (cache := kwargs.get(name)) is not None), None)

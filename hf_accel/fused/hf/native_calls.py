@@ -40,7 +40,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         if all(operation.kind != "attend" for operation in trace.operations):
             return LayerProgramme(trace, table_dtype, Attention(0.0))
         planned = planned_of(trace, layer)
-        spec = replace(planned.spec, dtype=x.dtype, bias=attend_of(trace)[0].values["biased"])
+        spec = replace(planned.spec, dtype=trace.dtype, bias=attend_of(trace)[0].values["biased"])
         if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(spec) is not None:
             raise UntraceableError("its attention has another backend")
         return LayerProgramme(trace, table_dtype, attention_of(trace, spec), source_attention(trace, planned_source))

@@ -33,7 +33,9 @@ class RopeCall(Structure):
 
 
 class AddCall(Structure):
-    _fields_ = fields(pointers="x y scale out", sizes="rows size x_stride", floats="factor", ints="dtype threads")
+    _fields_ = fields(
+        pointers="x y scale out", sizes="rows size x_stride", floats="factor", ints="dtype y_dtype threads"
+    )
 
 
 class ActivateCall(Structure):
@@ -137,7 +139,7 @@ def add(x: Tensor, y: Tensor, factor: float | Tensor = 1.0) -> Tensor:
     out = torch.empty_like(y)
     _add(
         x.data_ptr(), y.data_ptr(), scale, out.data_ptr(), y.numel() // size if size else 0, size,
-        size if x.shape == y.shape else 0, 1.0 if scale else factor, DTYPES[x.dtype], threads(),
+        size if x.shape == y.shape else 0, 1.0 if scale else factor, DTYPES[x.dtype], DTYPES[x.dtype], threads(),
     )  # fmt: skip
     return out
 

@@ -255,7 +255,7 @@ struct AddCall {
   void* out;
   int64_t rows, size, x_stride;
   float factor;
-  int32_t dtype, threads;
+  int32_t dtype, y_dtype, threads;  // y_dtype: that of y, which is dtype where there is a scale
 };
 
 // out = act(x) over [rows, size], or act(x) rounded to dtype, times y. `kind` is an Activation. out is of out_dtype.

@@ -214,11 +214,12 @@ struct Layer {
   void add(const LayerOp& op) const {
     const bool affine = op.bias != nullptr;
     kernels.add({affine ? op.bias : at(op.x), at(affine ? op.x : op.y), op.weight, at(op.out), call.tokens, op.dim,
-                 affine ? 0 : op.dim, op.scale, call.dtype, call.threads});
+                 affine ? 0 : op.dim, op.scale, op.round_first ? F32 : call.dtype, call.dtype, call.threads});
   }
 
   void multiply(const LayerOp& op) const {
-    kernels.add({nullptr, at(op.x), op.weight, at(op.out), call.tokens, op.dim, 0, op.scale, call.dtype, call.threads});
+    kernels.add({nullptr, at(op.x), op.weight, at(op.out), call.tokens, op.dim, 0, op.scale,
+                 op.round_first ? F32 : call.dtype, op.round_each ? F32 : call.dtype, call.threads});
   }
 
   void gate(const LayerOp& op) const {

@@ -29,8 +29,8 @@ struct LayerOp {
   int64_t window, ahead;  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal
   float eps, offset;      // NORM, LAYER_NORM: eps
   float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y; MULTIPLY: of x
-  int32_t round_first;   // NORM
-  int32_t interleaved, round_each;  // ROPE
+  int32_t round_first;   // NORM; ADD, MULTIPLY: whether out is float32, and the x of ADD
+  int32_t interleaved, round_each;  // ROPE; MULTIPLY: round_each says whether x is float32
   int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
   int32_t bias_dtype;               // LAYER_NORM, DELTA_RULE, STATE_SCAN
   int32_t skip_dtype;               // STATE_SCAN

@@ -1,4 +1,4 @@
-// Adds two tensors, or multiplies one, as torch does.
+// Adds two tensors, or multiplies one, or rounds it, as torch does.
 #include "../parallel.h"
 #include "any_dtype.h"
 #include "../kernels.h"
@@ -7,10 +7,10 @@ namespace {
 
 constexpr int64_t PART = 16384;  // numbers of a task
 
-template <class T>
+template <class T, class Y>
 void add_part(const AddCall& call, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(call.x);
-  const T* y = static_cast<const T*>(call.y);
+  const Y* y = static_cast<const Y*>(call.y);
   T* out = static_cast<T*>(call.out);
   const F factor = set1(call.factor);
   for (int64_t i = begin; i < end; i += LANES) {
@@ -48,8 +48,11 @@ void HFA_NAMESPACE::add(const AddCall& call) {
       });
     }
     const int64_t size = call.rows * call.size;
-    parallel_for(ceil_div(size, PART), call.threads, [&](int64_t task) {
-      add_part<T>(call, task * PART, at_most(size, (task + 1) * PART));
+    for_dtype(call.y_dtype, [&](auto* of_y) {
+      using Y = std::remove_pointer_t<decltype(of_y)>;
+      parallel_for(ceil_div(size, PART), call.threads, [&](int64_t task) {
+        add_part<T, Y>(call, task * PART, at_most(size, (task + 1) * PART));
+      });
     });
   });
 }
