@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,12 +17,11 @@ from ..kernels.cpu.attention import EVERY_KEY, GatedBias, attend, write_pages
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer_call import KINDS, NOWHERE
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS
-from ..kernels.cpu.row_kernels import activate, add, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
+from ..kernels.cpu.row_kernels import activate, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import QuantLinear
 from ..recognition.operation import Kind, Operation, UntraceableError
 from ..recognition.row_convolution import sizes_of_linear
-from ..recognition.symbols import Vector
 from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
@@ -34,6 +32,7 @@ from .partial_rotation import leaves_rest, rotation_over_rows
 from .projections import UNLIMITED, NativeLinear, make_call, matrix
 from .row_operations import ROW_OPERATIONS
 from .state_operations import STATE_OPERATIONS
+from .sum_operations import SUM_OPERATIONS, vector_address
 
 
 class ProductOperation(NativeOperation):
@@ -205,7 +204,7 @@ class AttendOperation(NativeOperation):
             return fields | {"kind": KINDS["attend_rows"]}
         sinks = sinks_of(operation)
         if sinks is not None:
-            fields |= {"weight": _address(sinks, parts), "weight_dtype": DTYPES[sinks.parameter.dtype]}
+            fields |= {"weight": vector_address(sinks, parts), "weight_dtype": DTYPES[sinks.parameter.dtype]}
         # Keys and values in pages have no place in the memory of the call.
         return fields | {"y": NOWHERE, "z": NOWHERE}
 
@@ -232,66 +231,6 @@ class AttendSourceOperation(NativeOperation):
             raise UntraceableError("its attention to an encoder's output has no native call")
         fields = {name: operation.values[name] for name in ("heads", "kv_heads", "dim", "value_dim")}
         return fields | {"scale": attention.scale, "softcap": attention.softcap or 0, "ahead": EVERY_KEY}
-
-
-class SumOperation(NativeOperation):
-    """x + factor * y, or x + vector * y."""
-
-    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        fields: dict[str, Any] = {"dim": operation.values["dim"], "scale": operation.values["factor"]}
-        fields["round_first"] = operation.values.get("wide", False)
-        vector: Vector | None = operation.values.get("vector")
-        return fields if vector is None else fields | {"weight": _address(vector, parts)}
-
-    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
-        x, y = (rows.columns(span, operation.values["dim"]) for span in operation.inputs)
-        vector: Vector | None = operation.values.get("vector")
-        return [add(x, y, operation.values["factor"] if vector is None else vector.parameter)]
-
-
-def _address(vector: Vector, parts: NativeParts) -> int:
-    """Return where the numbers of columns are, and note that they are read."""
-    tensor = vector.parameter
-    parts.reads.append(Read(vector.owner, vector.name, tensor))
-    if not is_plain_tensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous():
-        raise UntraceableError("a parameter of columns has no native call")
-    return parts.address(tensor)
-
-
-class AffineOperation(NativeOperation):
-    """vector * x + bias, or x + bias where there is no vector, by the kernel of sums."""
-
-    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        vector, bias = operation.values["vector"], operation.values["bias"]
-        weight = parts.address(torch.ones_like(bias.parameter)) if vector is None else _address(vector, parts)
-        return {"kind": KINDS["add"], "dim": operation.values["dim"], "weight": weight, "bias": _address(bias, parts)}
-
-    def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
-        values, x = operation.values, rows.columns(operation.inputs[0], operation.values["dim"])
-        vector, bias = values["vector"], values["bias"].parameter.flatten()
-        return [x + bias if vector is None else add(bias, x, vector.parameter)]
-
-
-class MultiplyOperation(NativeOperation):
-    """factor * x, or vector * x, by the kernel of sums."""
-
-    over_rows = False
-
-    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        values, vector = operation.values, operation.values["vector"]
-        scale = {"scale": values["factor"]} if vector is None else {"weight": _address(vector, parts)}
-        return {"dim": values["dim"], **scale}
-
-
-class ConvertOperation(NativeOperation):
-    """x in float32, or a float32 x rounded, by the kernel of sums."""
-
-    over_rows = False
-
-    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        wide = operation.values["wide"]
-        found = {"kind": KINDS["multiply"], "dim": operation.values["dim"], "scale": 1.0}
-        return found | {"round_first": wide, "round_each": not wide}
 
 
 class GateOperation(NativeOperation):
@@ -338,15 +277,12 @@ NATIVE: dict[Kind, NativeOperation] = {
     "rope": RotationOperation(),
     "write": WriteOperation(),
     "attend": AttendOperation(),
-    "add": SumOperation(),
-    "affine": AffineOperation(),
     "gate": GateOperation(),
-    "multiply": MultiplyOperation(),
-    "convert": ConvertOperation(),
     "join": JoinOperation(),
     "take_heads": TakeHeadsOperation(),
     "attend_source": AttendSourceOperation(),
     **ROW_OPERATIONS,
+    **SUM_OPERATIONS,
     "module": ModuleOperation(),
     **STATE_OPERATIONS,
 }
