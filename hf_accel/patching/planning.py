@@ -309,25 +309,22 @@ def _plan_fused(
     model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], *, attention: Iterable[AttentionPlan],
     operators: OperatorModel | None, states: Mapping[nn.Module, KeptStates],
 ) -> FusedPlan:  # fmt: skip
-    """Plan the native calls. attention: the modules with attention over pages, whose layers can run as traces.
-    operators: what is known of a model that attends by operators, where a decoder's layers can run so too. states:
-    what is known of the modules that keep states in pages.
+    """Plan the native calls. attention, states: the modules that keep keys and values, or states, in pages, whose
+    layers can run as traces. operators: what is known of a model that attends by operators.
     """
     if not config.fuse:
         return FusedPlan(reason="fuse=False")
     device_type = model_device(model).type
     reason = refuses_operators(device_type)
-    if reason is None and model.dtype not in FLOATS:
-        reason = f"the native calls do not compute in {str(model.dtype).removeprefix('torch.')}"
-    if reason is not None:
-        return FusedPlan(reason=reason)
+    if reason is not None or model.dtype not in FLOATS:
+        return FusedPlan(reason=reason or f"the native calls do not compute in {str(model.dtype)[6:]}")
     has_kernels = has_library(device_type)  # next to a GPU they need not have been built
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype) if has_kernels else 0
     candidates, dropped = fused_sites(model, model.dtype, float_rows, device_type=device_type)
     split = split_of(model)
     if not has_kernels:
-        specs = {} if split is not None else {p.site.module: p.site.spec for p in attention}
-        layers, by_module = layer_sites(model, model.dtype, Keepers(specs), linears=None, device_type=device_type)
+        keepers = Keepers({} if split is not None else {p.site.module: p.site.spec for p in attention})
+        layers, by_module = layer_sites(model, model.dtype, keepers, linears=None, device_type=device_type)
         return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
     planned = {p.site.module: p for p in linears if p.choice is not None}
     floats = [site for site in native_linears(model, float_rows) if site.module not in planned]
