@@ -16,14 +16,13 @@ from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.journal import original_class
 from ..gated_norms import known_gated_norm
+from .recorded_parts import record_convolution, record_linear
 from .state_pass import (
     Recurrence,
     activation_refusal,
     convolved,
     is_native,
     passes_agree,
-    record_convolution,
-    record_linear,
     short_convolution_refusal,
 )
 

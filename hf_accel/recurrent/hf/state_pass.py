@@ -252,27 +252,6 @@ def _all_settings(module: nn.Module) -> list[Read]:
     return [read for each in modules for read in _settings(each)]
 
 
-def record_linear(module: nn.Module, x: StandIn) -> StandIn:
-    """Record a linear layer of a module. Raises UntraceableError for one that an adapter is around."""
-    if not isinstance(module, nn.Linear):
-        raise UntraceableError("a linear layer has no native call")
-    trace: Any = x.trace
-    recorded: StandIn = trace.linear(module, x)
-    return recorded
-
-
-def record_convolution(conv: Any, x: StandIn) -> StandIn:
-    """Record the short convolution in front of a recurrence and its silu. Returns float32."""
-    trace: Any = x.trace
-    trace.visit(conv)
-    floats = torch.float32.itemsize // trace.dtype.itemsize
-    recorded: StandIn = trace.put(
-        "short_conv", [x], floats * x.width, dim=x.width, value_dim=conv.kernel_size[0], activation="silu",
-        weight=conv._parameters["weight"], bias=conv._parameters["bias"],
-    )  # fmt: skip
-    return recorded
-
-
 def is_native(x: Tensor) -> bool:
     """Return whether our kernels may compute from x: torch does not have to see it."""
     return x.is_cpu and x.dtype in FLOATS and not is_recorded() and not x.requires_grad and cpu.refusal() is None

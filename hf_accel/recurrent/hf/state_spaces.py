@@ -16,7 +16,8 @@ from ...recognition.symbols import Vector
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ..gated_norms import GatedNorm, known_gated_norm
-from .state_pass import Recurrence, convolved, passes_agree, record_convolution, record_linear, scan_refusal, scanned
+from .recorded_parts import record_convolution, record_linear
+from .state_pass import Recurrence, convolved, passes_agree, scan_refusal, scanned
 
 SPACE_PARTS = {"in_proj", "conv1d", "norm", "out_proj"}
 ACTIVATION_PART = "act"  # is a part too, or a function
