@@ -29,10 +29,6 @@ def served(system: str) -> float:
     return recorded("http_load", "useful_tokens_per_second", title="all at once", system=system)
 
 
-def decode(setup: str) -> float:
-    return recorded("decode", "ratio", title="batch 1,", setup=setup)
-
-
 def encoder(column: str, batch: str = "8 of 8 to 128") -> float:
     return recorded("encoders", column, title="BERT base", batch=batch)
 
@@ -58,7 +54,6 @@ CLAIMS = {
         encoder("int8_over_openvino_int8_ratio"),
     ],
     "it has 0.87x of OpenVINO's speed": [encoder("int8_over_openvino_int8_ratio", "8 x 128")],
-    "at batch 1 (3.8x against 3.3x)": [decode("llama.cpp bf16"), decode("hf_accel exact")],
     "which is 62 % and\n  43 % of the memory's bandwidth": [
         100 * recorded("decode_bench-8b", "bandwidth_share", folder="nvidia-h200", setup=f"hf_accel {weights}")
         for weights in ("exact", "int8")
