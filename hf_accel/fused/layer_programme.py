@@ -25,6 +25,7 @@ from .native_operation import NativeParts
 from .operations import NATIVE
 from .projections import UNLIMITED, make_call
 from .state_operations import STATE_OPERATIONS
+from .sum_operations import SUM_OPERATIONS
 from .traced_layer import Attention, TracedLayer
 
 # The most tokens of a call: with more, the time between the kernels is negligible, and the call's memory
@@ -165,7 +166,7 @@ class NativeOperations(NativeParts):
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""
         done: list[Operation] = []
         # The kernel of a sum reads whole rows, which the results of a joint product are not.
-        summed = [span for each in operations if each.kind in ("add", "affine", "multiply") for span in each.inputs]
+        summed = [span for each in operations if each.kind in SUM_OPERATIONS for span in each.inputs]
         for operation in operations:
             if operation in done:
                 continue

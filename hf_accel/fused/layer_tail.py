@@ -31,7 +31,7 @@ def split(operations: Sequence[Operation], widths: Sequence[int]) -> tuple[list[
         made = {span.buffer for operation in tail for span in operation.outputs}
         read = {span.buffer for operation in tail for span in operation.inputs} - made - {INPUT}
         whole = [Span(buffer, 0, widths[buffer]) for buffer in read]
-        if any(operation.kind not in BEHIND for operation in tail):
+        if any(operation.kind not in BEHIND or operation.values.get("wide") for operation in tail):
             break
         if len(whole) == 1 and head[-1].outputs == whole and whole[0].stride == widths[OUTPUT]:
             return [_moved(each, whole[0]) for each in head], tail

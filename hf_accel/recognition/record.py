@@ -231,14 +231,8 @@ class Record:
         if not isinstance(x, StandIn) or (x.factor == 1 and vector is None) or x.rows is SOURCE:
             return x
         whole = replace(x, heads=None, transposed=False, factor=1.0)
-        if (
-            not whole.is_whole
-            or x.cached
-            or x.apart > 1
-            or x.merged
-            or x.zeros
-            or (vector is not None and x.factor != 1)
-        ):
+        others = x.cached or x.apart > 1 or x.merged or x.zeros or (vector is not None and x.factor != 1)
+        if not whole.is_whole or others:
             raise UntraceableError("it multiplies a part of a tensor")
         return self.put("multiply", [replace(x, factor=1.0)], x.width, factor=x.factor, vector=vector, dim=x.width)
 

@@ -301,7 +301,13 @@ class LinearStandIn:
 
     @property
     def weight(self) -> Opaque:
-        return _weight_of(self._trace, self._module)
+        weight = self._module._parameters.get("weight")
+        self._trace.note(self._module._parameters, "weight", weight)
+        if weight is not None and weight.dtype is not self._trace.dtype:
+            raise UntraceableError("the weight of a module has another dtype than its input")
+        found = Opaque("weight")
+        vars(found).update(dtype=self._trace.dtype)
+        return found
 
 
 class NormStandIn(LinearStandIn):
@@ -309,17 +315,6 @@ class NormStandIn(LinearStandIn):
 
     def __call__(self, x: Any) -> StandIn:
         return self._trace.norm(self._module, x)
-
-
-def _weight_of(trace: Trace, module: nn.Module) -> Opaque:
-    """Return what stands for a weight that has the dtype of the numbers."""
-    weight = module._parameters.get("weight")
-    trace.note(module._parameters, "weight", weight)
-    if weight is not None and weight.dtype is not trace.dtype:
-        raise UntraceableError("the weight of a module has another dtype than its input")
-    found = Opaque("weight")
-    vars(found).update(dtype=trace.dtype)
-    return found
 
 
 def _method(module: nn.Module, bound: MethodType) -> Callable[..., Any]:

@@ -55,15 +55,15 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         )
 
     def compute(self, programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
-        states = NO_STATES if programme.state_sizes is None else _states(programme, x, pages.cache, place)
+        states, adapters = NO_STATES, PassAdapters.running()
+        if programme.state_sizes is not None:
+            if adapters is not None:
+                return None
+            states = _states(programme, x, pages.cache, place)
         if not programme.written:
             if place.fields is None:
                 place.fields = CallFields.of(x, None, None, 1)
-            return (
-                None
-                if PassAdapters.running() is not None
-                else programme(x, place.fields, LayerPages(None, states=states))
-            )
+            return programme(x, place.fields, LayerPages(None, states=states))
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
             return None
@@ -75,9 +75,6 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             if known is None:
                 return None
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
-        adapters = PassAdapters.running()
-        if adapters is not None and programme.state_sizes is not None:
-            return None
         if programme.tail is not None and (adapters is not None or place.whole is not None):
             return None
         if place.whole is None:

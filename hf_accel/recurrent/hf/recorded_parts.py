@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...recognition.operation import UntraceableError
@@ -24,9 +23,8 @@ def record_convolution(conv: Any, x: StandIn) -> StandIn:
     """Record the short convolution in front of a recurrence and its silu. Returns float32."""
     trace: Any = x.trace
     trace.visit(conv)
-    floats = torch.float32.itemsize // trace.dtype.itemsize
     recorded: StandIn = trace.put(
-        "short_conv", [x], floats * x.width, dim=x.width, value_dim=conv.kernel_size[0], activation="silu",
+        "short_conv", [x], trace.floats * x.width, dim=x.width, value_dim=conv.kernel_size[0], activation="silu",
         weight=conv._parameters["weight"], bias=conv._parameters["bias"],
     )  # fmt: skip
     return recorded
