@@ -60,8 +60,10 @@ ROW_COUNTS = (BATCH, TOKENS, ALL_TOKENS, SOURCE)
 class Opaque:
     """A value that a layer may only pass on, such as the mask."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **known: Any) -> None:
+        """known: what the layer may read of it."""
         self.name = name
+        vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:
         raise UntraceableError(f"it reads {self.name}.{name}")

@@ -305,9 +305,7 @@ class LinearStandIn:
         self._trace.note(self._module._parameters, "weight", weight)
         if weight is not None and weight.dtype is not self._trace.dtype:
             raise UntraceableError("the weight of a module has another dtype than its input")
-        found = Opaque("weight")
-        vars(found).update(dtype=self._trace.dtype)
-        return found
+        return Opaque("weight", dtype=self._trace.dtype)
 
 
 class NormStandIn(LinearStandIn):
