@@ -161,7 +161,7 @@ TABLES = {  # topic -> rows of each of its tables
     "students": [2, 2],
     "student_speed": [3],
     "ablation": [10],
-    "drafts": [2, 4, 4],
+    "drafts": [3, 5, 5, 4],
     "distill_memory": [4],
 }
 
@@ -190,6 +190,7 @@ def measure_topics(out: Path) -> None:
             patch.setattr(module, "call", call_here)
         for module in (students, drafts):
             patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
+        patch.setattr(drafts, "DRAFTS", out / "drafts")
         patch.setattr(isa, "levels", lambda: ["avx2"])
         patch.setattr(http_load, "started", served_here)
         patch.setattr(http_load, "llama_server", lambda: None)

@@ -129,9 +129,10 @@ class Students:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """The training of a draft, on as many seeds as a student's.
+    """The training of a draft.
 
-    measured: tokens that its acceptance is measured on; prompts: that are continued with it.
+    measured: tokens that its acceptance is measured on; prompts: that are continued with it, or as many as the batch;
+    together: batches in which they are.
 
     Of the replay on the model of the run: batches; acceptances by position of a head that was trained for 15 minutes
     of one core on stdlib-14m, and the part of the rest that siblings have, an estimate from held-out text; how often
@@ -143,8 +144,10 @@ class Drafts:
     rows: int = 8
     length: int = 128
     rate: float = 1e-3
+    seeds: tuple[int, ...] = (0, 1)
     measured: int = 2048
     prompts: int = 4
+    together: tuple[int, ...] = (1, 4, 32)
     batches: tuple[int, ...] = (1, 4)
     acceptances: tuple[float, ...] = (0.65, 0.63, 0.61)
     siblings: float = 0.5
@@ -158,8 +161,10 @@ class Drafts:
             self,
             steps=self.steps // 150,
             rows=self.rows // 4,
+            seeds=self.seeds[:1],
             measured=self.measured // 8,
             prompts=self.prompts // 2,
+            together=self.together[:2],
             batches=self.batches[:1],
         )
 

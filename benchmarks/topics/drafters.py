@@ -120,19 +120,25 @@ def candidates(
 
 
 def generate_all(
-    settings: Settings, ids: list[list[int]], temperature: float, model: PreTrainedModel, **keywords: Any
+    settings: Settings,
+    ids: list[list[int]],
+    temperature: float,
+    model: PreTrainedModel,
+    *,
+    batch: int = 1,
+    **keywords: Any,
 ) -> Run:
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     torch.manual_seed(settings.seed)
     counts: list[Mapping[str, Any]] = []
     start = time.perf_counter()
-    for prompt in ids:
-        column = torch.tensor([prompt])
+    for first in range(0, len(ids), batch):
+        rows = torch.tensor(ids[first : first + batch])
         output = model.generate(
-            column, attention_mask=torch.ones_like(column), max_new_tokens=settings.drafters.new_tokens,
+            rows, attention_mask=torch.ones_like(rows), max_new_tokens=settings.drafters.new_tokens,
             pad_token_id=0, **sampling, **keywords,
         )  # fmt: skip
-        assert output.shape[1] == len(prompt) + settings.drafters.new_tokens
+        assert output.shape[1] == rows.shape[1] + settings.drafters.new_tokens
         if hf_accel.is_patched(model):
             counts.append(hf_accel.stats(model))
     seconds = time.perf_counter() - start

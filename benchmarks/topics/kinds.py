@@ -34,10 +34,11 @@ REQUESTS = 16
 NOTE = (
     "Ratio: seconds of stock over those of a setup in the same round, the median of the rounds; least and most: of "
     "the rounds. Share of the measured read bandwidth that the weights of a step come to; of experts, as many as its "
-    "tokens choose on average."
+    "tokens choose on average. A prompt that takes a minute or more is computed without peers and without a warm-up."
 )
 MORE_NOTE = "Ratio: as above, of a generate() for all requests together, with what reads their inputs."
 Run = Callable[[Entrant], float]
+Found = Mapping[str, Sequence[float]]
 
 
 def measure(bench: Bench) -> list[Table]:
@@ -59,28 +60,26 @@ def text_table(bench: Bench, name: str, shape: TextShape) -> Table:
     peers = () if own.settings.quick else PEERS
     entrants = entrants_of(own.model, {"input_ids": prompt}, *peers)
     rows: list[Row] = []
-    for work, run, batch in works(own, shape):
+    for work, run, batch in works(own):
         print(f"  {name}: {work}", flush=True)
         found = timed(own, entrants, run)
         rows += [text_row(own, entrants[each], found, work=work, batch=batch) for each in found]
+    if shape.context and not own.settings.quick:
+        rows += long_rows(own, {n: each for n, each in entrants.items() if not each.setup.is_peer}, shape.context)
     return Table(name, rows, NOTE)
 
 
-def works(bench: Bench, shape: TextShape) -> list[tuple[str, Run, int | None]]:
+def works(bench: Bench) -> list[tuple[str, Run, int | None]]:
     """What is timed, and the batch of a decode step; None for a prompt."""
     found: list[tuple[str, Run, int | None]] = [
-        (f"decode, batch {batch}", partial(step_seconds, bench, batch, SHORT), batch) for batch in BATCHES
+        (f"decode, batch {batch}", partial(step_seconds, bench, batch), batch) for batch in BATCHES
     ]
     context = bench.settings.context
-    found.append((f"prompt of {context}", partial(prompt_seconds, bench, context), None))
-    if shape.context and not bench.settings.quick:
-        found.append((f"decode after {shape.context}", partial(step_seconds, bench, 1, shape.context), 1))
-        found.append((f"prompt of {shape.context}", partial(prompt_seconds, bench, shape.context), None))
-    return found
+    return [*found, (f"prompt of {context}", partial(prompt_seconds, bench, context), None)]
 
 
-def step_seconds(bench: Bench, batch: int, context: int, entrant: Entrant) -> float:
-    prompt = bench.tokens(batch=batch, length=context)
+def step_seconds(bench: Bench, batch: int, entrant: Entrant) -> float:
+    prompt = bench.tokens(batch=batch, length=SHORT)
     return time_generate(entrant.model, prompt, num_new=bench.settings.batch_tokens).per_step
 
 
@@ -88,14 +87,26 @@ def prompt_seconds(bench: Bench, tokens: int, entrant: Entrant) -> float:
     return time_generate(entrant.model, bench.tokens(batch=1, length=tokens), num_new=1).total
 
 
+def long_rows(bench: Bench, entrants: Mapping[str, Entrant], context: int) -> list[Row]:
+    """The steps after a long prompt, and the prompt itself: one generate() times both."""
+    print(f"  {context} tokens", flush=True)
+    prompt, new = bench.tokens(batch=1, length=context), bench.settings.batch_tokens
+    candidates = {n: partial(time_generate, each.model, prompt, num_new=new) for n, each in entrants.items()}
+    found = take_turns(candidates, rounds=bench.settings.rounds, warm_up=False, report=lambda _: None)
+    steps = {name: [each.per_step for each in runs] for name, runs in found.items()}
+    prompts = {name: [each.first_token for each in runs] for name, runs in found.items()}
+    rows = [text_row(bench, each, steps, work=f"decode after {context}", batch=1) for each in entrants.values()]
+    return rows + [
+        text_row(bench, each, prompts, work=f"prompt of {context}", batch=None) for each in entrants.values()
+    ]
+
+
 def timed(bench: Bench, entrants: Mapping[str, Entrant], run: Run) -> dict[str, list[float]]:
     candidates = {name: partial(run, entrant) for name, entrant in entrants.items()}
     return take_turns(candidates, rounds=bench.settings.rounds, report=lambda _: None)
 
 
-def text_row(
-    bench: Bench, entrant: Entrant, found: Mapping[str, Sequence[float]], *, work: str, batch: int | None
-) -> Row:
+def text_row(bench: Bench, entrant: Entrant, found: Found, *, work: str, batch: int | None) -> Row:
     row = row_of(entrant.setup.name, found, work)
     share = None
     if batch is not None:
@@ -104,7 +115,7 @@ def text_row(
     return {**row, "bandwidth_share": share}
 
 
-def row_of(name: str, found: Mapping[str, Sequence[float]], work: str) -> Row:
+def row_of(name: str, found: Found, work: str) -> Row:
     each = ratios(found[BASELINE], found[name])
     row = {
         "work": work, "setup": name, "ratio": statistics.median(each), "least_ratio": min(each),

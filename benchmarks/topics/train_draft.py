@@ -16,8 +16,8 @@ from ..harness.corpus import held_out_text, training_windows
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftTraining:
-    """One run: seed draws the text and its order. target, text, out: paths. alpha=1 and regenerate=0 is training on
-    text alone."""
+    """One run: seed draws the text and its order. target, text, out: paths. kind: "model" of one layer, or "eagle", a
+    head. alpha=1 and regenerate=0 is training on text alone."""
 
     target: str
     text: str | None
@@ -29,6 +29,7 @@ class DraftTraining:
     learning_rate: float
     alpha: float
     regenerate: float
+    kind: str = "model"
 
 
 def main(*argv: str) -> None:
@@ -42,7 +43,7 @@ def main(*argv: str) -> None:
     made = hf_accel.distill_draft(
         target,
         rows,
-        num_layers=1,
+        kind=training.kind,
         alpha=training.alpha,
         regenerate=training.regenerate,
         max_length=length,

@@ -315,3 +315,14 @@ def test_a_head_learns_what_its_target_writes(head_tokens: int | None) -> None:
         hf_accel.distill_draft(model, rows, head_tokens=4)
     with pytest.raises(UnsupportedError, match="share_embeddings=False"):
         hf_accel.distill_draft(model, rows, kind="eagle", share_embeddings=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_acceptance_of_a_head_is_measured(temperature: float) -> None:
+    """Chains of each length, also greedy, where a head of a patched target drafts trees."""
+    patched = hf_accel.patch(build("llama"), weights=None)
+    rows = torch.randint(1, VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(1)).tolist()
+    found = hf_accel.measure_acceptance(
+        patched, head("llama"), rows, temperature=temperature, max_draft=2, max_tokens=200, progress_bar=False
+    )
+    assert len(found.acceptances) == 2 and len(found.verify_costs) == 3 and found.draft_cost > 0

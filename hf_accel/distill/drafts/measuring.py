@@ -63,9 +63,8 @@ def measure_acceptance(
     max_tokens in all, batch_size at once, with drafts of 0 to max_draft tokens in turn: acceptance by position and
     the cost of each length come from the same passes, and the prediction for each length from both.
 
-    draft: a model, or a head of the target. A model that is patched runs as it is; one that is not as
-        hf_accel.patch(weights=None) would run it.
-        Both are left as they were.
+    draft: a model, or a head of the target, of which chains are measured, and no trees. A model that is patched runs
+        as it is; one that is not as hf_accel.patch(weights=None) would run it. Both are left as they were.
     dataset: rows of token ids, dicts with input_ids, or with `tokenizer` texts. temperature: of the target and the
     draft, without top-k or top-p; 0 for greedy search.
 
@@ -165,10 +164,10 @@ class Pass:
 
 
 class Watch(Controller):
-    """A Controller that drafts every length in turn, whatever is accepted, and keeps the time."""
+    """A Controller that drafts chains of every length in turn, whatever is accepted, and keeps the time."""
 
     def __init__(self, max_draft: int, batch_size: int, seed: int) -> None:
-        super().__init__(max_draft, max_draft)
+        super().__init__(max_draft, max_draft, max_nodes=1)  # a tree has more than a length
         self.batch_size, self.tally = batch_size, Tally()
         self.draft_seconds: list[float] = []
         self.verify_seconds: list[list[float]] = [[] for _ in range(max_draft + 1)]
