@@ -227,7 +227,8 @@ def imported(path: Path, module: str, known: dict[str, Path], *, with_types: boo
 
 
 def nodes(tree: ast.AST, *, with_types: bool) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
+    """The statements of a file. with_types: also those that only a type checker reads."""
+    for node in statements(tree):
         if with_types or not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
             yield node
             yield from nodes(node, with_types=with_types)
@@ -345,12 +346,12 @@ def lines_in_all(files: Sequence[Path]) -> int:
 def of_functions(defined: Sequence[tuple[str, Function, bool]]) -> dict[str, float]:
     """How many functions there are, and how many are long or take much."""
     counted = [parameters(function, is_method) for _, function, is_method in defined]
-    ours = [n for (n, _), (name, f, _) in zip(counted, defined, strict=True) if not is_given(name, f)]
+    many = [(name, f) for (n, _), (name, f, _) in zip(counted, defined, strict=True) if n > MOST_PARAMETERS]
     return {
         "functions": len(defined),
         f"functions of more than {MOST_LINES} lines": sum(num_lines(f) > MOST_LINES for _, f, _ in defined),
-        f"functions of more than {MOST_PARAMETERS} parameters": sum(n > MOST_PARAMETERS for n, _ in counted),
-        OURS_OF_MANY: sum(n > MOST_PARAMETERS for n in ours),
+        f"functions of more than {MOST_PARAMETERS} parameters": len(many),
+        OURS_OF_MANY: sum(not is_given(name, f) for name, f in many),
         f"functions of more than {MOST_POSITIONAL} positional ones": sum(n > MOST_POSITIONAL for _, n in counted),
     }
 

@@ -26,6 +26,7 @@ from .selection import mark_others_long
 if triton.is_interpreted():
     correct_interpreter()
 
+RARELY = (20_000, 10, 10)  # by Python's own 700 new objects, a tenth of the time goes into looking for garbage
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
@@ -38,6 +39,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*RARELY)
         gc.enable()
         atexit.register(gc.unfreeze)  # libraries count at the end what was not freed, and complain
 
@@ -45,6 +47,13 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is long
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_others_long(items)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays() -> None:
+    """So is what the files before this one have imported or keep: a Trainer collects garbage several times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

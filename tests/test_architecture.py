@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hf_accel
-from benchmarks.structure import parsed
+from benchmarks.structure import nodes, parsed
 
 PACKAGE = Path(hf_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -181,17 +181,8 @@ def module_name(path: Path) -> str:
 @cache
 def imports(path: Path, *, types: bool = False) -> set[str]:
     """Absolute names of what a file imports anywhere, like "hf_accel.cache.pool". types: also what only types need."""
-    tree = parsed(path)
     package = ["hf_accel", *path.relative_to(PACKAGE).parent.parts]
-    nodes = ast.walk(tree) if types else nodes_at_run_time(tree)
-    return {name for node in nodes for name in imported(node, package)}
-
-
-def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-            yield node
-            yield from nodes_at_run_time(node)
+    return {name for node in nodes(parsed(path), with_types=types) for name in imported(node, package)}
 
 
 def imported(node: ast.AST, package: list[str]) -> list[str]:

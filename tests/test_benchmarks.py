@@ -45,7 +45,7 @@ from benchmarks.harness.peak import peak_bytes, peaks, resident
 from benchmarks.harness.processes import call
 from benchmarks.harness.requests import median_ratio
 from benchmarks.harness.results_folder import beside, provenance, replace, write
-from benchmarks.harness.settings import Methods, NeverSlower, Settings, Waste
+from benchmarks.harness.settings import Drafters, Drafts, Latency, Methods, NeverSlower, Settings, Waste
 from benchmarks.harness.tables import Table, cell
 from benchmarks.setups import SETUPS
 from benchmarks.setups.stock import Stock
@@ -104,6 +104,12 @@ FEW = {
 }  # fmt: skip
 
 
+FEWER: dict[Any, dict[str, Any]] = {  # of the settings with --quick
+    Methods: {"windows": 1, "length": 128},
+    Latency: {"requests": 3},
+    Drafts: {"rows": 1, "length": 32, "measured": 64, "prompts": 1},
+    Drafters: {"prompt": 64, "new_tokens": 8},
+}
 TOWER = {
     "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256, "image_size": 32,
 }  # fmt: skip
@@ -182,6 +188,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def even_quicker(quicker: Callable[[Any], Any], fewer: dict[str, Any]) -> Callable[[Any], Any]:
+    """What --quick makes of a group of settings, with even fewer of some."""
+    return lambda group: replace_fields(quicker(group), **fewer)
+
+
 def measure_topics(out: Path) -> None:
     """Run all topics; processes of their own are calls here, to save their seconds of imports."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -199,8 +210,8 @@ def measure_topics(out: Path) -> None:
         patch.setattr(tiles, "LEVELS", ("amx", "avx2_tiles"))
         patch.setattr(NeverSlower, "quicker", lambda self: replace_fields(self, **FEW))
         patch.setitem(never_slower.TOWERS, "tiny tower", lambda: ViTModel(ViTConfig(**TOWER)))
-        quick = Methods.quicker
-        patch.setattr(Methods, "quicker", lambda self: replace_fields(quick(self), windows=1, length=128))
+        for kind, fewer in FEWER.items():
+            patch.setattr(kind, "quicker", even_quicker(kind.quicker, fewer))
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
             patch.setattr(float_rows, name, value)
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "ROUNDS": 1, "NEW_TOKENS": 2}.items():
@@ -221,8 +232,8 @@ def measure_topics(out: Path) -> None:
             patch.setattr(encoders, name, value)
         for name, value in {"SIZES": sizes, "STEPS": 16, "TESTED": 256}.items():
             patch.setattr(encoder_accuracy, name, value)
-        patch.setattr(structured, "MOST_TOKENS", 40)
-        patch.setattr(structured, "coverage", partial(structured.coverage, count=40))
+        patch.setattr(structured, "MOST_TOKENS", 16)
+        patch.setattr(structured, "coverage", partial(structured.coverage, count=12))
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))
         for name, value in {"SHAPES": few, "TOKENS": (1, 5), "GROUP": 32}.items():
             patch.setattr(experts, name, value)

@@ -95,6 +95,7 @@ DRAFTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("max_tokens", [None, 128], ids=["all at once", "preempted"])
 def test_engine_gives_the_tokens_of_stock(

@@ -36,7 +36,7 @@ from .families import VOCABULARY
 from .snapshot import snapshot
 from .speculating import requests
 
-WAIT, NEW_TOKENS = 60, 8
+WAIT, NEW_TOKENS = 60, 6
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 160,

@@ -28,7 +28,7 @@ from .families import FAMILIES, build
 from .speculating import answers, by_engine, by_generate, by_generate_batch, near, requests
 
 PROMPTS = requests(7, longest=9, seed=3, shared=2)
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 
 
 @pytest.fixture(autouse=True)

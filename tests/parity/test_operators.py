@@ -180,7 +180,9 @@ def test_random_programmes_of_requests(seed: int) -> None:
     check_programme(model, numbers, block_sizes=[1, 4, 16], seed=seed)
 
 
-@pytest.mark.parametrize("kind", MORE)
+@pytest.mark.parametrize(
+    "kind", ["gptj", "roformer", *CHANGED, "gpt", *(pytest.param(kind, marks=pytest.mark.long) for kind in FEW[:3])]
+)
 def test_preemption_and_shared_prefixes(kind: str) -> None:
     check_preemption(model_of(kind))
 

@@ -38,6 +38,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     assert together(model) == expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", seeds(2, 6))
 @pytest.mark.parametrize("kind", MODELS)
 def test_random_programmes_of_requests(kind: str, seed: int) -> None:

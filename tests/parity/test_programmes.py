@@ -116,12 +116,12 @@ def answer(stock: Any, prompt: list[int]) -> list[int]:
     return tokens[1 if encodes else len(prompt) :]
 
 
-def happened(kind: str, seeds: range) -> Counter[str]:
+def happened(kind: str, seeds: range, *, arrivals: int = 12) -> Counter[str]:
     counts: Counter[str] = Counter()
     for seed in seeds:
         programme = Programme(asked(kind), seed)
         try:
-            programme.play(arrivals=12)
+            programme.play(arrivals=arrivals)
         except Exception as error:
             error.add_note(f"in the programme of seed {seed}, after {dict(programme.happened)}")
             raise
@@ -132,7 +132,7 @@ def happened(kind: str, seeds: range) -> Counter[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_programme(kind: str) -> None:
     """`python -m tests.parity.play --all` plays many."""
-    assert happened(kind, range(1))["finished"] > 0
+    assert happened(kind, range(1), arrivals=7)["finished"] > 0
 
 
 @pytest.mark.long

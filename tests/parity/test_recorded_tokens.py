@@ -204,6 +204,7 @@ def records() -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:generate.. runs transformers. own loop:UserWarning")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_that_were_recorded(name: str, way: str) -> None:

@@ -47,10 +47,19 @@ pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"states in pages 
 
 KINDS = (*DELTA_RULES, *STATE_SPACES)
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "linear_value_head_dim": 16}  # multiples of INT4's groups
-# Kinds with other layers for other numbers of heads are tried with each, the others once.
+# Kinds with other layers for other numbers of heads are tried with each, the others once. Those of one layer share
+# its sizes out among them.
+SIZES = ((2, 1), (4, 2), (3, 3))
 VARIED = (*DELTA_RULES, "falcon_h1", "zamba2", "zamba")
-CASES = [(kind, *sizes) for kind in VARIED for sizes in ((2, 1), (4, 2), (3, 3))]
+SHARED_OUT = [(kind, *SIZES[place % 3]) for place, kind in enumerate((*DELTA_RULES, "zamba"))]
+CASES: list[Any] = [(kind, *sizes) for kind in ("falcon_h1", "zamba2") for sizes in SIZES] + SHARED_OUT
 CASES += [(kind, 4, 2) for kind in KINDS if kind not in VARIED]
+CASES += [
+    pytest.param(kind, *sizes, marks=pytest.mark.long)
+    for kind in VARIED
+    for sizes in SIZES
+    if (kind, *sizes) not in CASES
+]
 
 
 def model_of(
@@ -148,6 +157,7 @@ def test_beams_and_their_copies(kind: str, settings: dict[str, Any]) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["next", "3.5", "falcon_h1", "nemotron_h", "zamba", "minimax"])
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("cuts", [[40], [12, 28], [13, 1, 1, 25], [2] * 20])

@@ -69,6 +69,7 @@ def assert_rows_hold_final_tokens(family: str, batcher: Batcher, model: Any) -> 
     return len(running)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("block_size", "right"), [(1, 3), (4, 1), pytest.param(4, 0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pages_after_rollback(family: str, right: int, block_size: int) -> None:

@@ -154,6 +154,7 @@ def test_the_model_itself_accepts_all_of_its_own_drafts() -> None:
 # -- models that are not stock's ----------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "weights"), [("int8", None), ("auto", "int8"), ("int8", "int8")])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_quantized_models_say_what_they_say_without_speculation(family: str, dtype: str, weights: str | None) -> None:

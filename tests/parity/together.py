@@ -19,7 +19,7 @@ from .families import VOCABULARY
 from .speculating import OracleDrafter, requests
 
 PROMPTS = requests(5, longest=40, seed=6, shared=9)
-NEW_TOKENS = 8
+NEW_TOKENS = 5
 WAIT = 60
 _answers: dict[tuple[Any, ...], list[int]] = {}  # of stock's models
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import hf_accel
 from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.attention.hf.stock import set_our_attention, stock_parts
-from tests.families.models import build, select
+from tests.families.models import build, family
 
 TOWER = "model.audio_tower"
 
@@ -21,7 +21,7 @@ TOWER = "model.audio_tower"
 @pytest.fixture(scope="module")
 def stock() -> PreTrainedModel:
     """Its audio tower computes attention by itself, with a mask that it makes by its config's implementation."""
-    return build(select(["Gemma4ForConditionalGeneration"])[0])
+    return build(family("Gemma4ForConditionalGeneration"))
 
 
 def heard(model: PreTrainedModel) -> Tensor:

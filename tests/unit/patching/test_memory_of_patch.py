@@ -25,6 +25,16 @@ MAPS = pytest.mark.skipif(not Path(file_pages.PAGEMAP).exists(), reason="this sy
 MOST = 0.3  # of the file: a page that is read brings others with it, those of a neighbour that was given back too
 
 
+@pytest.fixture(autouse=True)
+def _collections_as_python_has_them() -> Iterator[None]:
+    """A model points to itself: as long as it is not collected, it maps its file."""
+    rarely = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*rarely)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of 70 MB: many times what the system reads around a page."""

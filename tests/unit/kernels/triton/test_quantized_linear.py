@@ -316,7 +316,7 @@ def test_one_row_moves_the_weight_once(kind):
     """And the row once for each output, and a scale for each 16 bytes, which the cache serves."""
     from tests.unit.kernels.triton.bytes_moved import counted
 
-    shape = (512, 2048)
+    shape = (128, 2048)
     spec = spec_of(kind, shape, dtype=BF16)
     weight = zeros(spec.layout, shape, dtype=BF16, device="cpu")
     backend, x = Triton(row_invariant=False), torch.randn(1, 2048).to(BF16)
