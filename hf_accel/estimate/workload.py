@@ -263,7 +263,8 @@ def weight_tensors(
 
 def _weight(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:
     """Count the weight of a site."""
-    kept = None if config is None or site.skip is not None else site.config_in(config)
+    asked = None if config is None or site.skip is not None else site.config_in(config)
+    kept = None if asked is None else asked.for_inputs(site.inputs)[0]
     return WeightTensor(
         kind=site.counted_as,
         shape=tuple(site.weight.shape),

@@ -232,8 +232,9 @@ class _Where(NamedTuple):
     measuring: Measuring | None
 
 
-def _plan_site(site: LinearSite, config: WeightConfig, where: _Where, asked: WeightConfig) -> LinearPlan:
-    """Decide about a weight. config: its own. asked: that of the model."""
+def _plan_site(site: LinearSite, kept: WeightConfig, where: _Where, asked: WeightConfig) -> LinearPlan:
+    """Decide about a weight. kept: what is asked of it. asked: of the model."""
+    config, other_groups = kept.for_inputs(site.inputs)
     refusal = site.skip or site.refusal(config)
     if refusal is not None:
         return LinearPlan(site, config, refusal)
@@ -248,7 +249,8 @@ def _plan_site(site: LinearSite, config: WeightConfig, where: _Where, asked: Wei
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
     notes = [note for note in (choice.note, measured, site.note) if note]
     reason = site.reason or "; ".join([*refusals, *notes]) or "first choice"
-    return LinearPlan(site, config, "; ".join([reason, *site.remarks(asked)]), choice)
+    remarks = [*([other_groups] if other_groups else []), *site.remarks(asked)]
+    return LinearPlan(site, config, "; ".join([reason, *remarks]), choice)
 
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
