@@ -64,6 +64,10 @@ MEANT_BY_WEIGHTS = {  # words of other libraries, as patterns, and what to write
 }  # fmt: skip
 
 
+class UsualSize(int):
+    """A group_size that nobody has named, which a layer need not take. dataclasses.replace keeps it so."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The properties of a quantized weight besides its shape.
@@ -154,8 +158,8 @@ class WeightConfig:
         output channel one scale. With INT8 activations, inputs of a group share theirs too, of 128 inputs where it is
         None: groups of 32 lose least, and take longer. 4 bits or fewer: 128 (default). NF4: 64. FP8: None. Where it is
         not given, linears of an encoder with more than 12 layers, each of which ends in a norm, get groups of 64 on a
-        CPU, since errors add up over the layers (XLM-R large); and where 4 bits or fewer are asked for, a layer whose
-        inputs 128 does not divide gets groups of 64 or 32, or 8 bits if neither of them does.
+        CPU, since errors add up over the layers (XLM-R large). Of 4 bits or fewer, a layer whose inputs 128 does not
+        divide gets groups of 64 or 32, or has 8 bits if neither divides them.
     symmetric: False, for 4 bits or fewer, gives each group a zero point too, so that no level is lost on a lopsided
         range.
     activations: "int8", or "fp8" with FP8 weights, quantizes each row of the input on the fly, None keeps it in
@@ -193,7 +197,7 @@ class WeightConfig:
     head: Head | None = BY_FORMAT
     embedding: Table | None = None
     only_if_faster: bool = False
-    leaves_groups: bool = field(default=False, compare=False, repr=False)  # to the model; set where group_size is not
+    leaves_groups: bool = field(default=False, init=False, compare=False, repr=False)  # to the model
 
     def __post_init__(self) -> None:
         for field_name in ("skip", "eight_bits"):
@@ -204,14 +208,15 @@ class WeightConfig:
             raise UnsupportedError(f"bits={self.bits!r} is a word of weights=; pass weights={self.bits!r} to patch()")
         one_of("bits", self.bits, get_args(Bits))
         check_format("format", self.format, get_args(WeightFormat))
-        usual = NF4_BLOCK if self.is_nf4 else None if self.bits == 8 else max(GROUP_SIZES)
-        leaves = isinstance(self.group_size, Default) or (self.leaves_groups and self.group_size == usual)
-        object.__setattr__(self, "leaves_groups", leaves and self.format == "int")
-        if isinstance(self.group_size, Default):
+        is_left = isinstance(self.group_size, Default | UsualSize)
+        if is_left:
+            usual = NF4_BLOCK if self.is_nf4 else None if self.bits == 8 else UsualSize(max(GROUP_SIZES))
             object.__setattr__(self, "group_size", usual)
+        else:
+            one_of("group_size", self.group_size, (*GROUP_SIZES, None) if self.bits == 8 else GROUP_SIZES)
+        object.__setattr__(self, "leaves_groups", is_left and self.format == "int")
         if isinstance(self.head, Default):
             object.__setattr__(self, "head", None if self.is_nf4 else "int8")
-        one_of("group_size", self.group_size, (*GROUP_SIZES, None) if self.bits == 8 else GROUP_SIZES)
         one_of("symmetric", self.symmetric, (True, False))
         if self.activations == "fp8" and self.format != "fp8":
             raise UnsupportedError("activations='fp8' is for FP8 weights; choose weights='fp8', or activations='int8'")
@@ -266,7 +271,8 @@ class WeightConfig:
     def layout(self) -> Layout:
         """The layout of such a weight; for NF4, that of integers of as many bytes, except for the scales' dtype."""
         format: Format = "fp8" if self.format == "fp8" else "int"
-        return Layout(bits=self.bits, format=format, group_size=self.group_size, symmetric=self.symmetric)
+        size = self.group_size and int(self.group_size)
+        return Layout(bits=self.bits, format=format, group_size=size, symmetric=self.symmetric)
 
     @property
     def is_nf4(self) -> bool:
@@ -299,25 +305,8 @@ class WeightConfig:
     def with_eight_bits(self) -> WeightConfig:
         """Return the config of a layer that average_bits gives 8 bits."""
         return dataclasses.replace(
-            self, bits=8, group_size=None, symmetric=True, average_bits=None, eight_bits=(), calibration=None,
-            leaves_groups=False,
-        )  # fmt: skip
-
-    def for_inputs(self, count: int) -> tuple[WeightConfig, str | None]:
-        """Return the config of a weight with so many inputs, and as a clause why it is not this one.
-
-        Where group_size was left out, groups are the largest that divide the inputs. Where none does, the weight gets
-        8 bits with a scale for each output, which any number of inputs can have: half of its bytes are saved still, and
-        less is lost than with 4.
-        """
-        usual = self.group_size
-        if not self.leaves_groups or usual is None or count % usual == 0:
-            return self, None
-        fitting = max((size for size in GROUP_SIZES if count % size == 0), default=None)
-        if fitting is None:
-            return self.with_eight_bits(), f"8 bits, as no group of {min(GROUP_SIZES)} or more divides {count} inputs"
-        finer = dataclasses.replace(self, group_size=fitting)
-        return finer, f"groups of {fitting}, as {usual} does not divide {count} inputs"
+            self, bits=8, group_size=None, symmetric=True, average_bits=None, eight_bits=(), calibration=None
+        )
 
     def for_linear(self, name: str, *, also: Collection[str] = ()) -> WeightConfig:
         """Return the config of the Linear of this name: with 8 bits if it is one of `eight_bits`, or of `also`."""
@@ -327,9 +316,7 @@ class WeightConfig:
     @property
     def for_head(self) -> WeightConfig | None:
         """The config of the output head, rounded to nearest: INT8 with a scale for each token, since it decides which
-        one wins, unless 4 bits are asked for.
-
-        None leaves it alone.
+        one wins, unless 4 bits are asked for. None leaves it alone.
         """
         if self.head is None:
             return None
@@ -347,9 +334,8 @@ class WeightConfig:
         """Return the config of a weight with a row for each token."""
         if label == "int8":
             return WeightConfig(bits=8, **others)
-        if self.group_size is not None and not self.leaves_groups:
-            others["group_size"] = self.group_size
-        return WeightConfig(bits=4, symmetric=self.symmetric, **others)
+        size = BY_FORMAT if self.leaves_groups or self.group_size is None else self.group_size
+        return WeightConfig(bits=4, group_size=size, symmetric=self.symmetric, **others)
 
     @property
     def label(self) -> str:

@@ -149,7 +149,8 @@ def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
 def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     """Make a patched model over the same Parameters, with its linears in `weights`; the given one stays as it is."""
     draft: Any = stock_twin(model)
-    made: PreTrainedModel = patch(draft, weights=weights, keep_original=True)
+    wanted: Any = weights
+    made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
     return made
 
 

@@ -49,6 +49,7 @@ from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
+from .layer_groups import fitted
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .over_pages import decoder_form, inner_generator, with_pages, with_readers
@@ -234,7 +235,7 @@ class _Where(NamedTuple):
 
 def _plan_site(site: LinearSite, kept: WeightConfig, where: _Where, asked: WeightConfig) -> LinearPlan:
     """Decide about a weight. kept: what is asked of it. asked: of the model."""
-    config, other_groups = kept.for_inputs(site.inputs)
+    config, other_groups = fitted(kept, site.inputs)
     refusal = site.skip or site.refusal(config)
     if refusal is not None:
         return LinearPlan(site, config, refusal)

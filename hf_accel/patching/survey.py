@@ -30,6 +30,7 @@ from ..undo.journal import original_class
 from .check import MOVED, check_linear_names, hook_refusal, is_offloaded
 from .convolution_site import ConvolutionSite
 from .encoder_groups import with_finer_groups
+from .layer_groups import fitted
 from .weight_sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
 
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
@@ -298,7 +299,7 @@ def _own_refusal(model: PreTrainedModel, site: EmbeddingSite, config: WeightConf
         return "its weight is no plain float tensor"
     if lost_on_saving(model)(site.name):
         return "it is renamed or joined with others when it is saved, so that it would not be found again"
-    size = kept.for_inputs(site.inputs)[0].layout.group_size or 1
+    size = fitted(kept, site.inputs)[0].layout.group_size or 1
     return f"group_size={size} does not divide its {site.inputs} numbers" if site.inputs % size else None
 
 

@@ -142,7 +142,7 @@ class LinearSite:
     # -- the plan ---------------------------------------------------------------------------------------
 
     def config_in(self, config: WeightConfig, eight_bits: Collection[str] = ()) -> WeightConfig | None:
-        """Return what `config` asks of this weight, whose `for_inputs` it gets; None: to leave it alone.
+        """Return what `config` asks of this weight; None: to leave it alone.
 
         eight_bits: names of weights that get 8 bits besides those that `config` names.
         """

@@ -71,7 +71,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)), tmp_path_factory.mktemp("tied"))
 
 
-def needed(folder: Path, weights: Any, kv_dtype: str | None = None, context: int = 2048, inner: int = 256) -> int:
+def needed(folder: Path, weights: Any, kv_dtype: str | None = None, context: int = 2048, *, inner: int = 256) -> int:
     """Return the least memory that is enough for a way to hold a model: what is counted, and what is to spare."""
     counted = hf_accel.estimate(folder, context=context, weights=weights, kv_dtype=kv_dtype, bandwidth=1e9)
     # A pass of all tokens in bfloat16, with the logits of 512 of them, as those are sampled from.
@@ -217,7 +217,9 @@ def test_what_has_8_bits_for_its_width_gets_no_more(weights: dict[str, Any], tmp
     assert {8, 4} == {number for name, number in bits.items() if "down_proj" not in name}
     config = plan.config.weights
     assert config is not None and not any("down_proj" in name for name in config.eight_bits)
-    size_of = sum(p.site.count * p.choice.spec.weight_bytes for p in plan.quantized if p.choice and "layers" in p.site.name)
+    size_of = sum(
+        p.site.count * p.choice.spec.weight_bytes for p in plan.quantized if p.choice and "layers" in p.site.name
+    )
     count = sum(p.site.weight.numel() for p in plan.quantized if "layers" in p.site.name)
     assert config.average_bits is None or 8 * size_of / count <= config.average_bits
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,20 +47,6 @@ def test_groups_of_eight_bits(group_size: Any) -> None:
     four = WeightConfig(average_bits=5, method="gptq", group_size=group_size or 128)
     assert four.layout.group_size == (group_size or 128) and four.with_eight_bits().layout.group_size is None
     assert WeightConfig().group_size is WeightConfig(format="fp8").group_size is None
-
-
-@pytest.mark.parametrize(("inputs", "bits", "group_size"), [(384, 4, 128), (576, 4, 64), (96, 4, 32), (4304, 8, None)])
-def test_groups_that_are_left_to_a_weight_divide_its_inputs(inputs: int, bits: int, group_size: int | None) -> None:
-    asked = replace(WeightConfig(4, symmetric=False), skip=("lm_head",), head="int4")
-    for config in (asked, asked.for_head, WeightConfig(8, head="int4").for_head):
-        assert config is not None
-        kept, why = config.for_inputs(inputs)
-        assert (kept.bits, kept.group_size, kept.skip) == (bits, group_size, config.skip)
-        assert (why is None) == (kept == config)
-    for named in (WeightConfig(4, group_size=128), replace(asked, group_size=32), WeightConfig(), WeightConfig(4, format="nf4")):
-        assert named.for_inputs(inputs) == (named, None)
-    assert "group_size" not in PatchConfig.build(weights=asked).to_dict()["weights"]
-    assert PatchConfig.build(weights=replace(asked, group_size=64)).to_dict()["weights"]["group_size"] == 64
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hf_accel.linear import LinearSpec, QuantExperts, QuantLinear, QuantModule, 
 from hf_accel.linear.experts import parts_of
 from hf_accel.linear.formats import readable, state
 from hf_accel.linear.hf import experts_refusal
+from hf_accel.patching.layer_groups import fitted
 from hf_accel.undo.state import state_of
 
 SIZES = {
@@ -61,7 +62,7 @@ def by_linears(original, config, x, *, index, weights):
         biases = original._parameters.get(f"{name}_bias")
         made = []
         for i, weight in enumerate(floats):
-            kept = config.for_inputs(weight.shape[1])[0]
+            kept = fitted(config, weight.shape[1])[0]
             choice = choose(LinearSpec.of(weight, kept))
             bias = None if biases is None else biases[i].detach().clone()
             made.append(QuantLinear.from_packed(choice.backend.quantize(weight, kept), bias, choice=choice))

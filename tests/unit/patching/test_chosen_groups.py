@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import hf_accel
 from hf_accel.linear import QuantModule
 from hf_accel.linear.backends.reference import REFERENCES
 from hf_accel.linear.methods import rtn
+from hf_accel.patching.layer_groups import fitted
 
 IDS = torch.randint(0, 90, (2, 7), generator=torch.Generator().manual_seed(1))
 SHAPE: dict[str, Any] = {
@@ -37,6 +39,25 @@ def layouts(model: PreTrainedModel) -> dict[str, tuple[int, int | None]]:
 def generated(model: Any, **keywords: Any) -> torch.Tensor:
     tokens: torch.Tensor = model.generate(IDS, max_new_tokens=6, do_sample=False, **keywords)
     return tokens
+
+
+@pytest.mark.parametrize(("inputs", "bits", "group_size"), [(384, 4, 128), (576, 4, 64), (96, 4, 32), (4304, 8, None)])
+def test_groups_that_are_left_to_a_weight_divide_its_inputs(inputs: int, bits: int, group_size: int | None) -> None:
+    asked = replace(hf_accel.WeightConfig(4, symmetric=False), skip=("lm_head",), head="int4")
+    for config in (asked, asked.for_head, hf_accel.WeightConfig(8, head="int4").for_head):
+        assert config is not None
+        kept, why = fitted(config, inputs)
+        assert (kept.bits, kept.group_size, kept.skip) == (bits, group_size, config.skip)
+        assert (why is None) == (kept == config)
+    for named in (
+        hf_accel.WeightConfig(4, group_size=128),
+        replace(asked, group_size=32),
+        hf_accel.WeightConfig(),
+        hf_accel.WeightConfig(4, format="nf4"),
+    ):
+        assert fitted(named, inputs) == (named, None)
+    assert "group_size" not in hf_accel.PatchConfig.build(weights=asked).to_dict()["weights"]
+    assert hf_accel.PatchConfig.build(weights=replace(asked, group_size=64)).to_dict()["weights"]["group_size"] == 64
 
 
 @widths
