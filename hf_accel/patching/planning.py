@@ -224,9 +224,7 @@ def _put_in_together(linears: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
 
 
 class _Where(NamedTuple):
-    """The conditions of a layer: its device, whether each row must be rounded as if it were alone, and the tile
-    measurements.
-    """
+    """The conditions of a layer: its device, whether a row is rounded as if alone, and measurements of tiles."""
 
     device_type: str | None
     row_invariant: bool
@@ -235,7 +233,7 @@ class _Where(NamedTuple):
 
 def _plan_site(site: LinearSite, kept: WeightConfig, where: _Where, asked: WeightConfig) -> LinearPlan:
     """Decide about a weight. kept: what is asked of it. asked: of the model."""
-    config, other_groups = fitted(kept, site.inputs)
+    config, why = fitted(kept, site.inputs)
     refusal = site.skip or site.refusal(config)
     if refusal is not None:
         return LinearPlan(site, config, refusal)
@@ -250,8 +248,7 @@ def _plan_site(site: LinearSite, kept: WeightConfig, where: _Where, asked: Weigh
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
     notes = [note for note in (choice.note, measured, site.note) if note]
     reason = site.reason or "; ".join([*refusals, *notes]) or "first choice"
-    remarks = [*([other_groups] if other_groups else []), *site.remarks(asked)]
-    return LinearPlan(site, config, "; ".join([reason, *remarks]), choice)
+    return LinearPlan(site, config, "; ".join([reason, *filter(None, [why]), *site.remarks(asked)]), choice)
 
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
