@@ -151,8 +151,9 @@ def _mixed(
     base, left = size.rung.weights, room - size.size
     assert base is not None
     planned = plan_linears(shapes, base, device_type=device_type)
-    linears = {p.site.name: p for p in planned if _may_get_eight_bits(p)}
-    numbers, stored = numbers_and_bytes(linears.values())
+    plain = [p for p in planned if type(p.site) is LinearSite and p.choice is not None and not p.site.is_head]
+    numbers, stored = numbers_and_bytes(plain)
+    linears = {p.site.name: p for p in plain if p.config.bits < 8}  # where a group divides the inputs
     calibration = fit.kept.get("calibration")
     if calibration is not None:
         average = math.floor(1000 * min(7.99, 8 * (stored + left) / max(1, numbers))) / 1000
@@ -170,10 +171,6 @@ def _mixed(
     )
     line = Line(TOPIC, "mixed bits", f"{len(names)} of {len(linears)} linears in 8 bits", why)
     return replace(base, eight_bits=tuple(sorted(names))), line
-
-
-def _may_get_eight_bits(linear: LinearPlan) -> bool:
-    return type(linear.site) is LinearSite and linear.choice is not None and not linear.site.is_head
 
 
 def _weight(linear: LinearPlan, read: Read) -> Tensor | None:

@@ -19,7 +19,7 @@ from ..estimate.shapes import DECODER_TOKENS, decoder_config, has_both, held_spe
 from ..estimate.workload import Workload
 from ..linear.embedding import QuantEmbedding
 from ..patching.check import check_linear_names
-from ..patching.survey import common_group_size, sites_for
+from ..patching.survey import sites_for
 
 LEAST_TOKENS = 512  # of a cache whose tokens nobody has asked for
 
@@ -139,7 +139,7 @@ def _rungs(shapes: Any, settings: PatchConfig, fit: Fit, *, is_stored: bool) -> 
         yield Rung(settings.weights)
         return
     kept = {name: value for name, value in fit.kept.items() if name != "calibration"}
-    eight, four = WeightConfig(8, **kept), WeightConfig(4, group_size=common_group_size(shapes), **kept)
+    eight, four = WeightConfig(8, **kept), WeightConfig(4, **kept)
     check_linear_names(shapes, eight)
     rungs = [
         Rung(None),
@@ -154,10 +154,7 @@ def _rungs(shapes: Any, settings: PatchConfig, fit: Fit, *, is_stored: bool) -> 
 def _with_table(shapes: Any, config: WeightConfig, word: Any) -> WeightConfig:
     """Return the config with a quantized embedding, or unchanged where this model's has to stay."""
     wanted = replace(config, embedding=word)
-    try:
-        _, stays = sites_for(shapes, wanted)
-    except UnsupportedError:  # of groups that do not fit, which counting refuses too
-        return config
+    _, stays = sites_for(shapes, wanted)
     return wanted if stays is None else config
 
 

@@ -334,7 +334,7 @@ class PatchConfig:
         del keywords["explicit"], keywords["context_parallel"]
         if keywords["weights"] is not None:
             del keywords["weights"]["calibration"], keywords["weights"]["resume"]
-            if keywords["weights"].pop("leaves_groups"):  # which a group_size would end
+            if keywords["weights"].pop("leaves_groups"):  # to each layer
                 del keywords["weights"]["group_size"]
             if not keywords["weights"]["eight_bits"]:  # which versions before it do not know
                 del keywords["weights"]["eight_bits"]

@@ -64,6 +64,10 @@ MEANT_BY_WEIGHTS = {  # words of other libraries, as patterns, and what to write
 }  # fmt: skip
 
 
+class UsualSize(int):
+    """A group_size that nobody has named, which a layer need not take. dataclasses.replace keeps it so."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The properties of a quantized weight besides its shape.
@@ -154,7 +158,8 @@ class WeightConfig:
         output channel one scale. With INT8 activations, inputs of a group share theirs too, of 128 inputs where it is
         None: groups of 32 lose least, and take longer. 4 bits or fewer: 128 (default). NF4: 64. FP8: None. Where it is
         not given, linears of an encoder with more than 12 layers, each of which ends in a norm, get groups of 64 on a
-        CPU, since errors add up over the layers (XLM-R large).
+        CPU, since errors add up over the layers (XLM-R large). Of 4 bits or fewer, a layer whose inputs 128 does not
+        divide gets groups of 64 or 32, or has 8 bits if neither divides them.
     symmetric: False, for 4 bits or fewer, gives each group a zero point too, so that no level is lost on a lopsided
         range.
     activations: "int8", or "fp8" with FP8 weights, quantizes each row of the input on the fly, None keeps it in
@@ -192,7 +197,7 @@ class WeightConfig:
     head: Head | None = BY_FORMAT
     embedding: Table | None = None
     only_if_faster: bool = False
-    leaves_groups: bool = field(default=False, init=False, compare=False, repr=False)  # of 8 bits to the model
+    leaves_groups: bool = field(default=False, init=False, compare=False, repr=False)  # to the model
 
     def __post_init__(self) -> None:
         for field_name in ("skip", "eight_bits"):
@@ -203,13 +208,15 @@ class WeightConfig:
             raise UnsupportedError(f"bits={self.bits!r} is a word of weights=; pass weights={self.bits!r} to patch()")
         one_of("bits", self.bits, get_args(Bits))
         check_format("format", self.format, get_args(WeightFormat))
-        if isinstance(self.group_size, Default):
-            usual = NF4_BLOCK if self.is_nf4 else None if self.bits == 8 else 128
+        is_left = isinstance(self.group_size, Default | UsualSize)
+        if is_left:
+            usual = NF4_BLOCK if self.is_nf4 else None if self.bits == 8 else UsualSize(max(GROUP_SIZES))
             object.__setattr__(self, "group_size", usual)
-            object.__setattr__(self, "leaves_groups", self.bits == 8 and self.format == "int")
+        else:
+            one_of("group_size", self.group_size, (*GROUP_SIZES, None) if self.bits == 8 else GROUP_SIZES)
+        object.__setattr__(self, "leaves_groups", is_left and self.format == "int")
         if isinstance(self.head, Default):
             object.__setattr__(self, "head", None if self.is_nf4 else "int8")
-        one_of("group_size", self.group_size, (*GROUP_SIZES, None) if self.bits == 8 else GROUP_SIZES)
         one_of("symmetric", self.symmetric, (True, False))
         if self.activations == "fp8" and self.format != "fp8":
             raise UnsupportedError("activations='fp8' is for FP8 weights; choose weights='fp8', or activations='int8'")
@@ -264,7 +271,8 @@ class WeightConfig:
     def layout(self) -> Layout:
         """The layout of such a weight; for NF4, that of integers of as many bytes, except for the scales' dtype."""
         format: Format = "fp8" if self.format == "fp8" else "int"
-        return Layout(bits=self.bits, format=format, group_size=self.group_size, symmetric=self.symmetric)
+        size = self.group_size and int(self.group_size)
+        return Layout(bits=self.bits, format=format, group_size=size, symmetric=self.symmetric)
 
     @property
     def is_nf4(self) -> bool:
@@ -308,9 +316,7 @@ class WeightConfig:
     @property
     def for_head(self) -> WeightConfig | None:
         """The config of the output head, rounded to nearest: INT8 with a scale for each token, since it decides which
-        one wins, unless 4 bits are asked for.
-
-        None leaves it alone.
+        one wins, unless 4 bits are asked for. None leaves it alone.
         """
         if self.head is None:
             return None
@@ -328,7 +334,8 @@ class WeightConfig:
         """Return the config of a weight with a row for each token."""
         if label == "int8":
             return WeightConfig(bits=8, **others)
-        return WeightConfig(bits=4, group_size=self.group_size or 128, symmetric=self.symmetric, **others)
+        size = BY_FORMAT if self.leaves_groups or self.group_size is None else self.group_size
+        return WeightConfig(bits=4, group_size=size, symmetric=self.symmetric, **others)
 
     @property
     def label(self) -> str:

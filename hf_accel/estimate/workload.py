@@ -21,6 +21,7 @@ from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
+from ..patching.layer_groups import fitted
 from ..patching.survey import linear_sites, sites_for, sites_named
 from ..patching.weight_sites import LinearSite
 from .layer_bytes import AttendsToSource, StatefulLayer
@@ -263,7 +264,8 @@ def weight_tensors(
 
 def _weight(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:
     """Count the weight of a site."""
-    kept = None if config is None or site.skip is not None else site.config_in(config)
+    asked = None if config is None or site.skip is not None else site.config_in(config)
+    kept = None if asked is None else fitted(asked, site.inputs)[0]
     return WeightTensor(
         kind=site.counted_as,
         shape=tuple(site.weight.shape),

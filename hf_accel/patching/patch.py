@@ -16,7 +16,6 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from ..attention import PlannedAttention
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.stock import implementation_of_config, set_our_attention, stock_implementation
-from ..config import WeightConfig
 from ..config.patch_config import (
     Attention,
     Cache,
@@ -60,7 +59,6 @@ from .over_pages import InnerGenerator
 from .pack import Packed, replace_linears, replace_parameters
 from .plan import Plan
 from .planning import planned
-from .survey import common_group_size
 from .twin import twin
 from .unpatch import unpatch
 
@@ -151,7 +149,7 @@ def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
 def make_draft(model: PreTrainedModel, weights: str | None) -> PreTrainedModel:
     """Make a patched model over the same Parameters, with its linears in `weights`; the given one stays as it is."""
     draft: Any = stock_twin(model)
-    wanted: Any = WeightConfig(4, group_size=common_group_size(draft)) if weights == "int4" else weights
+    wanted: Any = weights
     made: PreTrainedModel = patch(draft, weights=wanted, keep_original=True)
     return made
 

@@ -49,6 +49,7 @@ from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
+from .layer_groups import fitted
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .over_pages import decoder_form, inner_generator, with_pages, with_readers
@@ -223,17 +224,16 @@ def _put_in_together(linears: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
 
 
 class _Where(NamedTuple):
-    """The conditions of a layer: its device, whether each row must be rounded as if it were alone, and the tile
-    measurements.
-    """
+    """The conditions of a layer: its device, whether a row is rounded as if alone, and measurements of tiles."""
 
     device_type: str | None
     row_invariant: bool
     measuring: Measuring | None
 
 
-def _plan_site(site: LinearSite, config: WeightConfig, where: _Where, asked: WeightConfig) -> LinearPlan:
-    """Decide about a weight. config: its own. asked: that of the model."""
+def _plan_site(site: LinearSite, kept: WeightConfig, where: _Where, asked: WeightConfig) -> LinearPlan:
+    """Decide about a weight. kept: what is asked of it. asked: of the model."""
+    config, why = fitted(kept, site.inputs)
     refusal = site.skip or site.refusal(config)
     if refusal is not None:
         return LinearPlan(site, config, refusal)
@@ -248,7 +248,7 @@ def _plan_site(site: LinearSite, config: WeightConfig, where: _Where, asked: Wei
     refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
     notes = [note for note in (choice.note, measured, site.note) if note]
     reason = site.reason or "; ".join([*refusals, *notes]) or "first choice"
-    return LinearPlan(site, config, "; ".join([reason, *site.remarks(asked)]), choice)
+    return LinearPlan(site, config, "; ".join([reason, *filter(None, [why]), *site.remarks(asked)]), choice)
 
 
 def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:

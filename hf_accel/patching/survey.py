@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..config import GROUP_SIZES, GroupSize, PatchConfig, WeightConfig
+from ..config import PatchConfig, WeightConfig
 from ..errors import UnsupportedError
 from ..keywords import named
 from ..linear.embedding import TABLE
@@ -30,6 +30,7 @@ from ..undo.journal import original_class
 from .check import MOVED, check_linear_names, hook_refusal, is_offloaded
 from .convolution_site import ConvolutionSite
 from .encoder_groups import with_finer_groups
+from .layer_groups import fitted
 from .weight_sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
 
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
@@ -91,47 +92,39 @@ def sites_for(
     check_linear_names(model, config)
     sites = list(linear_sites(model, config.skip))
     on_cpu = (device_type or model_device(model).type) in ("cpu", "meta")
-    if config.leaves_groups and on_cpu and not model.can_generate():
+    if config.bits == 8 and config.leaves_groups and on_cpu and not model.can_generate():
         sites = with_finer_groups(model, sites)
     experts = list(experts_sites(model, config.skip))
-    if config.layout.group_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows
-        _check_groups(sites, config.bits, config.layout.group_size)
+    named_size = None if config.leaves_groups else config.layout.group_size
+    if named_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows
+        _check_groups(sites, config.bits, named_size)
     head = config.for_head
-    if head is not None and head.layout.group_size is not None:
+    if head is not None and head.layout.group_size is not None and not head.leaves_groups:
         _check_head(sites, head.layout.group_size)
     return with_embedding(model, config, [*sites, *experts])
 
 
 def _check_groups(sites: Iterable[LinearSite], bits: int, group_size: int) -> None:
     """Raise UnsupportedError unless groups of this size divide the inputs of every Linear that would be quantized."""
-    widths = {site.name: site.weight.shape[1] for site in sites if not site.is_head and site.skip is None}
-    cut = [name for name, width in widths.items() if width % group_size]
+    cut = [site for site in sites if not site.is_head and site.skip is None and site.inputs % group_size]
     if not cut:
         return
-    fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths.values())]
-    ends = sorted({name.rpartition(".")[2] for name in cut})
-    resized = f"weights={{'bits': {bits}, 'group_size': {max(fitting)}}}" if fitting else "weights='int8'"
+    ends = sorted({site.name.rpartition(".")[2] for site in cut})
     raise UnsupportedError(
-        f"group_size={group_size} does not divide the {widths[cut[0]]} inputs of {cut[0]!r}; use {resized}, or leave "
-        f"such layers as they are: weights={{'bits': {bits}, 'group_size': {group_size}, 'skip': {ends}}}"
+        f"group_size={group_size} does not divide the {cut[0].inputs} inputs of {cut[0].name!r}; leave it out, and "
+        f"each layer gets groups that fit: weights={{'bits': {bits}}}, or leave such layers as they are: "
+        f"weights={{'bits': {bits}, 'group_size': {group_size}, 'skip': {ends}}}"
     )
 
 
 def _check_head(sites: Iterable[LinearSite], group_size: int) -> None:
     """Raise UnsupportedError unless groups of this size divide the inputs of the head."""
     head = next((site for site in sites if site.is_head and site.skip is None), None)
-    if head is not None and head.weight.shape[1] % group_size:
+    if head is not None and head.inputs % group_size:
         raise UnsupportedError(
-            f"group_size={group_size} does not divide the {head.weight.shape[1]} inputs of {head.name!r}; leave head= "
-            "out, or choose another group_size="
+            f"group_size={group_size} does not divide the {head.inputs} inputs of {head.name!r}; leave group_size= "
+            "or head= out"
         )
-
-
-def common_group_size(model: PreTrainedModel) -> GroupSize:
-    """Return the largest group of inputs that divides those of every Linear; the smallest known if none does."""
-    widths = [site.weight.shape[1] for site in linear_sites(model, ()) if not site.is_head and site.skip is None]
-    fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
-    return max(fitting, default=min(GROUP_SIZES))
 
 
 def split_of(model: PreTrainedModel) -> TensorParallel | None:
@@ -306,10 +299,8 @@ def _own_refusal(model: PreTrainedModel, site: EmbeddingSite, config: WeightConf
         return "its weight is no plain float tensor"
     if lost_on_saving(model)(site.name):
         return "it is renamed or joined with others when it is saved, so that it would not be found again"
-    size = kept.layout.group_size
-    return (
-        f"group_size={size} does not divide its {weight.shape[1]} numbers" if size and weight.shape[1] % size else None
-    )
+    size = fitted(kept, site.inputs)[0].layout.group_size or 1
+    return f"group_size={size} does not divide its {site.inputs} numbers" if site.inputs % size else None
 
 
 def _refusal(model: PreTrainedModel, name: str, embedding: nn.Embedding, owners: set[nn.Module]) -> str | None:

@@ -114,6 +114,11 @@ class LinearSite:
         return self.tensor.t() if isinstance(self.module, Conv1D) else self.tensor
 
     @property
+    def inputs(self) -> int:
+        """Inputs of a matrix, on this rank."""
+        return self.weight.shape[-1]
+
+    @property
     def count(self) -> int:
         """Matrices in the parameter: one for each expert."""
         return 1
@@ -144,7 +149,8 @@ class LinearSite:
         if self.is_head:
             return config.for_head
         kept = config.for_linear(self.name, also=eight_bits)
-        return replace(kept, group_size=self.group_size) if self.group_size and kept.leaves_groups else kept
+        is_left = kept.bits == 8 and kept.leaves_groups
+        return replace(kept, group_size=self.group_size) if self.group_size and is_left else kept
 
     def refusal(self, config: WeightConfig) -> str | None:
         """Return why such a weight cannot be held as its `config` says, as one clause; None if it can."""
@@ -278,8 +284,8 @@ class ExpertsSite(LinearSite):
     def refusal(self, config: WeightConfig) -> str | None:
         if config.is_nf4:
             return "bitsandbytes has no experts"
-        group_size, inputs = config.layout.group_size, self.weight.shape[2]
-        return f"group_size={group_size} does not divide the {inputs} inputs" if inputs % (group_size or 1) else None
+        size = config.layout.group_size or 1
+        return f"group_size={size} does not divide the {self.inputs} inputs" if self.inputs % size else None
 
     def remarks(self, config: WeightConfig) -> list[str]:
         return ["rounded to nearest: calibration does not reach experts"] if config.needs_data else []

@@ -272,7 +272,7 @@ def job_refusals(path: str, folder: str) -> dict[str, str]:
         ),
         "auto": lambda: hf_accel.patch(model, weights="auto"),
         "self-int4": lambda: hf_accel.patch(model, weights=None, speculative="self-int4"),
-        "group": lambda: hf_accel.patch(model, weights="int4"),
+        "group": lambda: hf_accel.patch(model, weights={"bits": 4, "group_size": 128}),
         "loading": lambda: AutoModelForCausalLM.from_pretrained(
             path, quantization_config=hf_accel.AccelConfig(weights="int8"), distributed_config=config_of(model)
         ),

@@ -47,16 +47,18 @@ def eight_bit_names(todo: Plan) -> frozenset[str]:
     are more than that.
     """
     config = todo.config.weights
-    # Neither the head nor experts, which get 4 bits, are part of the budget.
+    # Neither the head nor experts, which get 4 bits, are part of the budget. What has 8 bits already, since no group
+    # divides its inputs, is counted, and cannot get more.
     linears = {p.site.name: p for p in todo.quantized if not p.site.is_head and p.config.average_bits is not None}
     if config is None or config.average_bits is None or not linears:
         return frozenset()
-    count, size = numbers_and_bytes(linears.values())
+    fixed = (p for p in todo.quantized if p.site.kind == "linears" and p.config.bits == 8)
+    count, size = numbers_and_bytes([*linears.values(), *fixed])
     left = config.average_bits * count / 8 - size
     if left < 0:
         raise UnsupportedError(
-            f"average_bits={config.average_bits} is not enough: 4 bits for all linears, with scales for groups of "
-            f"{config.group_size}, are {8 * size / count:.3f}; ask for more, or for larger groups"
+            f"average_bits={config.average_bits} is not enough: 4 bits for all linears that can have them, and their "
+            f"scales, are {8 * size / count:.3f}; ask for more, or for larger groups"
         )
     check_takes_ids(todo.model)
     return best_within(sensitivities(todo.model, linears, windows_of(config.calibration, todo.model)), left)

@@ -71,11 +71,11 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)), tmp_path_factory.mktemp("tied"))
 
 
-def needed(folder: Path, weights: Any, kv_dtype: str | None = None, context: int = 2048) -> int:
+def needed(folder: Path, weights: Any, kv_dtype: str | None = None, context: int = 2048, *, inner: int = 256) -> int:
     """Return the least memory that is enough for a way to hold a model: what is counted, and what is to spare."""
     counted = hf_accel.estimate(folder, context=context, weights=weights, kv_dtype=kv_dtype, bandwidth=1e9)
     # A pass of all tokens in bfloat16, with the logits of 512 of them, as those are sampled from.
-    numbers = context * (8 * 128 + 4 * 256) * 2 + min(context, 512) * 1024 * (2 + 16)
+    numbers = context * (8 * 128 + 4 * inner) * 2 + min(context, 512) * 1024 * (2 + 16)
     return math.ceil((counted.total_bytes - counted.activation_bytes + numbers) / (1 - SPARE_SHARE))
 
 
@@ -175,8 +175,8 @@ def test_the_memory_of_this_machine(folder: Path, monkeypatch: pytest.MonkeyPatc
 # -- mixed bits --------------------------------------------------------------------------------------------
 
 
-def between(folder: Path, share: float) -> int:
-    low, high = needed(folder, TABLE), needed(folder, {"bits": 8, "embedding": "int8"})
+def between(folder: Path, share: float, inner: int = 256) -> int:
+    low, high = (needed(folder, {"bits": bits, "embedding": "int8"}, inner=inner) for bits in (4, 8))
     return round(low + share * (high - low))
 
 
@@ -205,6 +205,23 @@ def test_bits_are_mixed_by_the_rounding_error(folder: Path) -> None:
     assert set().union(*taken) == set(found.eight_bits)
     assert max(gains, key=gains.__getitem__) in taken
     assert min(gains, key=gains.__getitem__) not in taken
+
+
+@pytest.mark.parametrize("weights", [{}, {"weights": {"calibration": TEXT}}], ids=["rounding", "calibration"])
+def test_what_has_8_bits_for_its_width_gets_no_more(weights: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    folder = saved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"intermediate_size": 172})), tmp_path)
+    plan = hf_accel.plan(folder, fit=between(folder, 0.5, 172), **weights)
+    bits = {p.site.name: p.config.bits for p in plan.quantized if "layers" in p.site.name}
+    assert all(bits[f"model.layers.{layer}.mlp.down_proj"] == 8 for layer in range(2))
+    assert {8, 4} == {number for name, number in bits.items() if "down_proj" not in name}
+    config = plan.config.weights
+    assert config is not None and not any("down_proj" in name for name in config.eight_bits)
+    size_of = sum(
+        p.site.count * p.choice.spec.weight_bytes for p in plan.quantized if p.choice and "layers" in p.site.name
+    )
+    count = sum(p.site.weight.numel() for p in plan.quantized if "layers" in p.site.name)
+    assert config.average_bits is None or 8 * size_of / count <= config.average_bits
 
 
 def test_bits_are_mixed_by_calibration(folder: Path) -> None:

@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({}, WeightConfig()),
         ({"load_in_8bit": True}, WeightConfig()),
         ({"load_in_4bit": False, "load_in_8bit": False, "weights": None}, None),
+        ({"load_in_4bit": True}, WeightConfig(4)),
         ({"load_in_4bit": True, "weights": SMALL}, SMALL),
         ({"load_in_4bit": True, "config": PatchConfig(weights=SMALL)}, SMALL),
         ({"load_in_8bit": True, "config": PatchConfig(cache=None)}, WeightConfig()),
@@ -52,7 +53,6 @@ def test_what_the_keywords_mean(folder: Path, keywords: dict[str, Any], expected
             "load_in_8bit=True is weights='int8', and weights='int4' is not",
         ),
         ({"load_in_4bit": True, "config": PatchConfig(weights=None)}, "weights=None is not; leave one out"),
-        ({"load_in_4bit": True}, "group_size=128 does not divide the 32 inputs"),
         ({"load_in_4bit": "yes"}, "load_in_4bit='yes' is not known; choose one of True, False"),
         (
             {"tokenizer": None},

@@ -230,7 +230,7 @@ def test_a_weight_that_cannot_be_quantized_is_named(threads: int, tmp_path: Path
 def test_bad_keyword_is_told_before_anything_is_read(tmp_path: Path, taken: list[str]) -> None:
     save("llama", tmp_path)
     with pytest.raises(hf_accel.UnsupportedError, match="group_size=128 does not divide the 32 inputs of"):
-        load(tmp_path, {"weights": "int4"})
+        load(tmp_path, {"weights": {"bits": 4, "group_size": 128}})
     assert taken == []
 
 

@@ -15,6 +15,7 @@ from hf_accel.linear import LinearSpec, QuantExperts, QuantLinear, QuantModule, 
 from hf_accel.linear.experts import parts_of
 from hf_accel.linear.formats import readable, state
 from hf_accel.linear.hf import experts_refusal
+from hf_accel.patching.layer_groups import fitted
 from hf_accel.undo.state import state_of
 
 SIZES = {
@@ -61,9 +62,10 @@ def by_linears(original, config, x, *, index, weights):
         biases = original._parameters.get(f"{name}_bias")
         made = []
         for i, weight in enumerate(floats):
-            choice = choose(LinearSpec.of(weight, config))
+            kept = fitted(config, weight.shape[1])[0]
+            choice = choose(LinearSpec.of(weight, kept))
             bias = None if biases is None else biases[i].detach().clone()
-            made.append(QuantLinear.from_packed(choice.backend.quantize(weight, config), bias, choice=choice))
+            made.append(QuantLinear.from_packed(choice.backend.quantize(weight, kept), bias, choice=choice))
         layers.append(made)
     rows = []
     for token in range(len(x)):
@@ -100,6 +102,25 @@ def test_the_bits_are_those_of_linears_one_by_one(name, weights, dtype):
                 assert torch.equal(got, expected)
             else:  # without the library: products of floats round by the number of rows, decisions of INT8 after them
                 torch.testing.assert_close(got.float(), expected.float(), atol=0.02, rtol=0.02)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("inner", "layout"), [(96, (4, 32)), (72, (8, None))])
+def test_the_weights_of_an_expert_may_have_groups_of_their_own(inner, layout):
+    """64 divides the 64 inputs of gate and up; of the inputs of down, 32 does, or no group."""
+    config = MixtralConfig(**SIZES | {"intermediate_size": inner}, num_local_experts=3, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    original = model.model.layers[0].mlp.experts
+    hf_accel.patch(model, weights="int4", keep_original=True)
+    experts = model.model.layers[0].mlp.experts
+    layouts = {key: (held.layout.bits, held.layout.group_size) for key, held in experts.weights.items()}
+    assert layouts == {"gate_up_proj": (4, 64), "down_proj": layout}
+    x, index, scores = torch.randn(5, 64), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]]), torch.rand(5, 2)
+    expected = by_linears(original, WeightConfig(4), x, index=index, weights=scores)
+    if all(held.choice.backend.row_invariant for held in experts.weights.values()):
+        assert torch.equal(experts(x, index, scores), expected)
+    else:
+        torch.testing.assert_close(experts(x, index, scores), expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.covering(1)

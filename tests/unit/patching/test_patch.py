@@ -29,8 +29,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weight": "int8"}, r"unknown keyword 'weight'; did you mean 'weights'\?"),
     ({"weights": "int9"}, "weights='int9' is not known; choose one of None, 'int8', 'int4', 'fp8', 'nf4', 'auto'"),
     (
-        {"weights": "int4"},
-        r"group_size=128 does not divide the 32 inputs of '.*q_proj'; use weights=\{'bits': 4, 'gr",
+        {"weights": {"bits": 4, "group_size": 128}},
+        r"group_size=128 does not divide the 32 inputs of '.*q_proj'; leave it out, and each layer gets groups",
     ),
     ({"weights": {"bits": 4, "group_size": 64}}, r"group_size=64 does not divide the 32 inputs of '.*q_proj'"),
     (

@@ -204,8 +204,8 @@ def test_attention_sites() -> None:
             quantized_kv=False)] == ["bert.encoder.layer.0.attention.self"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("inner", "proposed"), [(64, "'group_size': 32}"), (80, "'int8'")])
-def test_a_group_size_that_is_proposed_divides(inner: int, proposed: str) -> None:
+@pytest.mark.parametrize("inner", [64, 80])
+def test_what_is_proposed_for_a_group_size_works(inner: int) -> None:
     """32 divides the 32 inputs of most and the 64 of down_proj; nothing divides 80. What is proposed is tried."""
     config = copy.deepcopy(build("llama").config)
     config.intermediate_size = inner
@@ -213,8 +213,7 @@ def test_a_group_size_that_is_proposed_divides(inner: int, proposed: str) -> Non
     refused = {"bits": 4, "group_size": 64 if inner == 64 else 32}
     with pytest.raises(UnsupportedError, match="does not divide the") as error:
         hf_accel.plan(model, weights=refused)
-    assert proposed in str(error.value)
-    ways = re.findall(r"weights=(\{.*?\}|'int8')", str(error.value))
+    ways = re.findall(r"weights=(\{.*?\})", str(error.value))
     assert len(ways) == 2
     for way in ways:
         assert hf_accel.plan(model, weights=ast.literal_eval(way)).quantized

@@ -139,6 +139,6 @@ def test_what_cannot_be_met() -> None:
         UnsupportedError, match=r"average_bits=6 needs calibration=: token ids .* or say bits= instead"
     ):
         hf_accel.patch(model, weights={"average_bits": 6, "group_size": 32})
-    with pytest.raises(UnsupportedError, match=r"average_bits=4.5 is not enough: 4 bits .* groups of 32, are 5.000"):
+    with pytest.raises(UnsupportedError, match=r"average_bits=4.5 is not enough: 4 bits .* scales, are 5.000"):
         hf_accel.patch(model, weights=weights(4.5))
     assert not hf_accel.is_patched(model)
