@@ -1,13 +1,54 @@
-"""Records of parts that several recurrent modules have: linear layers and short convolutions."""
+"""Records of parts that several recurrent modules have: what they are given, linear layers and short convolutions."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from typing import Any
 
 from torch import nn
 
+from ...recognition.model_stand_ins import CacheStandIn
 from ...recognition.operation import UntraceableError
-from ...recognition.stand_ins import StandIn
+from ...recognition.stand_ins import StandIn, require
+from ...recognition.unchanged import Read
+from ...undo.state import FUSED
+
+
+def input_of(trace: Any, args: Any, given: dict[str, Any], *, cache: str, others: Container[str]) -> StandIn:
+    """Return the hidden states that a module is given. Raises UntraceableError if it is given what is not known.
+
+    given: its keywords, which are taken out. cache: the one that names the cache. others: those that it does not read.
+    """
+    x = args[0] if args else given.pop("hidden_states", None)
+    require(x, heads=False, flat=False)
+    held, mask = given.pop(cache, None), given.pop("attention_mask", None)
+    unknown = [name for name, value in given.items() if value is not None and name not in others]
+    if len(args) > 1 or unknown or not isinstance(held, CacheStandIn) or mask not in (None, trace.mask):
+        raise UntraceableError("a recurrent module is given more than is known")
+    if not x.is_whole:
+        raise UntraceableError("a recurrent module is given a part of a tensor")
+    whole: StandIn = x
+    return whole
+
+
+def note_parts(trace: Any, module: nn.Module) -> None:
+    """Note that a module and its parts are not called, and must stay as they are."""
+    trace.note(vars(module), FUSED, vars(module).get(FUSED))
+    trace.visit(module)
+    trace.reads += settings_of_parts(module)
+
+
+def settings_of_parts(module: nn.Module) -> list[Read]:
+    """Return the reads of all that a module and its parts hold: attributes, parts and parameters."""
+    modules = [module, *(child for child in module._modules.values() if child is not None)]
+    return [read for each in modules for read in _settings(each)]
+
+
+def _settings(module: nn.Module) -> Iterator[Read]:
+    own = module.__dict__
+    yield from (Read(own, name, value) for name, value in own.items() if name != FUSED)
+    for place in ("_modules", "_parameters", "_buffers"):
+        yield from (Read(own[place], name, value) for name, value in own[place].items())
 
 
 def record_linear(module: nn.Module, x: StandIn) -> StandIn:
@@ -27,4 +68,25 @@ def record_convolution(conv: Any, x: StandIn) -> StandIn:
         "short_conv", [x], trace.floats * x.width, dim=x.width, value_dim=conv.kernel_size[0], activation="silu",
         weight=conv._parameters["weight"], bias=conv._parameters["bias"],
     )  # fmt: skip
+    return recorded
+
+
+def record_kept_convolution(conv: Any, x: StandIn, layer_idx: int) -> StandIn:
+    """Record the short convolution of a layer whose inputs stay in pages, one half as keys and one as values."""
+    trace: Any = x.trace
+    if x.width % 2:
+        raise UntraceableError("its convolution has an odd number of channels")
+    trace.visit(conv)
+    trace.write(*(part.view(*part.shape[:2], 1, -1).transpose(1, 2) for part in x.chunk(2, dim=-1)), layer_idx)
+    recorded: StandIn = trace.put(
+        "page_conv", [x], x.width, dim=x.width, value_dim=conv.kernel_size[0],
+        weight=conv._parameters["weight"], bias=conv._parameters["bias"],
+    )  # fmt: skip
+    return recorded
+
+
+def record_product(x: StandIn, y: StandIn) -> StandIn:
+    """Record the product of two tensors."""
+    trace: Any = x.trace
+    recorded: StandIn = trace.put("product", [x, y], x.width, dim=x.width)
     return recorded

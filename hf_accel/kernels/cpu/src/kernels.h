@@ -37,6 +37,7 @@
   KERNEL(position_scores, PositionScoresCall) \
   KERNEL(bias_gates, BiasGatesCall) \
   KERNEL(row_conv, RowConvCall) \
+  KERNEL(page_conv, PageConvCall) \
   KERNEL(write_pages, WriteCall)          \
   KERNEL(delta_rule, DeltaCall)           \
   KERNEL(short_conv, ConvCall)            \
@@ -418,6 +419,20 @@ struct RowConvCall {
   int64_t before;      // how many of the inputs of a row come before it
   int32_t activation;  // an Activation, or -1 for none
   int32_t dtype, threads;
+};
+
+// Convolutions of each channel over the last `length` inputs of a token, which are in pages; see kernels/page_conv.cpp.
+struct PageConvCall {
+  const void* weight;   // [2 * half, length] of weight_dtype
+  const void* bias;     // [2 * half] of weight_dtype, or null
+  void* out;            // [tokens, 2 * half]
+  const void* k_pages;  // [slots, half]: the first half of the channels
+  const void* v_pages;  // [slots, half]
+  const int32_t* block_table;  // as in AttentionCall
+  const int32_t* cu_q;
+  const int32_t* kv_len;
+  int64_t out_stride, table_stride, sequences, block_size, half, length;
+  int32_t dtype, weight_dtype, threads;
 };
 
 // Writes states [tokens, heads, dim] of `dtype` to slots of contiguous pages [blocks, heads, block_size, dim] of

@@ -299,6 +299,13 @@ struct Layer {
                       op.ahead, op.activation, call.dtype, call.threads});
   }
 
+  // A convolution reads the inputs that WRITE has put into the pages, one half as keys and one as values of one head.
+  void page_conv(const LayerOp& op) const {
+    kernels.page_conv({op.weight, op.bias, at(op.out), call.k_pages, call.v_pages, call.block_table, call.cu_q, call.kv_len,
+                       op.out.stride, call.table_stride, call.sequences, call.block_size, op.dim / 2, op.value_dim,
+                       call.dtype, op.weight_dtype, call.threads});
+  }
+
   void run(const LayerOp& op) const {
     switch (op.kind) {
       case INTEGER_LINEAR:
@@ -320,6 +327,7 @@ struct Layer {
       case BIAS_GATES: return bias_gates(op);
       case ROW_CONV: return row_conv(op);
       case MULTIPLY: return multiply(op);
+      case PAGE_CONV: return page_conv(op);
       default: return add(op);
     }
   }
