@@ -60,7 +60,7 @@ class ConvolutionOperation(StateOperation):
         return found
 
 
-class ProductOperation(NativeOperation):
+class TensorProductOperation(NativeOperation):
     """x * y."""
 
     over_rows = False
@@ -74,6 +74,6 @@ STATE_OPERATIONS: Mapping[Kind, NativeOperation] = {
     "delta_rule": StateOperation("heads kv_heads dim value_dim scale", "weight bias"),
     "state_scan": StateOperation("heads kv_heads dim value_dim eps offset", "weight bias skip"),
     "page_conv": ConvolutionOperation("dim value_dim", "weight bias"),
-    "product": ProductOperation(),
+    "product": TensorProductOperation(),
     "gated_norm": StateOperation("heads dim value_dim eps round_first gate_first", "weight"),
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
 from ...recognition.model_stand_ins import CacheStandIn
-from ...recognition.operation import UntraceableError
+from ...recognition.operation import Operation, UntraceableError
 from ...recognition.stand_ins import StandIn, require
 from ...recognition.unchanged import Read
 from ...undo.state import FUSED
@@ -58,6 +60,26 @@ def record_linear(module: nn.Module, x: StandIn) -> StandIn:
     trace: Any = x.trace
     recorded: StandIn = trace.linear(module, x)
     return recorded
+
+
+def parts_of_heads(x: StandIn, heads: int, sizes: Sequence[int]) -> list[StandIn]:
+    """Return the parts of each head of x [B, T, heads * sum(sizes)], each [B, T, heads, size]."""
+    of_heads, ends = x.view(*x.shape[:2], heads, -1), list(accumulate(sizes))
+    if ends[-1] != of_heads.shape[-1]:
+        raise UntraceableError("its projections have other sizes than their heads")
+    return [of_heads[..., end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def record_joined_heads(parts: Sequence[StandIn]) -> StandIn:
+    """Record that the numbers of all heads of each part [B, T, heads, size] stand end to end, as the parts do."""
+    trace: Any = parts[0].trace
+    whole, offset = trace.buffer(sum(part.width for part in parts)), 0
+    for part in parts:
+        place = replace(whole, offset=offset)
+        values = {"heads": part.heads, "dim": part.shape[-1]}
+        trace.operations.append(Operation("take_heads", [part.span], [place], values=values))
+        offset += part.width
+    return replace(parts[0], span=whole, width=offset, heads=None)
 
 
 def record_convolution(conv: Any, x: StandIn) -> StandIn:

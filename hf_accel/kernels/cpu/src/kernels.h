@@ -489,10 +489,11 @@ struct StatePages {
 // pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
 struct LayerCall {
   const LayerOp* ops;
-  const int64_t* starts;  // [buffers]: where each one begins, in numbers of a token; buffers may share memory
+  const int64_t* starts;  // [buffers]: where each one begins, in numbers of a token; buffers may share memory. One that
+                          // is read behind the call is in `out`, and has the complement of where it begins there
   int64_t count, width;   // the operations; the numbers that a token has in all buffers
   const void* x;          // [tokens, hidden], contiguous
-  void* out;              // likewise
+  void* out;              // likewise, or as many of these as are read behind the call
   const void* cos;        // [batch or 1, tokens / batch, head_dim] of table_dtype
   const void* sin;
   int64_t tokens, batch, table_batch, table_token;  // table_batch, table_token: strides

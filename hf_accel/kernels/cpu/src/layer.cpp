@@ -20,7 +20,8 @@ struct Layer {
   char* buffer(int64_t number) const {
     if (number == 0) return static_cast<char*>(const_cast<void*>(call.x));
     if (number == 1) return static_cast<char*>(call.out);
-    return memory + call.starts[number] * call.tokens * size;
+    const int64_t start = call.starts[number];
+    return start < 0 ? static_cast<char*>(call.out) + ~start * call.tokens * size : memory + start * call.tokens * size;
   }
   char* at(const Columns& place) const { return buffer(place.buffer) + place.offset * size; }
 
