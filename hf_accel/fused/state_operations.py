@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer_call import KINDS
 from ..kernels.cpu.library import ACTIVATIONS, DTYPES, EPILOGUES, FLOATS
 from ..recognition.operation import Kind, Operation, UntraceableError
@@ -60,6 +61,21 @@ class ConvolutionOperation(StateOperation):
         return found
 
 
+class TimeStepsOperation(NativeOperation):
+    """x times a weight in place."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        weight: Tensor = operation.values["weight"]
+        _tensor(operation, parts, "weight")
+        if weight.dtype is not parts.dtype:
+            raise UntraceableError("a parameter has another dtype than its input")
+        call = FloatLinear([weight], [None])
+        parts.calls.append(call)
+        return {"kind": KINDS["float_linear"], "weight": call.address(), "tile_rows": call.tile_rows}
+
+
 class TensorProductOperation(NativeOperation):
     """x * y."""
 
@@ -75,5 +91,6 @@ STATE_OPERATIONS: Mapping[Kind, NativeOperation] = {
     "state_scan": StateOperation("heads kv_heads dim value_dim eps offset", "weight bias skip"),
     "page_conv": ConvolutionOperation("dim value_dim", "weight bias"),
     "product": TensorProductOperation(),
+    "time_steps": TimeStepsOperation(),
     "gated_norm": StateOperation("heads dim value_dim eps round_first gate_first", "weight"),
 }

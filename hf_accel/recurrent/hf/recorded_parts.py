@@ -93,6 +93,21 @@ def record_convolution(conv: Any, x: StandIn) -> StandIn:
     return recorded
 
 
+def record_rounded(x: StandIn, width: int) -> StandIn:
+    """Record the numbers of what gives float32, such as a convolution, in the dtype of the layer."""
+    trace: Any = x.trace
+    rounded: StandIn = x if trace.floats == 1 else trace.convert(replace(x, width=width, wide=True))
+    return rounded
+
+
+def record_widened(x: StandIn) -> StandIn:
+    """Record the numbers of x as what gives float32 has them."""
+    trace: Any = x.trace
+    if trace.floats == 1:
+        return x
+    return replace(trace.convert(x), width=x.width * trace.floats, wide=False)
+
+
 def record_kept_convolution(conv: Any, x: StandIn, layer_idx: int) -> StandIn:
     """Record the short convolution of a layer whose inputs stay in pages, one half as keys and one as values."""
     trace: Any = x.trace

@@ -171,13 +171,14 @@ class Recurrence(KeptStates):
         raise UntraceableError("it has no native call")
 
     def record_norm(self, norm: Any, x: StandIn, gate: StandIn, *, parts: int) -> StandIn:
-        """Record the norm of `parts` of each row, and its gate. x: float32."""
+        """Record the norm of `parts` of each row, and its gate. x: float32. norm: None where there is the gate alone."""
         form = self.norm
         if form.groups and not self._norm_is(norm):
             raise UntraceableError("its norm was changed")
         weight = norm._parameters["weight"] if form.groups else None
         trace: Any = x.trace
-        trace.visit(norm)
+        if norm is not None:
+            trace.visit(norm)
         size = gate.width // parts
         recorded: StandIn = trace.put(
             "gated_norm", [x, gate], gate.width, heads=parts, dim=size, eps=form.eps, weight=weight,

@@ -268,11 +268,12 @@ struct Layer {
 
   void state_scan(const LayerOp& op) const {
     const StatePages& own = call.states;
-    const float *x = floats(op.x), *b = x + op.heads * op.dim, *c = b + op.kv_heads * op.value_dim;
-    const int64_t stride = float_stride(op.x);
+    const bool apart = op.z.stride != 0;
+    const float *x = floats(op.x), *b = apart ? floats(op.z) : x + op.heads * op.dim, *c = b + op.kv_heads * op.value_dim;
+    const int64_t stride = float_stride(op.x), others = apart ? float_stride(op.z) : stride;
     kernels.state_scan({x, at(op.y), b, c, op.weight, op.bias, op.skip, floats(op.out), own.states, own.starts,
-                        own.before, own.slots, own.limited, stride, op.y.stride, stride, stride, own.sequences,
-                        op.heads, op.kv_heads, op.dim, op.value_dim, op.eps, op.offset, 0, call.dtype,
+                        own.before, own.slots, own.limited, stride, op.y.stride, others, others, own.sequences,
+                        op.heads, op.kv_heads, op.dim, op.value_dim, op.eps, op.offset, apart, call.dtype,
                         op.weight_dtype, op.bias_dtype, op.skip_dtype, call.threads});
   }
 

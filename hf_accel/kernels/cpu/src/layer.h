@@ -18,7 +18,8 @@ struct LayerOp {
   // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
   // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z, and the
   // gates of a bias in out2 if it has such; GATE: y may be missing; POSITION_SCORES: Q and K; JOIN: the parts of each head;
-  // DELTA_RULE: the results of the convolution, a and b; STATE_SCAN: those and dt; GATED_NORM: x and the gate; else x alone.
+  // DELTA_RULE: the results of the convolution, a and b; STATE_SCAN: those and dt, and b
+  // and c in z where each column has a rate, else behind x; GATED_NORM: x and the gate; else x alone.
   // What SHORT_CONV, DELTA_RULE, STATE_SCAN and BIAS_GATES give is float32: a buffer of so many bytes.
   Columns x, y, out, out2, z;
   const void* weight;       // a Linear, or what a norm multiplies by; ADD, MULTIPLY: the scale of y, or of x, or null; ATTEND: sinks, or null
