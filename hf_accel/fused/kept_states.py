@@ -1,4 +1,4 @@
-"""The bases of what is known of modules that keep something else than keys and values, within traced decoder layers."""
+"""The bases of what is known of modules that keep something else than keys and values, in traced decoder layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..recognition.stand_ins import StandIn
 
 
 class Recorded(ABC):
-    """Knows what a module that keeps something in pages computes, and records it in the trace of the layer around it."""
+    """Knows what a module that keeps something in pages computes, and records it in the trace of its layer."""
 
     @abstractmethod
     def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:

@@ -59,7 +59,7 @@ class LayerTail:
         return [module for operation in self._operations if operation.kind == "module" for module in operation.modules]
 
     def __call__(self, x: Tensor, made: Tensor) -> Tensor | None:
-        """x: the layer's input, [B, Q, hidden], made: the `kept` of the native call, [K, B, Q, hidden] -> [B, Q, hidden].
+        """x: the layer's input, [B, Q, hidden], made: the `kept`, [K, B, Q, hidden] -> [B, Q, hidden].
 
         None if a module returns something else than a tensor of its input's shape.
         """

@@ -1,7 +1,8 @@
 """The operations of layers with a recurrent state as native calls, and those of convolutions over inputs in pages; see
 kernels/cpu for what each computes.
 
-Convolutions in front of a state, rules and scans give float32, whatever the dtype of the layer: a result of so many bytes.
+Convolutions in front of a state, rules and scans give float32, whatever the dtype of the layer: a result of so many
+bytes.
 """
 
 from __future__ import annotations

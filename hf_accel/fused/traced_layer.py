@@ -108,8 +108,8 @@ class TracedLayer(Traced):
     """A traced decoder layer for calls over pages.
 
     max_tokens: the most tokens of a call. written: empty if it keeps no keys and values, nor what pages hold as such.
-    state_sizes: None if it keeps no states of fixed size. attends_to_pages: whether it attends to what it keeps. keeps:
-    that, and whether it keeps states.
+    state_sizes: None if it keeps no states of fixed size. attends_to_pages: whether it attends to what it keeps.
+    keeps: that, and whether it keeps states.
     """
 
     max_tokens: int

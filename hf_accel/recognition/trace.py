@@ -77,7 +77,8 @@ class Trace(AttentionRecord):
     return those of its attention, which whoever computes the layer must be sure that nobody reads. cache_class: the
     class of a cache which keeps keys of an encoder's output too; None if the code is given none. is_called: whether a
     module is called in each pass, with tensors, and not looked into. states_of: gives what is known of a module that
-    keeps something else than keys and values, whose `recorded` records it; None for any other. stateful: that, and the module.
+    keeps something else than keys and values, whose `recorded` records it; None for any other. stateful: that, and the
+    module, if it keeps states.
     takes_wide, gives_wide: whether its input, and its output, are float32, which its dtype is not.
     """
 

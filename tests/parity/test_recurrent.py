@@ -302,7 +302,19 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype
         assert [job.result(WAIT).tokens for job in jobs] == expected
 
 
-ONE_CALL = ("next", "3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba2", "falcon_h1", "mamba", "jamba")
+ONE_CALL = (
+    "next",
+    "3.5",
+    "3.5_moe",
+    "mamba2",
+    "bamba",
+    "granite",
+    "nemotron_h",
+    "zamba2",
+    "falcon_h1",
+    "mamba",
+    "jamba",
+)
 WHOLE_LAYERS = {"next", "3.5", "3.5_moe", "bamba", "granite", "falcon_h1", "mamba", "mamba2", "nemotron_h", "jamba"}
 
 

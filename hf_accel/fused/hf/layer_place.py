@@ -52,7 +52,9 @@ class KnownPass:
     def __init__(self, programmes: frozenset[TracedLayer]) -> None:
         self.programmes = programmes
         self.out: Tensor | None = None  # of the layer before
-        self.places: dict[tuple[int, tuple[bool, bool] | None], LayerPlace] = {}  # by the mask, which the place keeps; and see `_key`
+        self.places: dict[
+            tuple[int, tuple[bool, bool] | None], LayerPlace
+        ] = {}  # by the mask, which the place keeps; and see `_key`
 
     def place_of(
         self, programme: TracedLayer | None, kind: tuple[object, ...], x: Tensor, kwargs: dict[str, Any]

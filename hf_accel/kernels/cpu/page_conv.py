@@ -24,9 +24,9 @@ _page_conv = kernel("page_conv", PageConvCall)
 def page_conv(pages: KV, ragged: Ragged, weight: Tensor, bias: Tensor | None, *, num_tokens: int) -> Tensor:
     """Multiply the last L inputs of each channel by its weights, and add them up, for the tokens of B sequences.
 
-    pages: k and v [blocks, 1, block_size, C / 2] of a dtype of FLOATS, the inputs of the first and of the last channels,
-    up to the tokens' own. ragged: which of them are those of a sequence. weight: [C, L], bias: [C] of the weight's
-    dtype, or None. Returns [N, C], rounded once. Raises UnsupportedError if a gradient is needed.
+    pages: k and v [blocks, 1, block_size, C / 2] of a dtype of FLOATS, the inputs of the first and of the last
+    channels, up to the tokens' own. ragged: which of them are those of a sequence. weight: [C, L]. bias: [C] of the
+    weight's dtype, or None. Returns [N, C], rounded once. Raises UnsupportedError if a gradient is needed.
     """
     refuse_gradients("page_conv", pages.k, pages.v, weight, bias)
     table = ragged.block_table

@@ -22,7 +22,7 @@ from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, mixed_class, original_class
-from .recorded_parts import input_of, note_parts, record_kept_convolution, record_linear, record_product
+from .recorded_parts import input_of, note_kept, record_kept_convolution, record_linear, record_product
 
 CONVOLUTION = SiteKind("convolution", "short convolutions", "inputs in pages", computes_all=True, multiplies=True)
 PARTS = ("in_proj", "conv", "out_proj")
@@ -56,13 +56,13 @@ class PagedConvolution(Mixin):
 
 
 class GatedConvolution(Recorded):
-    """What a PagedConvolution computes, within the trace of the layer around it."""
+    """Records what a PagedConvolution computes in the trace of the layer around it."""
 
     def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
         x = input_of(trace, args, given, cache="past_key_values", others=OTHER_ARGUMENTS)
         if convolution_refusal(module) is not None:
             raise UntraceableError("its convolution was changed")
-        note_parts(trace, module)
+        note_kept(trace, module)
         own = module._modules
         before, after, row = record_linear(own["in_proj"], x).chunk(3, dim=-1)
         core = record_kept_convolution(own["conv"], record_product(before, row), module.layer_idx)

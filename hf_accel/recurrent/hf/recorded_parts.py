@@ -33,7 +33,7 @@ def input_of(trace: Any, args: Any, given: dict[str, Any], *, cache: str, others
     return whole
 
 
-def note_parts(trace: Any, module: nn.Module) -> None:
+def note_kept(trace: Any, module: nn.Module) -> None:
     """Note that a module and its parts are not called, and must stay as they are."""
     trace.note(vars(module), FUSED, vars(module).get(FUSED))
     trace.visit(module)

@@ -56,7 +56,8 @@ class SelectiveScan(Recurrence):
         bias = module.dt_proj.bias
         given = state_scan.ScanInputs(
             values[:, None], self._time_steps(module.dt_proj.weight, step), b.float()[:, None], c.float()[:, None],
-            log_rate=module.A_log.contiguous(), skip=module.D, bias=torch.zeros_like(module.D) if bias is None else bias,
+            log_rate=module.A_log.contiguous(), skip=module.D,
+            bias=torch.zeros_like(module.D) if bias is None else bias,
         )  # fmt: skip
         return self.normed(None, scanned(given, found)[:, 0], gate)
 

@@ -36,7 +36,7 @@ from ...undo.state import FUSED
 from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
 from ..recurrent_programme import RecurrentProgramme
 from .convolutions import OTHER_ARGUMENTS, causal_refusal, require_pages
-from .recorded_parts import input_of, note_parts, settings_of_parts
+from .recorded_parts import input_of, note_kept, settings_of_parts
 
 NUM_PROMPT = 5  # tokens of the prompt of a trial
 
@@ -162,7 +162,7 @@ class Recurrence(KeptStates):
             raise UntraceableError("it keeps more than one state")
         if self.refusal(module) is not None:
             raise UntraceableError("its recurrent module was changed")
-        note_parts(trace, module)
+        note_kept(trace, module)
         trace.stateful = self, module
         return self.record(module, x)
 
@@ -171,7 +171,10 @@ class Recurrence(KeptStates):
         raise UntraceableError("it has no native call")
 
     def record_norm(self, norm: Any, x: StandIn, gate: StandIn, *, parts: int) -> StandIn:
-        """Record the norm of `parts` of each row, and its gate. x: float32. norm: None where there is the gate alone."""
+        """Record the norm of `parts` of each row, and its gate.
+
+        norm: None where there is the gate alone. x: float32.
+        """
         form = self.norm
         if form.groups and not self._norm_is(norm):
             raise UntraceableError("its norm was changed")

@@ -115,7 +115,9 @@ def test_parameters_of_half_precision_are_read_as_they_are(shape: Shape, dtype: 
     own = places([2, 3], [NONE, 0], [1, 2, 3, 4, 5])
     first = pages(shape, 6)
     second = first.clone()
-    assert torch.equal(called(state_scan, **half, **own, states=first), called(state_scan, **wide, **own, states=second))
+    assert torch.equal(
+        called(state_scan, **half, **own, states=first), called(state_scan, **wide, **own, states=second)
+    )
     assert torch.equal(first, second)
 
 
