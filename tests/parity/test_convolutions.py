@@ -14,8 +14,9 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForC
 import hf_accel
 from hf_accel import PagedCache, UnsupportedError
 from hf_accel.cache.hf import model_kinds
-from hf_accel.fused.hf.layer_calls import LayerCalls
+from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.recurrent.hf.convolutions import PagedConvolution, is_known_convolution
+from hf_accel.undo.state import FUSED
 
 from ..selection import seeds
 from .families import VOCABULARY
@@ -113,6 +114,10 @@ def test_quantized_weights_batch_exactly() -> None:
     model = hf_accel.patch(model_of())
     expected = [alone(model, prompt) for prompt in PROMPTS]
     assert together(model) == expected
+
+
+def layer_calls(model: nn.Module) -> list[LayerCalls[Any]]:
+    return [vars(module)[FUSED] for module in model.modules() if isinstance(module, TracedForward)]
 
 
 @pytest.mark.covering(1)
