@@ -1,4 +1,4 @@
-"""The base of what is known of modules that keep states of fixed size, within traced decoder layers."""
+"""The bases of what is known of modules that keep something else than keys and values, in traced decoder layers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,19 @@ from ..cache.kinds.state_sizes import StateSizes
 from ..recognition.stand_ins import StandIn
 
 
-class KeptStates(ABC):
-    """Knows what a module with states of fixed size computes, and records it in the trace of the layer around it."""
+class Recorded(ABC):
+    """Knows what a module that keeps something in pages computes, and records it in the trace of its layer."""
+
+    @abstractmethod
+    def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
+        """Record a call of the module, and return what it returns. Raises UntraceableError if it is not known.
+
+        trace: of the layer, which gets the module and what is known of it, if it keeps states.
+        """
+
+
+class KeptStates(Recorded):
+    """Knows what a module with states of fixed size computes."""
 
     @abstractmethod
     def sizes(self, module: Any) -> StateSizes:
@@ -25,24 +36,17 @@ class KeptStates(ABC):
     def layer_of(self, module: Any) -> int:
         """Return the index of the decoder layer that the module is in."""
 
-    @abstractmethod
-    def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
-        """Record a call of the module, and return what it returns. Raises UntraceableError if it is not known.
 
-        trace: of the layer, which gets the module and what is known of it, so that it keeps these states.
-        """
-
-
-NO_STATES: Mapping[nn.Module, KeptStates] = MappingProxyType({})
+NO_STATES: Mapping[nn.Module, Recorded] = MappingProxyType({})
 
 
 class Keepers(NamedTuple):
     """The modules of decoder layers that keep something in pages.
 
     attention: the specs of those that attend; on the CPU, by the native kernels. tried: those of them whose attention
-    is known by a trial, since they attend by operators. states: what is known of those that keep states of fixed size.
+    is known by a trial, since they attend by operators. states: what is known of those that keep something else.
     """
 
     attention: Mapping[nn.Module, AttentionSpec]
     tried: Container[nn.Module] = ()
-    states: Mapping[nn.Module, KeptStates] = NO_STATES
+    states: Mapping[nn.Module, Recorded] = NO_STATES

@@ -113,16 +113,19 @@ class LayerPages(NamedTuple):
     states: tuple[int, ...] = NO_STATES
 
 
-def buffer_starts(operations: Sequence[LayerOp], widths: Sequence[int]) -> tuple[list[int], int]:
+def buffer_starts(
+    operations: Sequence[LayerOp], widths: Sequence[int], kept: Sequence[int] = ()
+) -> tuple[list[int], int]:
     """Return where the buffers of a call begin, in numbers of a token, and how many numbers there are in all.
 
     Buffers share memory if the last operation that uses the one comes before the first that uses the other. So a call
-    needs less of the caches. The layer's input and output are not among them and begin at 0.
+    needs less of the caches. The layer's input and output are not among them and begin at 0. kept: those that are read
+    behind the call, one after the other where its output is; see LayerCall.
     """
     used: dict[int, list[int]] = {}
     for index, operation in enumerate(operations):
         for place in (operation.x, operation.y, operation.z, operation.out, operation.out2):
-            if place.stride and place.buffer > OUTPUT:
+            if place.stride and place.buffer > OUTPUT and place.buffer not in kept:
                 used.setdefault(place.buffer, []).append(index)
     starts, total, placed = [0] * len(widths), 0, list[int]()
     for buffer, uses in used.items():
@@ -133,6 +136,8 @@ def buffer_starts(operations: Sequence[LayerOp], widths: Sequence[int]) -> tuple
                 start = -(-(starts[other] + widths[other]) // ALIGNED) * ALIGNED
         starts[buffer], total = start, max(total, start + size)
         placed.append(buffer)
+    for place, buffer in enumerate(kept):
+        starts[buffer] = ~(place * widths[buffer])
     return starts, total
 
 
@@ -145,12 +150,13 @@ class NativeOperations(NativeParts):
         """Make the structs. widths: of the buffers. behind: the operations that follow the native call."""
         self.calls, self.norms, self.tensors = [], [], []
         self.tail = LayerTail(behind, self) if behind else None
+        self._kept = [] if self.tail is None else self.tail.kept
         self._widths, self._moved = list(widths), dict[int, Span]()
         joined = list(self._joined(self.operations))
         compiled = [self._compile(operation) for operation in joined]
         self.linears = [module for each in joined if each.kind in ("linear", "gated") for module in each.modules]
         self._ops = (LayerOp * len(compiled))(*compiled)
-        starts, width = buffer_starts(compiled, self._widths)
+        starts, width = buffer_starts(compiled, self._widths, self._kept)
         self._starts = (ctypes.c_int64 * len(starts))(*starts)
         self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), width
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
@@ -174,7 +180,7 @@ class NativeOperations(NativeParts):
             group = [
                 o for o in operations
                 if o.kind == "linear" and o.inputs == operation.inputs and not (o.values or operation.values)
-                and o.outputs[0] not in summed
+                and o.outputs[0] not in summed and o.outputs[0].buffer not in self._kept
             ]  # fmt: skip
             if operation in group and len(group) > 1 and make_call(_layers(group), None, 1) is not None:
                 done += group
@@ -254,7 +260,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
         tail. None, after K and V or states were written, if a module does not return what the trace expects: the
         layer's code writes the same again.
         """
-        out = torch.empty_like(x) if x.dtype is self.out_dtype else torch.empty_like(x, dtype=self.out_dtype)
+        shape = (len(self._kept), *x.shape) if self._kept else x.shape
+        out = x.new_empty(shape) if x.dtype is self.out_dtype else x.new_empty(shape, dtype=self.out_dtype)
         added = None if adapters is None else self._added(adapters)
         run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, bias=bias, added=added))
         return out if self.tail is None else self.tail(x, out)

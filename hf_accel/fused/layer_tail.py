@@ -1,6 +1,6 @@
 """The end of a traced decoder layer that calls a module, such as the experts of a mixture: its operations one by one.
 
-What comes before is one native call.
+All that does not depend on what the module gives is one native call before.
 """
 
 from __future__ import annotations
@@ -18,41 +18,37 @@ BEHIND = ("module", "norm", "layer_norm", "add")
 
 
 def split(operations: Sequence[Operation], widths: Sequence[int]) -> tuple[list[Operation], list[Operation]]:
-    """Return the operations of one native call, and those from a module on that is called; all and none, if none is.
+    """Return the operations of one native call, and those that read what a module gives which is called, it first; all
+    and none, if none is called.
 
-    The first ones end with what the others read, besides the layer's input, where the layer's output is. Raises
-    UntraceableError if that is more than one tensor, or if the others are not all known.
+    Raises UntraceableError if the others are not all known, or read a part of what the native call makes.
     """
-    first = next((i for i, operation in enumerate(operations) if operation.kind == "module"), None)
-    if first is None:
-        return list(operations), []
-    for end in range(first, 0, -1):
-        head, tail = list(operations[:end]), list(operations[end:])
-        made = {span.buffer for operation in tail for span in operation.outputs}
-        read = {span.buffer for operation in tail for span in operation.inputs} - made - {INPUT}
-        whole = [Span(buffer, 0, widths[buffer]) for buffer in read]
-        if any(operation.kind not in BEHIND or operation.values.get("wide") for operation in tail):
-            break
-        if len(whole) == 1 and head[-1].outputs == whole and whole[0].stride == widths[OUTPUT]:
-            return [_moved(each, whole[0]) for each in head], tail
-    raise UntraceableError("it calls a module in the middle of what is one native call")
+    made, head, tail = set[int](), list[Operation](), list[Operation]()
+    for operation in operations:
+        behind = operation.kind == "module" or any(span.buffer in made for span in operation.inputs)
+        made |= {span.buffer for span in operation.outputs if behind}
+        (tail if behind else head).append(operation)
+    known = all(operation.kind in BEHIND and not operation.values.get("wide") for operation in tail)
+    whole = all(span == Span(span.buffer, 0, widths[OUTPUT]) for operation in tail for span in operation.inputs)
+    if not known or not whole or (tail and not kept_of(tail)):
+        raise UntraceableError("it calls a module in the middle of what is one native call")
+    return head, tail
 
 
-def _moved(operation: Operation, span: Span) -> Operation:
-    """Return an operation that writes to the layer's output where it wrote to `span`."""
-    if operation.outputs == [span]:
-        operation.outputs[0] = Span(OUTPUT, 0, span.stride)
-    return operation
+def kept_of(tail: Sequence[Operation]) -> list[int]:
+    """Return the buffers that operations behind a native call read of it."""
+    made = {span.buffer for operation in tail for span in operation.outputs}
+    return sorted({span.buffer for operation in tail for span in operation.inputs} - made - {INPUT})
 
 
 class LayerTail:
-    """Operations behind a native call. parts: the layer; operations are noted as parts of it."""
+    """Operations behind a native call. parts: the layer; operations are noted as parts of it. kept: the buffers that
+    they read of the native call.
+    """
 
     def __init__(self, operations: list[Operation], parts: NativeParts) -> None:
         self._operations, self._parts = operations, parts
-        (self._read,) = {s.buffer for o in operations for s in o.inputs} - {
-            s.buffer for o in operations for s in o.outputs
-        } - {INPUT}  # fmt: skip
+        self.kept = kept_of(operations)
         for operation in operations:
             if operation.kind != "module":
                 NATIVE[operation.kind].fields(operation, parts)  # which notes what it reads, or raises
@@ -63,12 +59,12 @@ class LayerTail:
         return [module for operation in self._operations if operation.kind == "module" for module in operation.modules]
 
     def __call__(self, x: Tensor, made: Tensor) -> Tensor | None:
-        """x: the layer's input, made: what the native call made, both [B, Q, hidden] -> [B, Q, hidden].
+        """x: the layer's input, [B, Q, hidden], made: the `kept`, [K, B, Q, hidden] -> [B, Q, hidden].
 
         None if a module returns something else than a tensor of its input's shape.
         """
         rows = HeldRows(self._parts, x.flatten(0, 1))
-        rows.buffers[self._read] = made.flatten(0, 1)
+        rows.buffers |= zip(self.kept, made.flatten(1, 2), strict=True)
         for operation in self._operations:
             if operation.kind == "module":
                 returned = _called(operation, rows.columns(operation.inputs[0], x.shape[-1]).view(x.shape))

@@ -1,6 +1,8 @@
-"""The operations of layers with a recurrent state as native calls; see kernels/cpu for what each computes.
+"""The operations of layers with a recurrent state as native calls, and those of convolutions over inputs in pages; see
+kernels/cpu for what each computes.
 
-Convolutions, rules and scans give float32, whatever the dtype of the layer: a result of so many bytes.
+Convolutions in front of a state, rules and scans give float32, whatever the dtype of the layer: a result of so many
+bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS
+from ..kernels.cpu.float_linear import FloatLinear
+from ..kernels.cpu.layer_call import KINDS
+from ..kernels.cpu.library import ACTIVATIONS, DTYPES, EPILOGUES, FLOATS
 from ..recognition.operation import Kind, Operation, UntraceableError
 from ..tensors import is_plain_tensor
 from .native_operation import NativeOperation, NativeParts
@@ -58,9 +62,36 @@ class ConvolutionOperation(StateOperation):
         return found
 
 
+class TimeStepsOperation(NativeOperation):
+    """x times a weight in place."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        weight: Tensor = operation.values["weight"]
+        _tensor(operation, parts, "weight")
+        if weight.dtype is not parts.dtype:
+            raise UntraceableError("a parameter has another dtype than its input")
+        call = FloatLinear([weight], [None])
+        parts.calls.append(call)
+        return {"kind": KINDS["float_linear"], "weight": call.address(), "tile_rows": call.tile_rows}
+
+
+class TensorProductOperation(NativeOperation):
+    """x * y."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        return {"kind": KINDS["gate"], "heads": 1, "dim": operation.values["dim"], "activation": EPILOGUES[None]}
+
+
 STATE_OPERATIONS: Mapping[Kind, NativeOperation] = {
     "short_conv": ConvolutionOperation("dim value_dim", "weight bias"),
     "delta_rule": StateOperation("heads kv_heads dim value_dim scale", "weight bias"),
     "state_scan": StateOperation("heads kv_heads dim value_dim eps offset", "weight bias skip"),
+    "page_conv": ConvolutionOperation("dim value_dim", "weight bias"),
+    "product": TensorProductOperation(),
+    "time_steps": TimeStepsOperation(),
     "gated_norm": StateOperation("heads dim value_dim eps round_first gate_first", "weight"),
 }

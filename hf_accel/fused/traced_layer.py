@@ -107,8 +107,9 @@ class Traced:
 class TracedLayer(Traced):
     """A traced decoder layer for calls over pages.
 
-    max_tokens: the most tokens of a call. written: empty if it keeps no keys and values. state_sizes: None if it keeps
-    no states of fixed size.
+    max_tokens: the most tokens of a call. written: empty if it keeps no keys and values, nor what pages hold as such.
+    state_sizes: None if it keeps no states of fixed size. attends_to_pages: whether it attends to what it keeps.
+    keeps: that, and whether it keeps states.
     """
 
     max_tokens: int
@@ -130,6 +131,8 @@ class TracedLayer(Traced):
         if trace.stateful is not None:
             known, module = trace.stateful
             self.state_sizes = known.sizes(module)
+        self.attends_to_pages = any(operation.kind == "attend" for operation in trace.operations)
+        self.keeps = self.attends_to_pages, self.state_sizes is not None
 
     @property
     def limits(self) -> tuple[object, ...]:

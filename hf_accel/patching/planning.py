@@ -19,7 +19,7 @@ from ..fused.hf.encoder_sites import encoder_sites
 from ..fused.hf.head_sites import with_trained_head
 from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.sites import fused_sites, layer_sites, native_linears
-from ..fused.kept_states import Keepers, KeptStates
+from ..fused.kept_states import Keepers, Recorded
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
@@ -307,7 +307,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 def _plan_fused(
     model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], *, attention: Iterable[AttentionPlan],
-    operators: OperatorModel | None, states: Mapping[nn.Module, KeptStates],
+    operators: OperatorModel | None, states: Mapping[nn.Module, Recorded],
 ) -> FusedPlan:  # fmt: skip
     """Plan the native calls. attention, states: the modules that keep keys and values, or states, in pages, whose
     layers can run as traces. operators: what is known of a model that attends by operators.

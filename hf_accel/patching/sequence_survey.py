@@ -28,7 +28,7 @@ from ..fused.hf.indexers import indexer_sites, is_known_indexer
 from ..fused.hf.operator_models import OperatorModel, operator_model
 from ..fused.hf.own_code import OWN_CODE, OwnCode, PagedSequences, own_code_modules
 from ..fused.hf.source_layers import is_source_attention, source_layer_sites
-from ..fused.kept_states import KeptStates
+from ..fused.kept_states import Recorded
 from ..fused.site import FusedSite
 from ..models import answer_once, is_within
 from ..recognition.code import code_of
@@ -67,9 +67,9 @@ def _known_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
         yield from source_layer_sites(model)
 
 
-def kept_states(model: PreTrainedModel) -> dict[nn.Module, KeptStates]:
-    """Return what is known of the modules of a model that keep states of fixed size in pages."""
-    return {site.module: site.state for site in state_sites(model) if isinstance(site.state, KeptStates)}
+def kept_states(model: PreTrainedModel) -> dict[nn.Module, Recorded]:
+    """Return what is known of the modules of a model that keep something else than keys and values in pages."""
+    return {site.module: site.state for site in state_sites(model) if isinstance(site.state, Recorded)}
 
 
 def is_own_code(model: PreTrainedModel, name: str) -> bool:

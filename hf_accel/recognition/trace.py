@@ -77,7 +77,8 @@ class Trace(AttentionRecord):
     return those of its attention, which whoever computes the layer must be sure that nobody reads. cache_class: the
     class of a cache which keeps keys of an encoder's output too; None if the code is given none. is_called: whether a
     module is called in each pass, with tensors, and not looked into. states_of: gives what is known of a module that
-    keeps states of fixed size, whose `recorded` records it; None for any other. stateful: that, and the module.
+    keeps something else than keys and values, whose `recorded` records it; None for any other. stateful: that, and the
+    module, if it keeps states.
     takes_wide, gives_wide: whether its input, and its output, are float32, which its dtype is not.
     """
 
@@ -107,7 +108,7 @@ class Trace(AttentionRecord):
             self.others = tuple(names.get(id(each), WEIGHTS) for each in result[1:])
             result = result[0]
         last = self.operations[-1] if self.operations else None
-        attends = sum(operation.kind == "attend" for operation in self.operations)
+        attends = sum(operation.kind in ("attend", "page_conv") for operation in self.operations)
         if last is None or (attends != 1 and (attends or self.stateful is None)):
             raise UntraceableError("it does not attend once")
         if self.stateful is not None:

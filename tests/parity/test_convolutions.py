@@ -14,7 +14,9 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForC
 import hf_accel
 from hf_accel import PagedCache, UnsupportedError
 from hf_accel.cache.hf import model_kinds
+from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.recurrent.hf.convolutions import PagedConvolution, is_known_convolution
+from hf_accel.undo.state import FUSED
 
 from ..selection import seeds
 from .families import VOCABULARY
@@ -112,6 +114,70 @@ def test_quantized_weights_batch_exactly() -> None:
     model = hf_accel.patch(model_of())
     expected = [alone(model, prompt) for prompt in PROMPTS]
     assert together(model) == expected
+
+
+def layer_calls(model: nn.Module) -> list[LayerCalls[Any]]:
+    return [vars(module)[FUSED] for module in model.modules() if isinstance(module, TracedForward)]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize(
+    ("dtype", "weights", "tokens"),
+    [(torch.float32, None, 2), (torch.bfloat16, None, 3), (torch.float16, None, 5), (torch.bfloat16, "int8", 4)],
+)
+@torch.no_grad()
+def test_a_layer_with_a_convolution_is_one_call_with_the_bits_of_its_modules(
+    kind: str, dtype: torch.dtype, weights: str | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over pages of one token and of many, in passes of one token and of many, for several sequences."""
+    model = hf_accel.patch(model_of(kind, tokens=tokens, hidden_size=40).to(dtype), weights=weights)
+    ids = torch.randint(1, VOCABULARY, (3, 24))
+    original, native = LayerCalls.run, []
+
+    def logits(block_size: int) -> Tensor:
+        cache, columns = PagedCache(model.config, block_size=block_size), torch.arange(24)[None]
+        parts = zip(ids.split([9, 1, 1, 13], 1), columns.split([9, 1, 1, 13], 1), strict=True)
+        return torch.cat([model(part, position_ids=at, past_key_values=cache).logits for part, at in parts], 1)
+
+    def counted(*given: Any) -> Any:
+        result = original(*given)
+        native.append(result is not None)
+        return result
+
+    monkeypatch.setattr(LayerCalls, "run", counted)
+    found = [logits(block_size) for block_size in (1, 16)]
+    assert len(native) == 2 * 4 * len(LAYERS)
+    assert all(native)
+    monkeypatch.setattr(LayerCalls, "run", lambda *given: None)
+    expected = logits(4)
+    assert all(torch.equal(each, expected) for each in found)
+
+
+@torch.no_grad()
+def test_a_call_of_a_layer_sees_a_changed_convolution() -> None:
+    """A weight that is replaced or changed, a stride that is not known, and a hook, which then runs."""
+    model = hf_accel.patch(model_of(), weights=None)
+
+    def logits() -> Tensor:
+        found: Tensor = model(torch.tensor([[3, 4, 5, 6]]), past_key_values=PagedCache(model.config)).logits
+        return found
+
+    before = logits()
+    module: Any = model.model.layers[0].conv
+    seen: list[Any] = []
+    handle = module.in_proj.register_forward_hook(lambda *given: seen.append(given))
+    assert torch.equal(logits(), before)
+    assert seen
+    handle.remove()
+    module.conv.weight = nn.Parameter(module.conv.weight * 2)
+    after = logits()
+    assert not torch.equal(after, before)
+    module.conv.weight.mul_(0.5)
+    assert torch.equal(logits(), before)
+    module.conv.stride = (2,)
+    with pytest.raises(UnsupportedError, match="its convolution is not a causal one"):
+        logits()
 
 
 @pytest.mark.parametrize("fuse", [True, False])

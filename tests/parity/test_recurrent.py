@@ -312,8 +312,20 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind: str, dtype
         assert [job.result(WAIT).tokens for job in jobs] == expected
 
 
-ONE_CALL = ("3.5", "3.5_moe", "mamba2", "bamba", "granite", "nemotron_h", "zamba2", "falcon_h1")
-WHOLE_LAYERS = {"3.5", "3.5_moe", "bamba", "falcon_h1", "mamba2", "nemotron_h"}
+ONE_CALL = (
+    "next",
+    "3.5",
+    "3.5_moe",
+    "mamba2",
+    "bamba",
+    "granite",
+    "nemotron_h",
+    "zamba2",
+    "falcon_h1",
+    "mamba",
+    "jamba",
+)
+WHOLE_LAYERS = {"next", "3.5", "3.5_moe", "bamba", "granite", "falcon_h1", "mamba", "mamba2", "nemotron_h", "jamba"}
 
 
 @pytest.mark.covering(1)
@@ -360,13 +372,14 @@ def counted_calls(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> dic
     return counts
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "mamba"])
 @torch.no_grad()
-def test_one_call_sees_what_changes() -> None:
+def test_one_call_sees_what_changes(kind: str) -> None:
     """A weight that is replaced or changed, and a hook on a linear layer, which then runs."""
-    model = hf_accel.patch(model_of("mamba2"), weights=None)
+    model = hf_accel.patch(model_of(kind), weights=None)
 
     def logits() -> Tensor:
-        found: Tensor = model(torch.tensor([[3, 4, 5, 6]]), past_key_values=PagedCache(model.config)).logits
+        found: Tensor = model(torch.tensor([[3, 4, 5, 6]]), cache_params=PagedCache(model.config)).logits
         return found
 
     before = logits()
@@ -381,8 +394,11 @@ def test_one_call_sees_what_changes() -> None:
         after = logits()
         assert not torch.equal(after, before)
         before = after
-    mixer.conv1d.weight.mul_(2)
-    assert not torch.equal(logits(), before)
+    for parameter in (part.weight for name, part in mixer.named_children() if name in ("conv1d", "dt_proj", "x_proj")):
+        parameter.mul_(2)
+        after = logits()
+        assert not torch.equal(after, before)
+        before = after
 
 
 @pytest.mark.covering(1)

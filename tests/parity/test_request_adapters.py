@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import hf_accel
 from hf_accel import UnsupportedError
 
-from . import test_chunks
+from . import test_chunks, test_convolutions
 from .families import build, prompts
 from .snapshot import snapshot
 from .speculating import OracleTree
@@ -339,3 +339,17 @@ def test_a_model_that_changes_under_its_adapters(folder: Path) -> None:
         with pytest.raises(UnsupportedError, match="has not called each of their layers once"):
             engine.submit(IDS[0], max_new_tokens=2, adapter="all").result()
         assert engine.submit(IDS[0], max_new_tokens=2).result().tokens
+
+
+def test_a_layer_with_a_convolution(tmp_path: Path) -> None:
+    """Its linear layers are part of a native call, to which those of an adapter are added."""
+    outer = adapted(test_convolutions.model_of(), "all")
+    outer.save_pretrained(tmp_path / "all")
+    wanted = [alone(test_convolutions.model_of(), IDS[0]), alone(outer, IDS[1])]
+    model = hf_accel.patch(test_convolutions.model_of(), weights=None)
+    with hf_accel.Engine(model) as engine:
+        engine.load_adapter("all", tmp_path / "all")
+        given = [(IDS[0], None), (IDS[1], "all")]
+        jobs = [engine.submit(row, max_new_tokens=NEW, temperature=0, adapter=name) for row, name in given]
+        assert [job.result().tokens for job in jobs] == wanted
+    assert all(calls.programme is not None for calls in test_convolutions.layer_calls(model))

@@ -27,7 +27,7 @@ from ...recognition.trace import Trace
 from ...recognition.unchanged import Read, is_same_value
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
-from ..kept_states import KeptStates
+from ..kept_states import Recorded
 from ..traced_layer import TracedLayer
 from .layer_attention import operators_within
 from .layer_place import LayerPlace
@@ -139,7 +139,7 @@ class LayerCalls(ABC, Generic[Layer]):
             return "its code does something that is not known"
         if not programme.is_unobserved():
             return "a hook wants to see a module"
-        attends = bool(programme.written)
+        attends, keeps = programme.attends_to_pages, bool(programme.written)
         sees = programme.tried or not attends
         known, window = (True, None) if sees else window_of(kwargs.get("attention_mask"))
         whole_cache = cache_of(kwargs)
@@ -152,7 +152,7 @@ class LayerCalls(ABC, Generic[Layer]):
         if group.context is not None:
             return "one call cannot wait for other ranks in its middle"
         whole = pages.prepared_step()
-        if whole is None or (attends and not whole.contiguous[pages.group_index]):
+        if whole is None or (keeps and not whole.contiguous[pages.group_index]):
             return "its pass needs a mask"
         step = whole.groups[pages.group_index]
         # With padding, there are fewer tokens than columns.
@@ -217,10 +217,10 @@ class LayerCalls(ABC, Generic[Layer]):
             return None
 
 
-def states_kept(module: nn.Module) -> KeptStates | None:
-    """Return what is known of a module that keeps states of fixed size; None for any other."""
+def states_kept(module: nn.Module) -> Recorded | None:
+    """Return what is known of a module that keeps something else than keys and values; None for any other."""
     known = vars(module).get(FUSED)
-    return known if isinstance(known, KeptStates) else None
+    return known if isinstance(known, Recorded) else None
 
 
 def cache_of(kwargs: dict[str, Any]) -> Any:

@@ -52,7 +52,9 @@ class KnownPass:
     def __init__(self, programmes: frozenset[TracedLayer]) -> None:
         self.programmes = programmes
         self.out: Tensor | None = None  # of the layer before
-        self.places: dict[tuple[int, bool], LayerPlace] = {}  # by the mask, which the place keeps; and see `_key`
+        self.places: dict[
+            tuple[int, tuple[bool, bool] | None], LayerPlace
+        ] = {}  # by the mask, which the place keeps; and see `_key`
 
     def place_of(
         self, programme: TracedLayer | None, kind: tuple[object, ...], x: Tensor, kwargs: dict[str, Any]
@@ -75,6 +77,6 @@ class KnownPass:
         self.places[_key(programme, place.kwargs)] = place
 
 
-def _key(programme: TracedLayer | None, kwargs: dict[str, Any]) -> tuple[int, bool]:
-    """Return the key of a layer's place: layers with states and layers with K and V alternate in many models."""
-    return id(kwargs.get("attention_mask")), programme is None or programme.state_sizes is None
+def _key(programme: TracedLayer | None, kwargs: dict[str, Any]) -> tuple[int, tuple[bool, bool] | None]:
+    """Return the key of a layer's place: layers that attend alternate in many models with layers that do not."""
+    return id(kwargs.get("attention_mask")), None if programme is None else programme.keeps

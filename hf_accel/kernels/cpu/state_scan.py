@@ -56,8 +56,6 @@ def state_scan(inputs: ScanInputs, *, states: Tensor, starts: Tensor, before: Te
     x, dt, b, c, log_rate, bias, skip, limits, limited = inputs
     refuse_gradients("state_scan", x, dt, b, c)
     x, b, c = (each if each.stride()[1:] == (each.shape[2], 1) else each.contiguous() for each in (x, b, c))
-    if log_rate.ndim > 1:
-        dt, log_rate, bias, skip = (each.float() for each in (dt, log_rate, bias, skip))
     dt = dt if dt.stride(1) == 1 else dt.contiguous()
     dtypes = (DTYPES[each.dtype] for each in (dt, log_rate, bias, skip))
     out = torch.empty(x.shape, dtype=torch.float32, device="cpu")

@@ -14,11 +14,15 @@ from torch import Tensor, nn
 
 from ...cache.hf import CacheOverPages
 from ...errors import NotRaggedError
+from ...fused.kept_states import Recorded
 from ...fused.site import FusedSite, SiteKind
+from ...recognition.operation import UntraceableError
+from ...recognition.stand_ins import StandIn
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, mixed_class, original_class
+from .recorded_parts import input_of, note_kept, record_kept_convolution, record_linear, record_product
 
 CONVOLUTION = SiteKind("convolution", "short convolutions", "inputs in pages", computes_all=True, multiplies=True)
 PARTS = ("in_proj", "conv", "out_proj")
@@ -49,6 +53,20 @@ class PagedConvolution(Mixin):
         inputs = past_key_values.layers[own.layer_idx].keep_inputs(before * x)
         result: Tensor = own.out_proj(after * convolve(inputs, own.conv))
         return result
+
+
+class GatedConvolution(Recorded):
+    """Records what a PagedConvolution computes in the trace of the layer around it."""
+
+    def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
+        x = input_of(trace, args, given, cache="past_key_values", others=OTHER_ARGUMENTS)
+        if convolution_refusal(module) is not None:
+            raise UntraceableError("its convolution was changed")
+        note_kept(trace, module)
+        own = module._modules
+        before, after, row = record_linear(own["in_proj"], x).chunk(3, dim=-1)
+        core = record_kept_convolution(own["conv"], record_product(before, row), module.layer_idx)
+        return record_linear(own["out_proj"], record_product(after, core))
 
 
 def convolve(inputs: Tensor, conv: nn.Conv1d) -> Tensor:
@@ -101,7 +119,7 @@ def convolution_sites(model: nn.Module) -> Iterator[FusedSite]:
     """Find the short convolutions of a model, which get a forward over pages."""
     for name, module in model.named_modules():
         if is_known_convolution(module):
-            yield FusedSite(name, module, CONVOLUTION, PagedConvolution, None)
+            yield FusedSite(name, module, CONVOLUTION, PagedConvolution, GatedConvolution())
 
 
 def is_known_convolution(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ...undo.journal import original_class
 from ..gated_norms import known_gated_norm
-from .recorded_parts import record_convolution, record_linear
+from .recorded_parts import parts_of_heads, record_convolution, record_joined_heads, record_linear
 from .state_pass import (
     Recurrence,
     activation_refusal,
@@ -44,6 +44,14 @@ class DeltaHeads(NamedTuple):
     def widths(self) -> list[int]:
         """The numbers of all queries of a token, of its keys, and of its values."""
         return [self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim]
+
+    @property
+    def interleaved(self) -> tuple[list[int], list[int]]:
+        """The numbers of a head of keys in the projections of Qwen3-Next, next to those of the heads of values that
+        share it: of queries, keys, values and gates; and of b and a.
+        """
+        repeats = self.values // self.keys
+        return [self.key_dim, self.key_dim, repeats * self.value_dim, repeats * self.value_dim], [repeats, repeats]
 
 
 class DeltaRule(Recurrence):
@@ -84,11 +92,9 @@ class DeltaRule(Recurrence):
         return normed.view(len(core), -1)
 
     def record(self, module: Any, x: StandIn) -> StandIn:
-        if not module._modules.keys() >= SEPARATE:
-            raise UntraceableError("its projections are not one behind the other")
         trace: Any = x.trace
         own, heads = module._modules, self.heads(module)
-        mixed, gate, b, a = (record_linear(own[f"in_proj_{name}"], x) for name in ("qkv", "z", "b", "a"))
+        mixed, gate, b, a = self.record_projections(module, x)
         row = record_convolution(module.conv1d, mixed)
         core = trace.put(
             "delta_rule", [row, a, b], gate.width * row.width // mixed.width, heads=heads.values,
@@ -99,12 +105,27 @@ class DeltaRule(Recurrence):
         trace.operations[-1].values["round_first"] = True  # what the rule gives is rounded, too
         return record_linear(own[self.last], normed)
 
+    def record_projections(self, module: Any, x: StandIn) -> tuple[StandIn, ...]:
+        """Record the inputs of the convolution, the gates, and b and a. Raises UntraceableError."""
+        own, heads = module._modules, self.heads(module)
+        if own.keys() >= SEPARATE:
+            return tuple(record_linear(own[f"in_proj_{name}"], x) for name in ("qkv", "z", "b", "a"))
+        if not own.keys() >= INTERLEAVED:
+            raise UntraceableError("its projections are not one behind the other")
+        rows = (record_linear(own[name], x) for name in ("in_proj_qkvz", "in_proj_ba"))
+        pairs = zip(rows, heads.interleaved, strict=True)
+        *parts, gate, b, a = (part for row, sizes in pairs for part in parts_of_heads(row, heads.keys, sizes))
+        return record_joined_heads(parts), *(record_joined_heads([each]) for each in (gate, b, a))
+
     def projected(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return the inputs of the convolution [N, C], the gates [N, Hv, Dv] or flat, and the other DeltaInputs of x
         [1, N, H]."""
         if "in_proj_qkvz" in module._modules:
-            *parts, gate, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(x), module.in_proj_ba(x))
-            mixed = torch.cat([part.flatten(2) for part in parts], dim=-1)
+            heads, rows = self.heads(module), (module.in_proj_qkvz(x), module.in_proj_ba(x))
+            of_heads = (row.unflatten(-1, (heads.keys, -1)) for row in rows)
+            pairs = zip(of_heads, heads.interleaved, strict=True)
+            *parts, gate, b, a = (part.flatten(2) for row, sizes in pairs for part in row.split(sizes, dim=-1))
+            mixed = torch.cat(parts, dim=-1)
         else:
             mixed, gate, b, a = module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)
         rates = {"log_rate": module.A_log, "bias": module.dt_bias}

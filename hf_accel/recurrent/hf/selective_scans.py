@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import short_conv, state_scan
 from ...kernels.cpu.float_linear import FloatLinear
 from ...kernels.cpu.library import FLOATS
+from ...recognition.stand_ins import StandIn
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
 from ..gated_norms import GatedNorm
+from .recorded_parts import record_convolution, record_linear, record_rounded, record_widened
 from .state_pass import Recurrence, convolved, is_native, passes_agree, scan_refusal, scanned
 from .state_spaces import ACTIVATION_PART
 
@@ -53,10 +56,28 @@ class SelectiveScan(Recurrence):
         bias = module.dt_proj.bias
         given = state_scan.ScanInputs(
             values[:, None], self._time_steps(module.dt_proj.weight, step), b.float()[:, None], c.float()[:, None],
-            log_rate=module.A_log.float().contiguous(), skip=module.D.float(),
-            bias=torch.zeros_like(module.D).float() if bias is None else bias.float(),
+            log_rate=module.A_log.contiguous(), skip=module.D,
+            bias=torch.zeros_like(module.D) if bias is None else bias,
         )  # fmt: skip
         return self.normed(None, scanned(given, found)[:, 0], gate)
+
+    def record(self, module: Any, x: StandIn) -> StandIn:
+        trace: Any = x.trace
+        own, (inner, size, rank) = module._modules, (getattr(module, name) for name in SCAN_SIZES)
+        mixed, gate = record_linear(own["in_proj"], x).chunk(2, dim=-1)
+        short = record_convolution(module.conv1d, mixed)
+        row = record_linear(own["x_proj"], record_rounded(short, inner))
+        parts = row[..., :rank], row[..., rank : rank + size], row[..., rank + size :]
+        norms = (own.get(name) for name in SCAN_NORMS)
+        step, b, c = (p if norm is None else trace.norm(norm, p) for norm, p in zip(norms, parts, strict=True))
+        steps = trace.put("time_steps", [step], inner, weight=own["dt_proj"]._parameters["weight"])
+        selected = trace.put("join", [b, c], 2 * size, heads=1, dim=size, value_dim=size)
+        core = trace.put(
+            "state_scan", [short, steps, record_widened(selected)], short.width, heads=1, kv_heads=1, dim=inner,
+            value_dim=size, eps=0.0, offset=inf, weight=module._parameters["A_log"],
+            bias=own["dt_proj"]._parameters["bias"], skip=module._parameters["D"],
+        )  # fmt: skip
+        return record_linear(own[self.last], self.record_norm(None, core, gate, parts=1))
 
     def _time_steps(self, weight: Tensor, x: Tensor) -> Tensor:
         """Compute x [N, R] times the weight [C, R], each row as it does a single one."""

@@ -8,7 +8,7 @@ preemption need nothing of their own. A token's numbers are the same whatever el
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,18 +25,18 @@ from ...fused.kept_states import KeptStates
 from ...kernels import cpu
 from ...kernels.cpu import short_conv, state_scan
 from ...kernels.cpu.library import FLOATS, native
-from ...recognition.model_stand_ins import CacheStandIn
 from ...recognition.operation import INPUT, Span, UntraceableError
-from ...recognition.stand_ins import StandIn, require
+from ...recognition.stand_ins import StandIn
 from ...recognition.trace import Trace
 from ...recognition.trial import Tolerance, agree
-from ...recognition.unchanged import Hooks, Read, Reads, is_unobserved
+from ...recognition.unchanged import Hooks, Reads, is_unobserved
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
 from ..recurrent_programme import RecurrentProgramme
 from .convolutions import OTHER_ARGUMENTS, causal_refusal, require_pages
+from .recorded_parts import input_of, note_kept, settings_of_parts
 
 NUM_PROMPT = 5  # tokens of the prompt of a trial
 
@@ -126,7 +126,7 @@ class Recurrence(KeptStates):
         refusal = self.asked(module)
         if refusal is None:
             modules = [module, *(child for child in module._modules.values() if child is not None)]
-            self._asked = Reads(_all_settings(module)), modules, list(map(type, modules)), Hooks(modules[1:])
+            self._asked = Reads(settings_of_parts(module)), modules, list(map(type, modules)), Hooks(modules[1:])
         return refusal
 
     def in_one_call(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor | None:
@@ -147,7 +147,7 @@ class Recurrence(KeptStates):
             return None
         trace, width = Trace(x.dtype), x.shape[-1]
         trace.widths[INPUT] = width
-        trace.reads += _all_settings(module)
+        trace.reads += settings_of_parts(module)
         self._programme = self._unrecorded = None
         try:
             out = self.record(module, StandIn(trace, Span(INPUT, 0, width), width))
@@ -157,19 +157,12 @@ class Recurrence(KeptStates):
         return self._programme
 
     def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
-        x = args[0] if args else given.pop("hidden_states", None)
-        require(x, heads=False, flat=False)
-        cache, mask = given.pop("cache_params", None), given.pop("attention_mask", None)
-        unknown = [name for name, value in given.items() if value is not None and name not in OTHER_ARGUMENTS]
-        if len(args) > 1 or unknown or not isinstance(cache, CacheStandIn) or mask not in (None, trace.mask):
-            raise UntraceableError("a recurrent module is given more than is known")
-        if trace.stateful is not None or not x.is_whole:
+        x = input_of(trace, args, given, cache="cache_params", others=OTHER_ARGUMENTS)
+        if trace.stateful is not None:
             raise UntraceableError("it keeps more than one state")
         if self.refusal(module) is not None:
             raise UntraceableError("its recurrent module was changed")
-        trace.note(vars(module), FUSED, vars(module).get(FUSED))
-        trace.visit(module)
-        trace.reads += _all_settings(module)
+        note_kept(trace, module)
         trace.stateful = self, module
         return self.record(module, x)
 
@@ -178,13 +171,17 @@ class Recurrence(KeptStates):
         raise UntraceableError("it has no native call")
 
     def record_norm(self, norm: Any, x: StandIn, gate: StandIn, *, parts: int) -> StandIn:
-        """Record the norm of `parts` of each row, and its gate. x: float32."""
+        """Record the norm of `parts` of each row, and its gate.
+
+        norm: None where there is the gate alone. x: float32.
+        """
         form = self.norm
         if form.groups and not self._norm_is(norm):
             raise UntraceableError("its norm was changed")
         weight = norm._parameters["weight"] if form.groups else None
         trace: Any = x.trace
-        trace.visit(norm)
+        if norm is not None:
+            trace.visit(norm)
         size = gate.width // parts
         recorded: StandIn = trace.put(
             "gated_norm", [x, gate], gate.width, heads=parts, dim=size, eps=form.eps, weight=weight,
@@ -237,19 +234,6 @@ class Recurrence(KeptStates):
         """Compute norm(x, gate) with the module's own code."""
         result: Tensor = norm(x[None], gate[None])[0]
         return result
-
-
-def _settings(module: nn.Module) -> Iterator[Read]:
-    """Yield what a module reads of its own: attributes, parts and parameters."""
-    own = module.__dict__
-    yield from (Read(own, name, value) for name, value in own.items() if name != FUSED)
-    for place in ("_modules", "_parameters", "_buffers"):
-        yield from (Read(own[place], name, value) for name, value in own[place].items())
-
-
-def _all_settings(module: nn.Module) -> list[Read]:
-    modules = [module, *(child for child in module._modules.values() if child is not None)]
-    return [read for each in modules for read in _settings(each)]
 
 
 def is_native(x: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_accel.cache.kinds.states import StateStep
-from hf_accel.fused.layer_tail import split
+from hf_accel.fused.layer_tail import kept_of, split
 from hf_accel.fused.projections import UNLIMITED, NativeLinear, ProjectionCall
 from hf_accel.kernels import cpu
 from hf_accel.kernels.layouts import KV
-from hf_accel.recognition.operation import INPUT, Operation, Span, UntraceableError
+from hf_accel.recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError
 from hf_accel.recognition.stand_ins import StandIn
 from hf_accel.recognition.trace import Trace
 from hf_accel.recurrent.recurrent_programme import RecurrentProgramme
@@ -79,6 +80,20 @@ def test_wide_numbers_are_read_by_nothing_else(use: str) -> None:
     wide = trace.convert(x)
     with pytest.raises(UntraceableError):
         uses[use](wide)
+
+
+def test_what_needs_no_module_comes_before_it() -> None:
+    """A shared expert beside those that a token chooses, whose sum is all that is behind them."""
+    first, normed, routed, shared, total = (Span(2 + place, 0, WIDTH) for place in range(5))
+    head = [Operation("norm", [Span(INPUT, 0, WIDTH)], [first]), Operation("norm", [first], [normed])]
+    called = Operation("module", [normed], [routed], (nn.Identity(),), {"results": None})
+    beside = Operation("linear", [normed], [shared])
+    tail = [Operation("add", [routed, shared], [total]), Operation("add", [first, total], [Span(OUTPUT, 0, WIDTH)])]
+    assert split([*head, called, beside, *tail], [WIDTH] * 7) == ([*head, beside], [called, *tail])
+    assert kept_of([called, *tail]) == [first.buffer, normed.buffer, shared.buffer]
+    part = replace(shared, stride=2 * WIDTH)
+    with pytest.raises(UntraceableError, match="in the middle"):
+        split([*head, called, replace(beside, outputs=[part]), replace(tail[0], inputs=[routed, part])], [WIDTH] * 7)
 
 
 def test_a_wide_sum_behind_a_module_is_refused() -> None:

@@ -106,6 +106,22 @@ def test_bits_do_not_depend_on_the_pass(shape: Shape) -> None:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parameters_of_half_precision_are_read_as_they_are(shape: Shape, dtype: torch.dtype) -> None:
+    given, read = inputs(shape, 5), ("dt", "log_rate", "bias", "skip")
+    half = given | {name: given[name].to(dtype) for name in read}
+    wide = half | {name: half[name].float() for name in read}
+    own = places([2, 3], [NONE, 0], [1, 2, 3, 4, 5])
+    first = pages(shape, 6)
+    second = first.clone()
+    assert torch.equal(
+        called(state_scan, **half, **own, states=first), called(state_scan, **wide, **own, states=second)
+    )
+    assert torch.equal(first, second)
+
+
+@pytest.mark.usefixtures("isa")
 def test_tensors_that_are_parts_of_others() -> None:
     shape = Shape(4, 2, 16, 8)
     given = inputs(shape, 5)

@@ -21,6 +21,7 @@ from hf_accel.kernels.cpu import (  # noqa: F401  # each of these says its struc
     library,
     low_rank,
     mixture,
+    page_conv,
     row_conv,
     row_kernels,
     short_conv,

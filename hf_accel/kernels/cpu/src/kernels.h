@@ -37,6 +37,7 @@
   KERNEL(position_scores, PositionScoresCall) \
   KERNEL(bias_gates, BiasGatesCall) \
   KERNEL(row_conv, RowConvCall) \
+  KERNEL(page_conv, PageConvCall) \
   KERNEL(write_pages, WriteCall)          \
   KERNEL(delta_rule, DeltaCall)           \
   KERNEL(short_conv, ConvCall)            \
@@ -420,6 +421,20 @@ struct RowConvCall {
   int32_t dtype, threads;
 };
 
+// Convolutions of each channel over the last `length` inputs of a token, which are in pages; see kernels/page_conv.cpp.
+struct PageConvCall {
+  const void* weight;   // [2 * half, length] of weight_dtype
+  const void* bias;     // [2 * half] of weight_dtype, or null
+  void* out;            // [tokens, 2 * half]
+  const void* k_pages;  // [slots, half]: the first half of the channels
+  const void* v_pages;  // [slots, half]
+  const int32_t* block_table;  // as in AttentionCall
+  const int32_t* cu_q;
+  const int32_t* kv_len;
+  int64_t out_stride, table_stride, sequences, block_size, half, length;
+  int32_t dtype, weight_dtype, threads;
+};
+
 // Writes states [tokens, heads, dim] of `dtype` to slots of contiguous pages [blocks, heads, block_size, dim] of
 // page_dtype, which says that of keys and that of values (kernels/page_dtype.h). Each is `dtype`, or INT8, FP8 or INT4,
 // with scales [blocks, heads, block_size] of `dtype`, or of
@@ -474,10 +489,11 @@ struct StatePages {
 // pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
 struct LayerCall {
   const LayerOp* ops;
-  const int64_t* starts;  // [buffers]: where each one begins, in numbers of a token; buffers may share memory
+  const int64_t* starts;  // [buffers]: where each one begins, in numbers of a token; buffers may share memory. One that
+                          // is read behind the call is in `out`, and has the complement of where it begins there
   int64_t count, width;   // the operations; the numbers that a token has in all buffers
   const void* x;          // [tokens, hidden], contiguous
-  void* out;              // likewise
+  void* out;              // likewise, or as many of these as are read behind the call
   const void* cos;        // [batch or 1, tokens / batch, head_dim] of table_dtype
   const void* sin;
   int64_t tokens, batch, table_batch, table_token;  // table_batch, table_token: strides

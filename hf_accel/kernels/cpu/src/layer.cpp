@@ -20,7 +20,8 @@ struct Layer {
   char* buffer(int64_t number) const {
     if (number == 0) return static_cast<char*>(const_cast<void*>(call.x));
     if (number == 1) return static_cast<char*>(call.out);
-    return memory + call.starts[number] * call.tokens * size;
+    const int64_t start = call.starts[number];
+    return start < 0 ? static_cast<char*>(call.out) + ~start * call.tokens * size : memory + start * call.tokens * size;
   }
   char* at(const Columns& place) const { return buffer(place.buffer) + place.offset * size; }
 
@@ -267,11 +268,12 @@ struct Layer {
 
   void state_scan(const LayerOp& op) const {
     const StatePages& own = call.states;
-    const float *x = floats(op.x), *b = x + op.heads * op.dim, *c = b + op.kv_heads * op.value_dim;
-    const int64_t stride = float_stride(op.x);
+    const bool apart = op.z.stride != 0;
+    const float *x = floats(op.x), *b = apart ? floats(op.z) : x + op.heads * op.dim, *c = b + op.kv_heads * op.value_dim;
+    const int64_t stride = float_stride(op.x), others = apart ? float_stride(op.z) : stride;
     kernels.state_scan({x, at(op.y), b, c, op.weight, op.bias, op.skip, floats(op.out), own.states, own.starts,
-                        own.before, own.slots, own.limited, stride, op.y.stride, stride, stride, own.sequences,
-                        op.heads, op.kv_heads, op.dim, op.value_dim, op.eps, op.offset, 0, call.dtype,
+                        own.before, own.slots, own.limited, stride, op.y.stride, others, others, own.sequences,
+                        op.heads, op.kv_heads, op.dim, op.value_dim, op.eps, op.offset, apart, call.dtype,
                         op.weight_dtype, op.bias_dtype, op.skip_dtype, call.threads});
   }
 
@@ -299,6 +301,13 @@ struct Layer {
                       op.ahead, op.activation, call.dtype, call.threads});
   }
 
+  // A convolution reads the inputs that WRITE has put into the pages, one half as keys and one as values of one head.
+  void page_conv(const LayerOp& op) const {
+    kernels.page_conv({op.weight, op.bias, at(op.out), call.k_pages, call.v_pages, call.block_table, call.cu_q, call.kv_len,
+                       op.out.stride, call.table_stride, call.sequences, call.block_size, op.dim / 2, op.value_dim,
+                       call.dtype, op.weight_dtype, call.threads});
+  }
+
   void run(const LayerOp& op) const {
     switch (op.kind) {
       case INTEGER_LINEAR:
@@ -320,6 +329,7 @@ struct Layer {
       case BIAS_GATES: return bias_gates(op);
       case ROW_CONV: return row_conv(op);
       case MULTIPLY: return multiply(op);
+      case PAGE_CONV: return page_conv(op);
       default: return add(op);
     }
   }

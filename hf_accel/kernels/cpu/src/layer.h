@@ -10,7 +10,7 @@ struct Columns {
   int64_t buffer, offset, stride, head;
 };
 
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM, BIAS_GATES, ROW_CONV, MULTIPLY };
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM, BIAS_GATES, ROW_CONV, MULTIPLY, PAGE_CONV };
 
 struct LayerOp {
   int32_t kind;
@@ -18,14 +18,15 @@ struct LayerOp {
   // ROPE: q and k; WRITE: K and V; ADD: both summands; LAYER_NORM: the summands, the second may be missing, the norm,
   // and the sum if it has a place; ATTEND_ROWS: Q and K in x and y, V in z, and the
   // gates of a bias in out2 if it has such; GATE: y may be missing; POSITION_SCORES: Q and K; JOIN: the parts of each head;
-  // DELTA_RULE: the results of the convolution, a and b; STATE_SCAN: those and dt; GATED_NORM: x and the gate; else x alone.
+  // DELTA_RULE: the results of the convolution, a and b; STATE_SCAN: those and dt, and b
+  // and c in z where each column has a rate, else behind x; GATED_NORM: x and the gate; else x alone.
   // What SHORT_CONV, DELTA_RULE, STATE_SCAN and BIAS_GATES give is float32: a buffer of so many bytes.
   Columns x, y, out, out2, z;
   const void* weight;       // a Linear, or what a norm multiplies by; ADD, MULTIPLY: the scale of y, or of x, or null; ATTEND: sinks, or null
-  const void* bias;         // LAYER_NORM, SHORT_CONV, BIAS_GATES, ROW_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
+  const void* bias;         // LAYER_NORM, SHORT_CONV, BIAS_GATES, ROW_CONV, PAGE_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
   const void* skip;         // STATE_SCAN; BIAS_GATES: the factors of heads; ROW_CONV: its RowNorm, or null
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
-  int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
+  int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts; PAGE_CONV: channels, and their weights
   int64_t window, ahead;  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal
   float eps, offset;      // NORM, LAYER_NORM: eps
   float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y; MULTIPLY: of x
@@ -35,5 +36,5 @@ struct LayerOp {
   int32_t bias_dtype;               // LAYER_NORM, DELTA_RULE, STATE_SCAN
   int32_t skip_dtype;               // STATE_SCAN
   int32_t gate_first;               // GATED_NORM
-  int32_t activation;               // GATE: out = act(x) * y; ROW_CONV: or -1
+  int32_t activation;               // GATE: out = act(x) * y, or x * y for NONE; ROW_CONV: or -1
 };

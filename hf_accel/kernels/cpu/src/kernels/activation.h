@@ -87,6 +87,7 @@ inline F gelu(F x) {
 // `kind` is an Activation.
 inline F activated(int32_t kind, F x) {
   switch (kind) {
+    case NONE: return x;
     case SILU: return silu(x);
     case GELU: return gelu(x);
     case GELU_TANH: return gelu_tanh(x);

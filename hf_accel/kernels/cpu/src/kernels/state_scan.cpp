@@ -48,7 +48,18 @@ inline float number(const void* p, int32_t dtype, int64_t i) {
   return result;
 }
 
-inline const float* floats(const void* p) { return static_cast<const float*>(p); }
+// The numbers of columns, from number i on; zeros where there are none.
+template <int WIDTH>
+inline HFA_INLINE Columns<WIDTH> read_dtype(const void* p, int32_t dtype, int64_t i, int64_t left) {
+  Columns<WIDTH> x;
+  if (!p) unrolled<WIDTH>([&](auto j) { x.of[j] = zero(); });
+  else
+    for_dtype(dtype, [&](auto* null) {
+      const auto* from = static_cast<const std::remove_pointer_t<decltype(null)>*>(p) + i;
+      unrolled<WIDTH>([&](auto j) { x.of[j] = WIDTH > 1 ? load_as(from + j * LANES) : load_upto(from, left); });
+    });
+  return x;
+}
 
 inline float within(float x, float lowest, float highest) { return x < lowest ? lowest : x > highest ? highest : x; }
 
@@ -62,9 +73,9 @@ inline HFA_INLINE void token(const ScanCall& c, int64_t t, Place at, const float
   const auto x = read<WIDTH>(c.x + t * c.x_stride + first, at.left);
   Columns<WIDTH> delta, decay, skip, sum, input;
   if constexpr (EACH) {
-    const auto dt = read<WIDTH>(floats(c.dt) + t * c.dt_stride + at.column, at.left);
-    const auto bias = read<WIDTH>(floats(c.bias) + at.column, at.left);
-    skip = read<WIDTH>(floats(c.skip) + at.column, at.left);
+    const auto dt = read_dtype<WIDTH>(c.dt, c.dt_dtype, t * c.dt_stride + at.column, at.left);
+    const auto bias = read_dtype<WIDTH>(c.bias, c.bias_dtype, at.column, at.left);
+    skip = read_dtype<WIDTH>(c.skip, c.skip_dtype, at.column, at.left);
     unrolled<WIDTH>([&](auto j) {
       // max and min return their second operand if it is NaN.
       delta.of[j] = min(set1(highest), max(set1(lowest), softplus(add(dt.of[j], bias.of[j]))));
@@ -108,9 +119,12 @@ template <int WIDTH, bool EACH>
 void columns(const ScanCall& c, int64_t sequence, Place at, float* part, float* rates, bool past_cache) {
   constexpr int64_t SIZE = WIDTH * LANES;
   if constexpr (EACH) {
-    for (int64_t i = 0; i < c.state_size; ++i)
-      for (int64_t j = 0; j < SIZE; ++j)
-        rates[i * SIZE + j] = j < at.left ? floats(c.log_rate)[(at.column + j) * c.state_size + i] : 0.0f;
+    for_dtype(c.rate_dtype, [&](auto* null) {
+      const auto* own = static_cast<const std::remove_pointer_t<decltype(null)>*>(c.log_rate) + at.column * c.state_size;
+      for (int64_t i = 0; i < c.state_size; ++i)
+        for (int64_t j = 0; j < SIZE; ++j)
+          rates[i * SIZE + j] = j < at.left ? to_float(own[j * c.state_size + i]) : 0.0f;
+    });
     for (int64_t i = 0; i < c.state_size * SIZE; i += LANES) store(rates + i, exp_as_torch(load(rates + i)));
   } else {
     *rates = std::exp(number(c.log_rate, c.rate_dtype, at.head));
