@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -125,6 +126,10 @@ class StandIn:
         if len(sizes) == 2 or self.flat:
             return self._flattened(*sizes)
         batch, tokens, *rest = sizes
+        if self.heads is None and batch is BATCH and type(tokens) is int and [tokens, *rest[1:]] == [1, self.width]:
+            if rest[0] is not self.rows:
+                raise UntraceableError("it reshapes in another way than into heads and back")
+            return replace(self, heads=1, transposed=True)
         if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
@@ -235,9 +240,19 @@ class StandIn:
         if isinstance(size, Opaque):  # the lengths of packed sequences
             sequences: tuple[StandIn, ...] = size.split(self, dim)
             return sequences
+        if type(size) in (list, tuple):
+            return self._cut(size, dim)
         if type(size) is not int or size < 1 or self.shape[-1] % size:
             raise UntraceableError("it divides a tensor into other parts than columns")
         return self.chunk(self.shape[-1] // size, dim)
+
+    def _cut(self, sizes: Any, dim: Any) -> tuple[StandIn, ...]:
+        """Take columns of these widths, those of each head if it has heads."""
+        known = all(type(size) is int and size > 0 for size in sizes) and not self.flat
+        if not known or dim not in (-1, len(self.shape) - 1) or sum(sizes) != self.shape[-1]:
+            raise UntraceableError("it divides a tensor into other parts than columns")
+        ends = [*accumulate(sizes)]
+        return tuple(self[..., end - size : end] for end, size in zip(ends, sizes, strict=True))
 
     def padded(self, sizes: Any) -> StandIn:
         """Return the tensor with zeros behind the numbers of each head. sizes: how many before and behind them."""

@@ -14,7 +14,8 @@ from torch import Tensor, distributed, nn
 
 import hf_accel
 from hf_accel import Engine, PagedCache, SpeculativeConfig, UnsupportedError
-from hf_accel.attention.hf.latents import Expansion, is_known_expansion
+from hf_accel.attention.expansion import Expansion
+from hf_accel.attention.hf.latents import is_known_expansion
 from hf_accel.fused.hf.compressed import PagedLatents
 from hf_accel.kernels.layouts import Ragged
 

@@ -241,7 +241,7 @@ struct RopeCall {
   const void* sin;
   int64_t table_batch, table_token;  // strides
   int64_t batch, tokens, size;
-  int32_t interleaved;  // whether pairs are (0, 1), (2, 3), ...; otherwise they are (i, i + size / 2). 2: pair i has number i of a table
+  int32_t interleaved;  // whether pairs are (0, 1), (2, 3), ...; otherwise they are (i, i + size / 2). 2: pair i has number i of a table; 3: likewise, and its results are i and i + size / 2
   int32_t round_each;   // whether both products are rounded to dtype before they are added
   int32_t dtype, table_dtype, threads;
 };
