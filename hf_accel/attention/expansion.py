@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu
-from ..kernels.cpu.head_products import head_products, reference
+from ..kernels.cpu.head_products import OF_OUTPUTS, head_products, reference
 from ..kernels.cpu.library import native
 from ..kernels.layouts import Ragged
 
@@ -21,27 +21,35 @@ from ..kernels.layouts import Ragged
 class Expansion:
     """The weight of the linear layer that makes keys and values of latents.
 
-    weight: [H, D + Dv, rank], the rows of a head's keys before those of its values. scales: float32 [H, D + Dv] of
-    int8; None for floats. size: D.
+    keys: [H, D, rank], the rows of each head's keys. values: [H, Dv, rank], those of its values; [H, rank, Dv] if they
+    are `turned`, in which form few tokens take less time. key_scales, value_scales: float32 [H, D] and [H, Dv] of int8;
+    None for floats.
     """
 
-    weight: Tensor
-    scales: Tensor | None
-    size: int
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+    turned: bool = False
 
     @staticmethod
-    def of(module: Any, weight: Tensor, scales: Tensor | None = None) -> Expansion:
-        """weight: [H * (D + Dv), rank]; scales: [H * (D + Dv)]."""
-        size, rows = module.qk_nope_head_dim, module.qk_nope_head_dim + module.v_head_dim
-        heads = None if scales is None else scales.view(-1, rows)
-        return Expansion(weight.view(-1, rows, module.kv_lora_rank), heads, size)
+    def of(module: Any, weight: Tensor, scales: Tensor | None = None, *, turned: bool = False) -> Expansion:
+        """weight: [H * (D + Dv), rank]; scales: [H * (D + Dv)]. turned: whether to copy the weight."""
+        parts = module.qk_nope_head_dim, module.v_head_dim
+        keys, values = weight.view(-1, sum(parts), module.kv_lora_rank).split(parts, dim=1)
+        if turned:
+            keys, values = keys.contiguous(), values.transpose(1, 2).contiguous()
+        if scales is None:
+            return Expansion(keys, values, turned=turned)
+        own = (part.contiguous() for part in scales.view(-1, sum(parts)).split(parts, dim=1))
+        return Expansion(keys, values, *own, turned=turned)
 
     def takes_more(self, ragged: Ragged, rotated: int) -> bool:
         """Return whether attention to latents takes more operations than to keys and values that are made for it.
 
         rotated: the numbers of a rotated part.
         """
-        _, rows, rank = self.weight.shape
+        rank, rows = self.keys.shape[2], self.keys.shape[1] + self.values.shape[2 if self.turned else 1]
         queries, keys = ragged.cu_q.diff().double(), ragged.kv_len.double()
         pairs = float((queries * (keys - (queries - 1) / 2)).sum())
         absorbed = pairs * (2 * rank + rotated) + float(queries.sum()) * rank * rows
@@ -49,28 +57,24 @@ class Expansion:
 
     def queries(self, q: Tensor) -> Tensor:
         """Turn queries for keys, [N, H, D + Dr], into queries for latents and rotated parts, [N, H, rank + Dr]."""
-        plain, rotated = q[..., : self.size], q[..., self.size :]
-        weight, scales = self.part(slice(None, self.size))
-        if not _is_native(q, weight):
-            return torch.cat([reference(plain, weight, scales=scales, transposed=True), rotated], dim=-1)
-        rank = weight.shape[2]
+        size, rank = self.keys.shape[1:]
+        plain, rotated = q[..., :size], q[..., size:]
+        if not _is_native(q, self.keys):
+            made = reference(plain, self.keys, scales=self.key_scales, transposed=True)
+            return torch.cat([made, rotated], dim=-1)
         out = q.new_empty(*q.shape[:2], rank + rotated.shape[2])
-        head_products(plain, weight, out=out[..., :rank], scales=scales, transposed=True)
+        head_products(plain, self.keys, out=out[..., :rank], scales=self.key_scales, transposed=True)
         out[..., rank:] = rotated
         return out
 
     def results(self, x: Tensor) -> Tensor:
         """Turn sums of latents [N, H, rank] into sums of values [N, H, Dv]."""
-        weight, scales = self.part(slice(self.size, None))
-        if not _is_native(x, weight):
-            return reference(x, weight, scales=scales)
-        out = x.new_empty(*x.shape[:2], weight.shape[1])
-        head_products(x, weight, out=out, scales=scales)
+        how = OF_OUTPUTS if self.turned else False
+        if not _is_native(x, self.values):
+            return reference(x, self.values, scales=self.value_scales, transposed=how)
+        out = x.new_empty(*x.shape[:2], self.values.shape[2 if self.turned else 1])
+        head_products(x, self.values, out=out, scales=self.value_scales, transposed=how)
         return out
-
-    def part(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Return these rows of each head."""
-        return self.weight[:, rows], None if self.scales is None else self.scales[:, rows]
 
 
 def _is_native(x: Tensor, weight: Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..attention.expansion import KnownExpansion
+from ..kernels.cpu.head_products import OF_OUTPUTS
 from ..kernels.cpu.library import DTYPES
 from ..linear import QuantLinear
 from ..recognition.operation import Kind, Operation, UntraceableError
@@ -36,11 +37,14 @@ class HeadProductsOperation(NativeOperation):
             raise UntraceableError("it makes keys and values by more than a product")
         parts.max_tokens = min(parts.max_tokens, known.most_rows(module))
         parts.tensors += [tensor for tensor in linear._parameters.values() if tensor is not None]
-        size = expansion.size
-        weight, scales = expansion.part(slice(None, size) if values["transposed"] else slice(size, None))
+        transposed: int = values["transposed"]
+        weight, scales = expansion.keys, expansion.key_scales
+        if not transposed:
+            weight, scales = expansion.values, expansion.value_scales
+            transposed = 0 if not expansion.turned else OF_OUTPUTS if scales is not None else 1
         fields = {name: values[name] for name in ("heads", "dim", "value_dim")} | {
-            "weight": parts.address(weight), "weight_dtype": DTYPES[weight.dtype], "ahead": values["kept"],
-            "window": expansion.weight.shape[1], "interleaved": values["transposed"],
+            "weight": parts.address(weight), "weight_dtype": DTYPES[weight.dtype], "interleaved": transposed,
+            "window": weight.stride(0) // weight.stride(1), "ahead": values["kept"],
         }  # fmt: skip
         return fields if scales is None else fields | {"skip": parts.address(scales)}
 

@@ -234,8 +234,9 @@ def test_latents_are_read_where_that_takes_fewer_operations(counts: list[int], l
     pairs = sum(length - place for count, length in zip(counts, lengths, strict=True) for place in range(count))
     absorbed = pairs * (2 * rank + rotated) + sum(counts) * rank * (key + value)
     made = pairs * (key + rotated + value) + sum(lengths) * rank * (key + value)
-    found = Expansion(torch.empty(2, key + value, rank), None, key).takes_more(ragged, rotated)
-    assert found is (absorbed > made) is more
+    for turned, shape in ((False, (2, value, rank)), (True, (2, rank, value))):
+        parts = Expansion(torch.empty(2, key, rank), torch.empty(shape), turned=turned)
+        assert parts.takes_more(ragged, rotated) is (absorbed > made) is more
 
 
 class Adapted(nn.Module):

@@ -97,9 +97,10 @@ class ExpansionState(KnownExpansion):
             weight = linear.quantized
             plain = isinstance(weight, Int8Weight) and weight.weight_scale.shape[1] == 1 and weight.symmetric
             if plain and weight.input_order is None:
-                self._made = Expansion.of(module, weight.integers(), weight.weight_scale.float().flatten())
+                scales = weight.weight_scale.float().flatten()
+                self._made = Expansion.of(module, weight.integers(), scales, turned=True)
             else:
-                self._made = Expansion.of(module, weight.dequantize(linear.dtype))
+                self._made = Expansion.of(module, weight.dequantize(linear.dtype), turned=True)
             self._made_of = packed
         return self._made
 

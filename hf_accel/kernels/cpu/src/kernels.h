@@ -583,7 +583,7 @@ struct GatedNormCall {
 struct HeadsCall {
   const void* x;        // of dtype
   const void* weight;   // of weight_dtype, or int8; a row is w[h, o], or w[h, i] if `transposed`, and is contiguous
-  const float* scales;  // of each row of int8; null for floats
+  const float* scales;  // of each row of int8, or of each output if `transposed` is 2; null for floats
   void* out;            // of dtype
   int64_t x_token, x_head, out_token, out_head, weight_head, weight_row, scale_head;
   int64_t tokens, heads, inputs, outputs;

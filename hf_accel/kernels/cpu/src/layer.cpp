@@ -255,7 +255,8 @@ struct Layer {
     const int64_t x_head = head_stride(op.x, op.dim + op.ahead), out_head = op.value_dim + op.ahead;
     const int64_t row = op.interleaved ? op.value_dim : op.dim;
     kernels.head_products({at(op.x), op.weight, static_cast<const float*>(op.skip), at(op.out), op.x.stride, x_head,
-                           op.out.stride, out_head, op.window * row, row, op.window, call.tokens, op.heads, op.dim,
+                           op.out.stride, out_head, op.window * row, row, op.interleaved == 1 ? op.dim : op.value_dim,
+                           call.tokens, op.heads, op.dim,
                            op.value_dim, op.interleaved, call.dtype, op.weight_dtype, call.threads});
     if (!op.ahead) return;
     for (int64_t n = 0; n < call.tokens; ++n)

@@ -26,13 +26,13 @@ struct LayerOp {
   const void* skip;         // STATE_SCAN; BIAS_GATES: the factors of heads; ROW_CONV: its RowNorm, or null; HEAD_PRODUCTS: scales of the rows of int8, or null
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts
-  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal. HEAD_PRODUCTS: the rows of a head's weights, of which it takes
-  // some; and how many numbers of a head behind those that it multiplies are copied
+  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal. HEAD_PRODUCTS: the rows from one head's weights to the
+  // next one's; and how many numbers of a head behind those that it multiplies are copied
   int64_t window, ahead;
   float eps, offset;      // NORM, LAYER_NORM: eps
   float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y; MULTIPLY: of x
   int32_t round_first;   // NORM; ADD, MULTIPLY: whether out is float32, and the x of ADD
-  int32_t interleaved, round_each;  // ROPE; HEAD_PRODUCTS: interleaved says whether weights are transposed; MULTIPLY: round_each says whether x is float32
+  int32_t interleaved, round_each;  // ROPE; HEAD_PRODUCTS: interleaved says how weights are transposed; MULTIPLY: round_each says whether x is float32
   int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
   int32_t bias_dtype;               // LAYER_NORM, DELTA_RULE, STATE_SCAN
   int32_t skip_dtype;               // STATE_SCAN

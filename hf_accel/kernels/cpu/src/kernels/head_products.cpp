@@ -22,6 +22,14 @@ inline F scaled(const HeadsCall& c, F x, int64_t head, int64_t row) {
   return c.scales ? mul(x, set1(c.scales[head * c.scale_head + row])) : x;
 }
 
+// `n` of LANES numbers of row i, for the outputs from o on.
+template <class T>
+inline HFA_INLINE F transposed_row(const HeadsCall& c, const T* weight, int64_t head, int64_t i, int64_t o, int64_t n) {
+  const F x = load_upto(weight + i * c.weight_row + o, n);
+  if (c.transposed == 1) return scaled(c, x, head, i);
+  return mul(x, load_upto(c.scales + head * c.scale_head + o, n));
+}
+
 // Packs the weights of a panel as [inputs][vectors of outputs], of which the last is filled up with zeros.
 template <class T>
 void pack_panel(const HeadsCall& c, const Panel& p, int64_t stride, float* out) {
@@ -29,7 +37,7 @@ void pack_panel(const HeadsCall& c, const Panel& p, int64_t stride, float* out) 
   if (c.transposed) {
     for (int64_t i = 0; i < c.inputs; ++i)
       for (int64_t o = 0; o < p.count; o += LANES)
-        store(out + i * stride + o, scaled(c, load_upto(weight + i * c.weight_row + p.first + o, p.count - o), p.head, i));
+        store(out + i * stride + o, transposed_row(c, weight, p.head, i, p.first + o, p.count - o));
     return;
   }
   for (int64_t o = 0; o < p.count; o += LANES)
@@ -53,12 +61,19 @@ struct Numbers {
   int64_t stride;
 };
 
+// Prefetches the lines of `count` vectors of weights.
+template <class T>
+inline HFA_INLINE void prefetch_vectors(const T* at, int64_t count) {
+  const char* const from = reinterpret_cast<const char*>(at);
+  for (int64_t i = 0; i < count * LANES * static_cast<int64_t>(sizeof(T)); i += 64) prefetch(from + i);
+}
+
 // Adds to the sums of LANES outputs what inputs [i, i + N) add.
 template <int64_t N, class T>
 inline HFA_INLINE void add_rows(const HeadsCall& c, const Panel& p, const T* weight, const Numbers& of, int64_t i, int64_t o) {
   F w[N];
   for (int64_t r = 0; r < N; ++r)
-    w[r] = scaled(c, load_upto(weight + (i + r) * c.weight_row + o, p.count - o), p.head, i + r);
+    w[r] = transposed_row(c, weight, p.head, i + r, p.first + o, p.count - o);
   for (int64_t t = 0; t < c.tokens; ++t) {
     float* const sums = of.sums + t * of.stride + o;
     F sum = load(sums);
@@ -72,9 +87,12 @@ void stream_rows(const HeadsCall& c, const Panel& p, const T* weight, const Numb
   std::memset(of.sums, 0, static_cast<size_t>(c.tokens * of.stride) * sizeof(float));
   int64_t i = 0;
   for (; i + ROWS <= c.inputs; i += ROWS)
-    for (int64_t o = 0; o < p.count; o += LANES) add_rows<ROWS>(c, p, weight + p.first, of, i, o);
+    for (int64_t o = 0; o < p.count; o += LANES) {
+      prefetch_vectors(weight + (i + ROWS) * c.weight_row + p.first + ROWS * o, ROWS);
+      add_rows<ROWS>(c, p, weight, of, i, o);
+    }
   for (; i < c.inputs; ++i)
-    for (int64_t o = 0; o < p.count; o += LANES) add_rows<1>(c, p, weight + p.first, of, i, o);
+    for (int64_t o = 0; o < p.count; o += LANES) add_rows<1>(c, p, weight, of, i, o);
 }
 
 template <class T>
@@ -85,6 +103,7 @@ void stream_columns(const HeadsCall& c, const Panel& p, const T* weight, const N
     const int64_t rows = at_most(LANES, p.count - o);
     for (int64_t i = 0; i < c.inputs; i += LANES) {
       F w[LANES];
+      prefetch_vectors(weight + (p.first + o + LANES) * c.weight_row + LANES * i, LANES);
       for (int64_t lane = 0; lane < LANES; ++lane) {
         const int64_t row = p.first + o + lane;
         w[lane] = lane < rows ? scaled(c, load_upto(weight + row * c.weight_row + i, c.inputs - i), p.head, row) : zero();
