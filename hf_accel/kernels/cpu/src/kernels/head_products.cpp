@@ -18,18 +18,6 @@ struct Panel {
   int64_t head, first, count;
 };
 
-inline F scaled(const HeadsCall& c, F x, int64_t head, int64_t row) {
-  return c.scales ? mul(x, set1(c.scales[head * c.scale_head + row])) : x;
-}
-
-// `n` of LANES numbers of row i, for the outputs from o on.
-template <class T>
-inline HFA_INLINE F transposed_row(const HeadsCall& c, const T* weight, int64_t head, int64_t i, int64_t o, int64_t n) {
-  const F x = load_upto(weight + i * c.weight_row + o, n);
-  if (c.transposed == 1) return scaled(c, x, head, i);
-  return mul(x, load_upto(c.scales + head * c.scale_head + o, n));
-}
-
 // Packs the weights of a panel as [inputs][vectors of outputs], of which the last is filled up with zeros.
 template <class T>
 void pack_panel(const HeadsCall& c, const Panel& p, int64_t stride, float* out) {
@@ -37,7 +25,7 @@ void pack_panel(const HeadsCall& c, const Panel& p, int64_t stride, float* out) 
   if (c.transposed) {
     for (int64_t i = 0; i < c.inputs; ++i)
       for (int64_t o = 0; o < p.count; o += LANES)
-        store(out + i * stride + o, transposed_row(c, weight, p.head, i, p.first + o, p.count - o));
+        store(out + i * stride + o, load_upto(weight + i * c.weight_row + p.first + o, p.count - o));
     return;
   }
   for (int64_t o = 0; o < p.count; o += LANES)
@@ -45,8 +33,7 @@ void pack_panel(const HeadsCall& c, const Panel& p, int64_t stride, float* out) 
       F x[LANES];
       for (int64_t lane = 0; lane < LANES; ++lane) {
         const int64_t row = p.first + o + lane;
-        x[lane] = o + lane < p.count
-                      ? scaled(c, load_upto(weight + row * c.weight_row + i, c.inputs - i), p.head, row) : zero();
+        x[lane] = o + lane < p.count ? load_upto(weight + row * c.weight_row + i, c.inputs - i) : zero();
       }
       transpose(x);
       for (int64_t lane = 0; lane < at_most(LANES, c.inputs - i); ++lane) store(out + (i + lane) * stride + o, x[lane]);
@@ -73,7 +60,7 @@ template <int64_t N, class T>
 inline HFA_INLINE void add_rows(const HeadsCall& c, const Panel& p, const T* weight, const Numbers& of, int64_t i, int64_t o) {
   F w[N];
   for (int64_t r = 0; r < N; ++r)
-    w[r] = transposed_row(c, weight, p.head, i + r, p.first + o, p.count - o);
+    w[r] = load_upto(weight + (i + r) * c.weight_row + p.first + o, p.count - o);
   for (int64_t t = 0; t < c.tokens; ++t) {
     float* const sums = of.sums + t * of.stride + o;
     F sum = load(sums);
@@ -106,7 +93,7 @@ void stream_columns(const HeadsCall& c, const Panel& p, const T* weight, const N
       prefetch_vectors(weight + (p.first + o + LANES) * c.weight_row + LANES * i, LANES);
       for (int64_t lane = 0; lane < LANES; ++lane) {
         const int64_t row = p.first + o + lane;
-        w[lane] = lane < rows ? scaled(c, load_upto(weight + row * c.weight_row + i, c.inputs - i), p.head, row) : zero();
+        w[lane] = lane < rows ? load_upto(weight + row * c.weight_row + i, c.inputs - i) : zero();
       }
       transpose(w);
       const int64_t count = at_most(LANES, c.inputs - i);
@@ -124,19 +111,29 @@ void stream_columns(const HeadsCall& c, const Panel& p, const T* weight, const N
   }
 }
 
+// Reads the inputs of tokens, times the scales of the rows that they are multiplied by.
 template <class X>
 void read_inputs(const HeadsCall& c, int64_t head, int64_t first, int64_t tokens, float* x, int64_t width) {
+  const float* const scales = c.scales && c.transposed == 1 ? c.scales + head * c.scale_head : nullptr;
   for (int64_t t = 0; t < tokens; ++t) {
     const X* const from = static_cast<const X*>(c.x) + (first + t) * c.x_token + head * c.x_head;
-    for (int64_t i = 0; i < c.inputs; i += LANES) store(x + t * width + i, load_upto(from + i, c.inputs - i));
+    for (int64_t i = 0; i < c.inputs; i += LANES) {
+      const F numbers = load_upto(from + i, c.inputs - i);
+      store(x + t * width + i, scales ? mul(numbers, load_upto(scales + i, c.inputs - i)) : numbers);
+    }
   }
 }
 
+// Writes the sums of tokens, times the scales of outputs.
 template <class X>
 void write_sums(const HeadsCall& c, const Panel& p, int64_t first, int64_t tokens, const float* sums, int64_t stride) {
+  const float* const scales = c.scales && c.transposed != 1 ? c.scales + p.head * c.scale_head + p.first : nullptr;
   for (int64_t t = 0; t < tokens; ++t) {
     X* const to = static_cast<X*>(c.out) + (first + t) * c.out_token + p.head * c.out_head + p.first;
-    for (int64_t o = 0; o < p.count; o += LANES) store_upto(to + o, load(sums + t * stride + o), p.count - o);
+    for (int64_t o = 0; o < p.count; o += LANES) {
+      const F sum = load(sums + t * stride + o);
+      store_upto(to + o, scales ? mul(sum, load_upto(scales + o, p.count - o)) : sum, p.count - o);
+    }
   }
 }
 
