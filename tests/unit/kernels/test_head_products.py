@@ -33,7 +33,7 @@ def product(x: Tensor, weight: Tensor, outputs: int, **other: Any) -> Tensor:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize("tokens", [0, 1, 9, 17])
 def test_floats(tokens: int, inputs: int, outputs: int, dtype: torch.dtype, transposed: bool) -> None:
     x, weight = operands(tokens, 3, inputs, outputs, transposed=transposed)
     for kind in {dtype, torch.float32}:

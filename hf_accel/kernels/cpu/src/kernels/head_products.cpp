@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t PANEL = 16384;  // numbers of the packed weights of a task: half of a small second-level cache
 constexpr int64_t TOKENS = 8;     // of a product
-constexpr int64_t FEW = 4;        // tokens for which weights are not packed
+constexpr int64_t FEW_BY_COLUMNS = 4, FEW_BY_ROWS = 16;  // tokens for which weights are not packed
 constexpr int64_t ROWS = 8;       // of weights that are read side by side
 
 // Outputs [first, first + count) of one head.
@@ -85,8 +85,8 @@ void stream_rows(const HeadsCall& c, const Panel& p, const T* weight, const Numb
 template <class T>
 void stream_columns(const HeadsCall& c, const Panel& p, const T* weight, const Numbers& of) {
   for (int64_t o = 0; o < p.count; o += LANES) {
-    F sums[FEW];
-    for (int64_t t = 0; t < FEW; ++t) sums[t] = zero();
+    F sums[FEW_BY_COLUMNS];
+    for (int64_t t = 0; t < FEW_BY_COLUMNS; ++t) sums[t] = zero();
     const int64_t rows = at_most(LANES, p.count - o);
     for (int64_t i = 0; i < c.inputs; i += LANES) {
       F w[LANES];
@@ -141,8 +141,8 @@ template <class X, class T>
 void multiply_few(const HeadsCall& c, const Panel& p, int64_t stride) {
   struct Inputs; struct Sums;
   const int64_t width = ceil_div(c.inputs, LANES) * LANES;
-  float* const x = static_cast<float*>(scratch<Inputs>(static_cast<size_t>(FEW * width) * sizeof(float)));
-  float* const sums = static_cast<float*>(scratch<Sums>(static_cast<size_t>(FEW * stride) * sizeof(float)));
+  float* const x = static_cast<float*>(scratch<Inputs>(static_cast<size_t>(FEW_BY_ROWS * width) * sizeof(float)));
+  float* const sums = static_cast<float*>(scratch<Sums>(static_cast<size_t>(FEW_BY_ROWS * stride) * sizeof(float)));
   const T* const weight = static_cast<const T*>(c.weight) + p.head * c.weight_head;
   read_inputs<X>(c, p.head, 0, c.tokens, x, width);
   if (c.transposed) stream_rows(c, p, weight, {x, width, sums, stride});
@@ -178,9 +178,9 @@ void pack_panel(const HeadsCall& c, const Panel& p, int64_t stride, float* out) 
 }  // namespace
 
 void HFA_NAMESPACE::head_products(const HeadsCall& call) {
-  const bool few = call.tokens <= FEW;
-  // Rows that are read as they are should be read whole.
-  const int64_t wide = few && call.transposed ? 4 : 1;
+  const bool few = call.tokens <= (call.transposed ? FEW_BY_ROWS : FEW_BY_COLUMNS);
+  // Rows that are read as they are should be read whole, where the sums of all tokens stay in a cache.
+  const int64_t wide = !few || !call.transposed ? 1 : call.tokens > FEW_BY_COLUMNS ? 2 : 4;
   const int64_t width = wide * at_least(PANEL / at_least(call.inputs, 1) / LANES, 1) * LANES;
   const int64_t panels = ceil_div(call.outputs, width);
   parallel_for(call.heads * panels, call.threads, [&](int64_t task) {
