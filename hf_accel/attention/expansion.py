@@ -22,34 +22,35 @@ class Expansion:
     """The weight of the linear layer that makes keys and values of latents.
 
     keys: [H, D, rank], the rows of each head's keys. values: [H, Dv, rank], those of its values; [H, rank, Dv] if they
-    are `turned`, in which form few tokens take less time. key_scales, value_scales: float32 [H, D] and [H, Dv] of int8;
-    None for floats.
+    are `transposed`, in which form few tokens take less time. key_scales, value_scales: float32 [H, D] and [H, Dv], of
+    int8; None for floats.
     """
 
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
-    turned: bool = False
+    transposed: bool = False
 
     @staticmethod
-    def of(module: Any, weight: Tensor, scales: Tensor | None = None, *, turned: bool = False) -> Expansion:
-        """weight: [H * (D + Dv), rank]; scales: [H * (D + Dv)]. turned: whether to copy the weight."""
-        parts = module.qk_nope_head_dim, module.v_head_dim
-        keys, values = weight.view(-1, sum(parts), module.kv_lora_rank).split(parts, dim=1)
-        if turned:
+    def of(module: Any, weight: Tensor, scales: Tensor | None = None, *, transposed: bool = False) -> Expansion:
+        """weight: [H * (D + Dv), rank]; scales: [H * (D + Dv)]. transposed: whether to copy the weight."""
+        size, rows = module.qk_nope_head_dim, module.qk_nope_head_dim + module.v_head_dim
+        heads = weight.view(-1, rows, module.kv_lora_rank)
+        keys, values = heads[:, :size], heads[:, size:]
+        if transposed:
             keys, values = keys.contiguous(), values.transpose(1, 2).contiguous()
         if scales is None:
-            return Expansion(keys, values, turned=turned)
-        own = (part.contiguous() for part in scales.view(-1, sum(parts)).split(parts, dim=1))
-        return Expansion(keys, values, *own, turned=turned)
+            return Expansion(keys, values, transposed=transposed)
+        own = scales.view(-1, rows)
+        return Expansion(keys, values, own[:, :size].contiguous(), own[:, size:].contiguous(), transposed)
 
     def takes_more(self, ragged: Ragged, rotated: int) -> bool:
         """Return whether attention to latents takes more operations than to keys and values that are made for it.
 
         rotated: the numbers of a rotated part.
         """
-        rank, rows = self.keys.shape[2], self.keys.shape[1] + self.values.shape[2 if self.turned else 1]
+        rank, rows = self.keys.shape[2], self.keys.shape[1] + self.values.shape[2 if self.transposed else 1]
         queries, keys = ragged.cu_q.diff().double(), ragged.kv_len.double()
         pairs = float((queries * (keys - (queries - 1) / 2)).sum())
         absorbed = pairs * (2 * rank + rotated) + float(queries.sum()) * rank * rows
@@ -69,10 +70,10 @@ class Expansion:
 
     def results(self, x: Tensor) -> Tensor:
         """Turn sums of latents [N, H, rank] into sums of values [N, H, Dv]."""
-        how = OF_OUTPUTS if self.turned else False
+        how = OF_OUTPUTS if self.transposed else False
         if not _is_native(x, self.values):
             return reference(x, self.values, scales=self.value_scales, transposed=how)
-        out = x.new_empty(*x.shape[:2], self.values.shape[2 if self.turned else 1])
+        out = x.new_empty(*x.shape[:2], self.values.shape[2 if self.transposed else 1])
         head_products(x, self.values, out=out, scales=self.value_scales, transposed=how)
         return out
 

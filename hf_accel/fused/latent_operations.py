@@ -41,7 +41,7 @@ class HeadProductsOperation(NativeOperation):
         weight, scales = expansion.keys, expansion.key_scales
         if not transposed:
             weight, scales = expansion.values, expansion.value_scales
-            transposed = 0 if not expansion.turned else OF_OUTPUTS if scales is not None else 1
+            transposed = 0 if not expansion.transposed else OF_OUTPUTS if scales is not None else 1
         fields = {name: values[name] for name in ("heads", "dim", "value_dim")} | {
             "weight": parts.address(weight), "weight_dtype": DTYPES[weight.dtype], "interleaved": transposed,
             "window": weight.stride(0) // weight.stride(1), "ahead": values["kept"],

@@ -261,7 +261,7 @@ class LayerProgramme(NativeOperations, TracedLayer):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether all linear layers are products of the native call, to which it can add."""
+        """True if all linear layers are products of the native call, which can then add to their results."""
         return self.tail is None and all(operation.kind != "head_products" for operation in self.operations)
 
     @property

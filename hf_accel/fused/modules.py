@@ -23,7 +23,7 @@ from ..kernels import cpu, triton
 from ..kernels.cpu import library, row_kernels
 from ..kernels.cpu.library import native
 from ..kernels.layouts import KV
-from ..recognition.code import ROTATION, TURNED, with_functions
+from ..recognition.code import PARTING_ROTATION, ROTATION, with_functions
 from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
 from ..recognition.unchanged import is_unobserved
 from ..tensors import PLAIN, is_recorded
@@ -197,7 +197,7 @@ class NativeRotary(Mixin):
 def _rewritten(original: type) -> FunctionType:
     """Return the class's forward with our rotation, which calls the original one where ours does not apply."""
     forward: Any = original.forward  # type: ignore[attr-defined]
-    names = [name for name in (ROTATION, TURNED) if name in forward.__code__.co_names]
+    names = [name for name in (ROTATION, PARTING_ROTATION) if name in forward.__code__.co_names]
     return with_functions(forward, {name: _native_rotation(forward.__globals__[name]) for name in names})
 
 

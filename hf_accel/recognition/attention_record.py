@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .call_form import BIAS
-from .latents import Expanded
+from .expanded_keys import Expanded
 from .operation import Operation, UntraceableError
 from .packed import as_row, attended_again, is_packed, is_second
 from .record import Record
@@ -52,7 +52,7 @@ class AttentionRecord(Record):
         if is_second(qkv):
             return attended_again(self, module, qkv, mask, options)
         if self.expanded is not None:
-            return self.expanded.attended(self, module, qkv, mask, options)
+            return self.expanded.attended(self, module, qkv, mask=mask, options=options)
         given = {name: value for name, value in options.items() if name != BIAS}
         bias = options.get(BIAS)
         if isinstance(bias, Computed):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from .columns import chunks_of, parts_of, split_of_sizes
 from .operation import Span, UntraceableError
 from .scores import Scores, TransposedKeys
 from .symbols import ALL_TOKENS, BATCH, SOURCE, TOKENS, Count, Opaque, Product, is_shape
@@ -225,34 +225,13 @@ class StandIn:
 
     def parts(self, count: int) -> list[StandIn]:
         """Columns side by side, of one width; those of each head if it has heads."""
-        size = self.width // (self.heads or 1)
-        if count < 1 or size % count:
-            raise UntraceableError("it divides a tensor into other parts than columns")
-        width = size // count
-        return [self[..., place * width : (place + 1) * width] for place in range(count)]
+        return parts_of(self, count)
 
     def chunk(self, chunks: Any, dim: Any = 0) -> tuple[StandIn, ...]:
-        if type(chunks) is not int or self.flat or dim not in (-1, len(self.shape) - 1):
-            raise UntraceableError("it divides a tensor into other parts than columns")
-        return tuple(self.parts(chunks))
+        return chunks_of(self, chunks, dim)
 
     def split(self, size: Any, dim: Any = 0) -> tuple[StandIn, ...]:
-        if isinstance(size, Opaque):  # the lengths of packed sequences
-            sequences: tuple[StandIn, ...] = size.split(self, dim)
-            return sequences
-        if type(size) in (list, tuple):
-            return self._cut(size, dim)
-        if type(size) is not int or size < 1 or self.shape[-1] % size:
-            raise UntraceableError("it divides a tensor into other parts than columns")
-        return self.chunk(self.shape[-1] // size, dim)
-
-    def _cut(self, sizes: Any, dim: Any) -> tuple[StandIn, ...]:
-        """Take columns of these widths, those of each head if it has heads."""
-        known = all(type(size) is int and size > 0 for size in sizes) and not self.flat
-        if not known or dim not in (-1, len(self.shape) - 1) or sum(sizes) != self.shape[-1]:
-            raise UntraceableError("it divides a tensor into other parts than columns")
-        ends = [*accumulate(sizes)]
-        return tuple(self[..., end - size : end] for end, size in zip(ends, sizes, strict=True))
+        return split_of_sizes(self, size, dim)
 
     def padded(self, sizes: Any) -> StandIn:
         """Return the tensor with zeros behind the numbers of each head. sizes: how many before and behind them."""

@@ -34,9 +34,9 @@ from .call_form import (
     CallForm,
 )
 from .code import ROTATIONS, with_functions
+from .expanded_keys import expand_latents
 from .folding import folded
 from .known_modules import known_module
-from .latents import expanded
 from .model_stand_ins import CacheStandIn, ConfigStandIn
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .scores import Scores
@@ -195,7 +195,7 @@ class Trace(AttentionRecord):
         if name not in holder:
             value = inspect.getattr_static(original_class(module), name)
             if name == EXPANDS and self.expands(module):
-                return partial(expanded, self, stand_in)
+                return partial(expand_latents, self, stand_in)
             if isinstance(value, FunctionType):
                 return _method(module, MethodType(value, stand_in))
             if isinstance(value, property) and value.fget is not None:

@@ -235,8 +235,8 @@ def test_latents_are_read_where_that_takes_fewer_operations(counts: list[int], l
     pairs = sum(length - place for count, length in zip(counts, lengths, strict=True) for place in range(count))
     absorbed = pairs * (2 * rank + rotated) + sum(counts) * rank * (key + value)
     made = pairs * (key + rotated + value) + sum(lengths) * rank * (key + value)
-    for turned, shape in ((False, (2, value, rank)), (True, (2, rank, value))):
-        parts = Expansion(torch.empty(2, key, rank), torch.empty(shape), turned=turned)
+    for transposed, shape in ((False, (2, value, rank)), (True, (2, rank, value))):
+        parts = Expansion(torch.empty(2, key, rank), torch.empty(shape), transposed=transposed)
         assert parts.takes_more(ragged, rotated) is (absorbed > made) is more
 
 
@@ -278,7 +278,8 @@ def test_a_changed_expansion_is_run_by_its_own_code(how: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("dtype", "weights"), [
-    (torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"), (torch.float32, {"bits": 4, "group_size": 32}),
+    (torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"),
+    (torch.float32, {"bits": 4, "group_size": 32}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["MiniCPM3", "DeepseekV3"])
 def test_a_native_call_has_the_bits_of_the_modules(kind: str, dtype: torch.dtype, weights: Any) -> None:

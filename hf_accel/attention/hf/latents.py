@@ -16,7 +16,7 @@ from torch import nn
 from ...kernels.layouts import KV
 from ...recognition.cache_code import EXPANDS
 from ...recognition.code import code_of
-from ...recognition.latents import EXPANSION, SIZES
+from ...recognition.expanded_keys import EXPANSION, SIZES
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import original_class
 

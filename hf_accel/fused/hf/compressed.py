@@ -15,7 +15,7 @@ from ...errors import UnsupportedError
 from ...kernels.layouts import Ragged
 from ...linear import QuantLinear
 from ...linear.formats import Int8Weight
-from ...recognition.latents import EXPANSION
+from ...recognition.expanded_keys import EXPANSION
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
@@ -31,7 +31,7 @@ class PagedLatents(Mixin):
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, H, T, D] of latents [B, 1, T, rank] and rotated parts [B, 1, T, Dr].
 
-        Where pages hold them, both are returned as they are. Raises UnsupportedError if the pages are for others.
+        Where pages hold them, both are retransposed as they are. Raises UnsupportedError if the pages are for others.
         """
         paged: PagedKV | None = getattr(kv_nope, PAGED_HANDLE, None)
         own: Any = self
@@ -98,9 +98,9 @@ class ExpansionState(KnownExpansion):
             plain = isinstance(weight, Int8Weight) and weight.weight_scale.shape[1] == 1 and weight.symmetric
             if plain and weight.input_order is None:
                 scales = weight.weight_scale.float().flatten()
-                self._made = Expansion.of(module, weight.integers(), scales, turned=True)
+                self._made = Expansion.of(module, weight.integers(), scales, transposed=True)
             else:
-                self._made = Expansion.of(module, weight.dequantize(linear.dtype), turned=True)
+                self._made = Expansion.of(module, weight.dequantize(linear.dtype), transposed=True)
             self._made_of = packed
         return self._made
 

@@ -21,8 +21,8 @@ from ...linear.hf import experts_refusal
 from ...models import is_within, layers_config, modules_by_name
 from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
+from ...recognition.expanded_keys import ROTATED
 from ...recognition.known_modules import known_module
-from ...recognition.latents import ROTATED
 from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.row_convolution import is_pointwise
 from ...recognition.trace import Trace, is_conv1d

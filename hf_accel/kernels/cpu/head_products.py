@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .library import DTYPES, fields, kernel, refuse_gradients, threads
 
-
 OF_OUTPUTS = 2  # weights that are transposed, and scales of the outputs
 
 
@@ -38,10 +37,11 @@ def head_products(
     refuse_gradients("head_products", x, weight)
     x = x if x.stride(2) == 1 else x.contiguous()
     (tokens, heads, inputs), outputs = x.shape, out.shape[2]
+    how = int(transposed if scales is not None else bool(transposed))
     _head_products(
         x.data_ptr(), weight.data_ptr(), 0 if scales is None else scales.data_ptr(), out.data_ptr(), x.stride(0),
         x.stride(1), out.stride(0), out.stride(1), weight.stride(0), weight.stride(1),
-        0 if scales is None else scales.stride(0), tokens, heads, inputs, outputs, transposed if transposed < OF_OUTPUTS or scales is not None else 1, DTYPES[x.dtype],
+        0 if scales is None else scales.stride(0), tokens, heads, inputs, outputs, how, DTYPES[x.dtype],
         DTYPES[weight.dtype], threads(),
     )  # fmt: skip
 

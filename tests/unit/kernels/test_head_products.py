@@ -48,10 +48,10 @@ def test_floats(tokens: int, inputs: int, outputs: int, dtype: torch.dtype, tran
 def test_scales_of_outputs_give_the_bits_of_scales_of_rows(inputs: int, outputs: int, tokens: int) -> None:
     x, weight = operands(tokens, 3, inputs, outputs, transposed=False)
     levels, scales = (weight * 40).round().clamp(-127, 127).to(torch.int8), torch.rand(3, outputs) * 0.1
-    turned = levels.transpose(1, 2).contiguous()
-    found = product(x, turned, outputs, scales=scales, transposed=OF_OUTPUTS)
+    transposed = levels.transpose(1, 2).contiguous()
+    found = product(x, transposed, outputs, scales=scales, transposed=OF_OUTPUTS)
     assert torch.equal(found, product(x, levels, outputs, scales=scales))
-    expected = reference(x, turned, scales=scales, transposed=OF_OUTPUTS)
+    expected = reference(x, transposed, scales=scales, transposed=OF_OUTPUTS)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 

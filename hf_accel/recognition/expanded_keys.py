@@ -28,7 +28,7 @@ class Expanded:
     """The keys and values that code makes of compressed ones.
 
     keys, values: what stands for them. module: whose code it is. linear: its EXPANSION. kept: what the cache keeps,
-    [B, 1, T, rank + rotated]. rank, rotated: the numbers of its two parts.
+    [B, 1, T, rank + rotated]. rank, rotated: the numbers of its two parts. heads: of keys and values.
     """
 
     keys: StandIn
@@ -38,9 +38,10 @@ class Expanded:
     kept: StandIn
     rank: int
     rotated: int
+    heads: int
 
     def attended(
-        self, trace: Any, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]
+        self, trace: Any, module: Any, qkv: tuple[Any, Any, Any], *, mask: Any, options: dict[str, Any]
     ) -> StandIn:
         """Record attention to these keys. Raises UntraceableError. trace: an AttentionRecord."""
         query, key, value = qkv
@@ -50,7 +51,7 @@ class Expanded:
             raise UntraceableError("it attends to compressed keys in a way of its own")
         if mask not in (None, trace.mask) or type(options.get("scaling")) not in (int, float):
             raise UntraceableError("it attends to compressed keys in a way of its own")
-        heads, dim, value_dim, width = key.heads, key.shape[3], value.shape[3], self.rank + self.rotated
+        heads, dim, value_dim, width = self.heads, key.shape[3], value.shape[3], self.rank + self.rotated
         modules = self.linear, self.module
         absorbed = trace.put(
             "head_products", [query], heads * width, modules=modules, heads=heads, dim=dim - self.rotated,
@@ -69,26 +70,25 @@ class Expanded:
         return made
 
 
-def expanded(trace: Any, own: ModuleStandIn, latents: Any, rotated: Any) -> tuple[StandIn, StandIn]:
+def expand_latents(trace: Any, own: ModuleStandIn, latents: Any, rotated: Any) -> tuple[StandIn, StandIn]:
     """Return what stands for keys and values [B, H, T, D] that `own` makes of what a cache has returned.
 
     The cache then keeps both parts as one. Raises UntraceableError. trace: an AttentionRecord.
     """
-    rank, key, size, value = (getattr(own, name) for name in SIZES)
-    place = next((i for i, each in enumerate(trace.operations) if each.kind == "write"), None)
+    rank, key, size, value = (int(getattr(own, name)) for name in SIZES)
+    write = next((each for each in trace.operations if each.kind == "write"), None)
     parts = vars(own._module)["_modules"]
     linear = parts.get(EXPANSION)
     trace.note(parts, EXPANSION, linear)
-    known = trace.expanded is None and place is not None and linear is not None
+    known = trace.expanded is None and linear is not None
     known = known and all(isinstance(x, StandIn) and x.cached and x.heads == 1 for x in (latents, rotated))
-    if not known or (latents.width, rotated.width) != (rank, size):
+    if write is None or not known or (latents.width, rotated.width) != (rank, size):
         raise UntraceableError("it makes keys and values of something else than what a cache keeps")
-    write = trace.operations[place]
     inputs, outputs = sizes_of_linear(linear)
     if write.inputs != [latents.span, rotated.span] or inputs != rank or outputs % (key + value):
         raise UntraceableError("it makes keys and values of something else than what a cache keeps")
     trace.visit(linear)
-    joined, heads = trace.buffer(rank + size), outputs // (key + value)
+    place, joined, heads = trace.operations.index(write), trace.buffer(rank + size), outputs // (key + value)
     trace.operations[place : place + 1] = [
         Operation("join", write.inputs, [joined], values={"heads": 1, "dim": rank, "value_dim": size}),
         Operation("write", [joined, joined], [], values={"heads": 1, "dim": rank + size, "value_dim": 0}),
@@ -98,5 +98,5 @@ def expanded(trace: Any, own: ModuleStandIn, latents: Any, rotated: Any) -> tupl
         replace(latents, span=Span(buffer, 0, heads * dim), width=heads * dim, heads=heads)
         for buffer, dim in ((MADE_KEYS, key + size), (MADE_VALUES, value))
     )
-    trace.expanded = Expanded(keys, values, own._module, linear, kept, rank, size)
+    trace.expanded = Expanded(keys, values, own._module, linear, kept, rank, size, heads)
     return keys, values
