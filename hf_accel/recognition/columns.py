@@ -11,7 +11,7 @@ from .symbols import Opaque
 OTHER_PARTS = "it divides a tensor into other parts than columns"
 
 
-def parts_of(x: Any, count: int) -> list[Any]:
+def even_columns(x: Any, count: int) -> list[Any]:
     """Return columns side by side, of one width. x: a StandIn."""
     size = x.width // (x.heads or 1)
     if count < 1 or size % count:
@@ -20,11 +20,11 @@ def parts_of(x: Any, count: int) -> list[Any]:
     return [x[..., place * width : (place + 1) * width] for place in range(count)]
 
 
-def chunks_of(x: Any, chunks: Any, dim: Any) -> tuple[Any, ...]:
+def columns_of_chunks(x: Any, chunks: Any, dim: Any) -> tuple[Any, ...]:
     """Return what Tensor.chunk does."""
     if type(chunks) is not int or x.flat or dim not in (-1, len(x.shape) - 1):
         raise UntraceableError(OTHER_PARTS)
-    return tuple(parts_of(x, chunks))
+    return tuple(even_columns(x, chunks))
 
 
 def split_of_sizes(x: Any, size: Any, dim: Any) -> tuple[Any, ...]:
@@ -39,4 +39,4 @@ def split_of_sizes(x: Any, size: Any, dim: Any) -> tuple[Any, ...]:
         return tuple(x[..., end - each : end] for end, each in zip(accumulate(size), size, strict=True))
     if type(size) is not int or size < 1 or x.shape[-1] % size:
         raise UntraceableError(OTHER_PARTS)
-    return chunks_of(x, x.shape[-1] // size, dim)
+    return columns_of_chunks(x, x.shape[-1] // size, dim)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .columns import chunks_of, parts_of, split_of_sizes
+from .columns import columns_of_chunks, even_columns, split_of_sizes
 from .operation import Span, UntraceableError
 from .scores import Scores, TransposedKeys
 from .symbols import ALL_TOKENS, BATCH, SOURCE, TOKENS, Count, Opaque, Product, is_shape
@@ -225,10 +225,10 @@ class StandIn:
 
     def parts(self, count: int) -> list[StandIn]:
         """Columns side by side, of one width; those of each head if it has heads."""
-        return parts_of(self, count)
+        return even_columns(self, count)
 
     def chunk(self, chunks: Any, dim: Any = 0) -> tuple[StandIn, ...]:
-        return chunks_of(self, chunks, dim)
+        return columns_of_chunks(self, chunks, dim)
 
     def split(self, size: Any, dim: Any = 0) -> tuple[StandIn, ...]:
         return split_of_sizes(self, size, dim)
