@@ -118,8 +118,8 @@ class DraftProgramme:
     """
 
     def __init__(self, layer: LayerProgramme, parts: HeadParts, tables: tuple[Tensor, Tensor] | None) -> None:
-        if layer.tail is not None:
-            raise UntraceableError("its layer calls a module")
+        if not layer.takes_adapters:
+            raise UntraceableError("its layer calls a module, or keeps compressed keys")
         self.layer, self.parts, self.tables = layer, parts, tables
         self._hooks = [vars(module)[name] for module in parts.modules for name in HOOKS]
         self._calls: list[Any] = []

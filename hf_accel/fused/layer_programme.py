@@ -256,8 +256,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
     ) -> Tensor | None:  # fmt: skip
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden].
 
-        bias: the fields of what is added to the scores of the pages. adapters: of some of the rows, where there is no
-        tail. None, after K and V or states were written, if a module does not return what the trace expects: the
+        bias: the fields of what is added to the scores of the pages. adapters: of some of the rows, where it takes
+        them. None, after K and V or states were written, if a module does not return what the trace expects: the
         layer's code writes the same again.
         """
         shape = (len(self._kept), *x.shape) if self._kept else x.shape
@@ -265,6 +265,11 @@ class LayerProgramme(NativeOperations, TracedLayer):
         added = None if adapters is None else self._added(adapters)
         run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, bias=bias, added=added))
         return out if self.tail is None else self.tail(x, out)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """True if all linear layers are products of the native call, which can then add to their results."""
+        return self.tail is None and all(operation.kind != "head_products" for operation in self.operations)
 
     @property
     def called(self) -> list[nn.Module]:

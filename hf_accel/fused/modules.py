@@ -23,7 +23,7 @@ from ..kernels import cpu, triton
 from ..kernels.cpu import library, row_kernels
 from ..kernels.cpu.library import native
 from ..kernels.layouts import KV
-from ..recognition.code import ROTATION, with_functions
+from ..recognition.code import PARTING_ROTATION, ROTATION, with_functions
 from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
 from ..recognition.unchanged import is_unobserved
 from ..tensors import PLAIN, is_recorded
@@ -132,7 +132,7 @@ Rotation = Callable[..., tuple[Tensor, Tensor]]
 @dataclass(frozen=True)
 class RotaryForm:
     """interleaved: pairs of neighbours, else of the halves; 2 if the numbers of the pairs stand in the first half of a
-    table. round_each: both products are rounded.
+    table; 3 if they stand there, and the rotated pairs are of the halves. round_each: both products are rounded.
     """
 
     interleaved: int
@@ -155,7 +155,7 @@ def form_of_rotation(
     """Return how a function rotates q and k of `dtype` by tables of `table_dtype`; None if in no way that we know."""
     if dtype not in library.FLOATS or table_dtype not in library.FLOATS or refusal(device_type) is not None:
         return None
-    pairs = (False, True, 2) if has_library(device_type) else (False, True)
+    pairs = (False, True, 2, 3) if has_library(device_type) else (False, True)
     forms = [RotaryForm(interleaved, each) for interleaved, each in product(pairs, (True, False))]
     return nearest(forms, lambda form: _rotary_difference(original, form, (dtype, table_dtype), device_type))
 
@@ -197,7 +197,11 @@ class NativeRotary(Mixin):
 def _rewritten(original: type) -> FunctionType:
     """Return the class's forward with our rotation, which calls the original one where ours does not apply."""
     forward: Any = original.forward  # type: ignore[attr-defined]
-    stock: Rotation = forward.__globals__[ROTATION]
+    names = [name for name in (ROTATION, PARTING_ROTATION) if name in forward.__code__.co_names]
+    return with_functions(forward, {name: _native_rotation(forward.__globals__[name]) for name in names})
+
+
+def _native_rotation(stock: Rotation) -> Rotation:
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and not kwargs and _is_usual(*args):
@@ -208,7 +212,7 @@ def _rewritten(original: type) -> FunctionType:
                 return rope(q, k, cos, sin, interleaved=form.interleaved, round_each=form.round_each)
         return stock(*args, **kwargs)
 
-    return with_functions(forward, {ROTATION: rotate})
+    return rotate
 
 
 def _is_usual(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -25,6 +25,7 @@ from ..recognition.row_convolution import sizes_of_linear
 from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
+from .latent_operations import LATENT_OPERATIONS
 from .modules import RotaryForm, form_of_rotation
 from .native_operation import HeldRows, ModuleOperation, NativeOperation, NativeParts, Planned, sinks_of
 from .norms import NormForm, norm_form
@@ -206,7 +207,7 @@ class AttendOperation(NativeOperation):
         if sinks is not None:
             fields |= {"weight": vector_address(sinks, parts), "weight_dtype": DTYPES[sinks.parameter.dtype]}
         # Keys and values in pages have no place in the memory of the call.
-        return fields | {"y": NOWHERE, "z": NOWHERE}
+        return fields | {"y": NOWHERE, "z": NOWHERE, "gate_first": "made" in operation.values}
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         values, (scale, softcap, window, ahead), layout = operation.values, rows.parts.attention, rows.layout
@@ -285,6 +286,7 @@ NATIVE: dict[Kind, NativeOperation] = {
     **SUM_OPERATIONS,
     "module": ModuleOperation(),
     **STATE_OPERATIONS,
+    **LATENT_OPERATIONS,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .call_form import BIAS
+from .expanded_keys import Expanded
 from .operation import Operation, UntraceableError
 from .packed import as_row, attended_again, is_packed, is_second
 from .record import Record
@@ -18,7 +19,12 @@ from .symbols import SOURCE, TOKENS, Computed, Zeros
 
 
 class AttentionRecord(Record):
-    """A Record whose code may write keys and values, and attend."""
+    """A Record whose code may write keys and values, and attend.
+
+    expanded: the keys and values that the code makes of compressed ones; None if it has made none.
+    """
+
+    expanded: Expanded | None = None
 
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
         require(key, heads=True)
@@ -45,6 +51,8 @@ class AttentionRecord(Record):
             return self._attend_source(module, qkv, mask, options)
         if is_second(qkv):
             return attended_again(self, module, qkv, mask, options)
+        if self.expanded is not None:
+            return self.expanded.attended(self, module, qkv, mask=mask, options=options)
         given = {name: value for name, value in options.items() if name != BIAS}
         bias = options.get(BIAS)
         if isinstance(bias, Computed):

@@ -134,7 +134,12 @@ def _torch_function(name: str, forward: Callable[..., Any]) -> Callable[..., Any
 
 
 ROTATION = "apply_rotary_pos_emb"  # the name under which code finds its rotation
-ROTATIONS = (ROTATION, f"{ROTATION}_vision")  # that which a trace follows may be one of tokens in a row
+PARTING_ROTATION = f"{ROTATION}_interleave"  # of neighbours, which it leaves apart
+ROTATIONS = (
+    ROTATION,
+    PARTING_ROTATION,
+    f"{ROTATION}_vision",
+)  # that which a trace follows may be one of tokens in a row
 
 
 def with_functions(forward: Any, functions: dict[str, Callable[..., Any]]) -> FunctionType:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .columns import columns_of_chunks, even_columns, split_of_sizes
 from .operation import Span, UntraceableError
 from .scores import Scores, TransposedKeys
 from .symbols import ALL_TOKENS, BATCH, SOURCE, TOKENS, Count, Opaque, Product, is_shape
@@ -125,6 +126,10 @@ class StandIn:
         if len(sizes) == 2 or self.flat:
             return self._flattened(*sizes)
         batch, tokens, *rest = sizes
+        if self.heads is None and batch is BATCH and type(tokens) is int and [tokens, *rest[1:]] == [1, self.width]:
+            if rest[0] is not self.rows:
+                raise UntraceableError("it reshapes in another way than into heads and back")
+            return replace(self, heads=1, transposed=True)
         if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
@@ -220,24 +225,13 @@ class StandIn:
 
     def parts(self, count: int) -> list[StandIn]:
         """Columns side by side, of one width; those of each head if it has heads."""
-        size = self.width // (self.heads or 1)
-        if count < 1 or size % count:
-            raise UntraceableError("it divides a tensor into other parts than columns")
-        width = size // count
-        return [self[..., place * width : (place + 1) * width] for place in range(count)]
+        return even_columns(self, count)
 
     def chunk(self, chunks: Any, dim: Any = 0) -> tuple[StandIn, ...]:
-        if type(chunks) is not int or self.flat or dim not in (-1, len(self.shape) - 1):
-            raise UntraceableError("it divides a tensor into other parts than columns")
-        return tuple(self.parts(chunks))
+        return columns_of_chunks(self, chunks, dim)
 
     def split(self, size: Any, dim: Any = 0) -> tuple[StandIn, ...]:
-        if isinstance(size, Opaque):  # the lengths of packed sequences
-            sequences: tuple[StandIn, ...] = size.split(self, dim)
-            return sequences
-        if type(size) is not int or size < 1 or self.shape[-1] % size:
-            raise UntraceableError("it divides a tensor into other parts than columns")
-        return self.chunk(self.shape[-1] // size, dim)
+        return split_of_sizes(self, size, dim)
 
     def padded(self, sizes: Any) -> StandIn:
         """Return the tensor with zeros behind the numbers of each head. sizes: how many before and behind them."""

@@ -20,6 +20,7 @@ from torch import nn
 from ..undo.journal import original_class
 from ..undo.state import FUSED
 from .attention_record import AttentionRecord
+from .cache_code import EXPANDS
 from .call_form import (
     BIAS,
     CACHE,
@@ -33,6 +34,7 @@ from .call_form import (
     CallForm,
 )
 from .code import ROTATIONS, with_functions
+from .expanded_keys import expand_latents
 from .folding import folded
 from .known_modules import known_module
 from .model_stand_ins import CacheStandIn, ConfigStandIn
@@ -79,6 +81,7 @@ class Trace(AttentionRecord):
     module is called in each pass, with tensors, and not looked into. states_of: gives what is known of a module that
     keeps something else than keys and values, whose `recorded` records it; None for any other. stateful: that, and the
     module, if it keeps states.
+    expands: whether a module is known to make keys and values of compressed ones by its method EXPANDS.
     takes_wide, gives_wide: whether its input, and its output, are float32, which its dtype is not.
     """
 
@@ -86,6 +89,7 @@ class Trace(AttentionRecord):
     cache_class: type | None = None
     is_called: Callable[[nn.Module], bool] = staticmethod(lambda module: False)
     states_of: Callable[[nn.Module], Any] = staticmethod(lambda module: None)
+    expands: Callable[[nn.Module], bool] = staticmethod(lambda module: False)
     stateful: tuple[Any, nn.Module] | None = None
     takes_wide = gives_wide = False
 
@@ -137,7 +141,7 @@ class Trace(AttentionRecord):
         later = Trace(self.dtype, self.attention, table_size=self.table_size, device=self.device)
         later.cache_class, later.source, later.knows_source = self.cache_class, self.source, True
         later.tried, later.equals, later.is_called = self.tried, self.equals, self.is_called
-        later.states_of = self.states_of
+        later.states_of, later.expands = self.states_of, self.expands
         later.layer(layer, width, form)
         if later.operations != self.operations or later.source_operations or later.others != self.others:
             raise UntraceableError("it computes something else where the cache has keys of an encoder's output")
@@ -191,6 +195,8 @@ class Trace(AttentionRecord):
         self.note(holder, name, value)  # if it is missing: it would be found before that of the class
         if name not in holder:
             value = inspect.getattr_static(original_class(module), name)
+            if name == EXPANDS and self.expands(module):
+                return partial(expand_latents, self, stand_in)
             if isinstance(value, FunctionType):
                 return _method(module, MethodType(value, stand_in))
             if isinstance(value, property) and value.fget is not None:

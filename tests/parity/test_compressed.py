@@ -14,9 +14,11 @@ from torch import Tensor, distributed, nn
 
 import hf_accel
 from hf_accel import Engine, PagedCache, SpeculativeConfig, UnsupportedError
-from hf_accel.attention.hf.latents import Expansion, is_known_expansion
+from hf_accel.attention.expansion import Expansion
+from hf_accel.attention.hf.latents import is_known_expansion
 from hf_accel.fused.hf.compressed import PagedLatents
 from hf_accel.kernels.layouts import Ragged
+from hf_accel.undo.state import FUSED
 
 from ..selection import seeds
 from .families import VOCABULARY
@@ -233,8 +235,9 @@ def test_latents_are_read_where_that_takes_fewer_operations(counts: list[int], l
     pairs = sum(length - place for count, length in zip(counts, lengths, strict=True) for place in range(count))
     absorbed = pairs * (2 * rank + rotated) + sum(counts) * rank * (key + value)
     made = pairs * (key + rotated + value) + sum(lengths) * rank * (key + value)
-    found = Expansion(torch.empty(2, key + value, rank), None, key).takes_more(ragged, rotated)
-    assert found is (absorbed > made) is more
+    for transposed, shape in ((False, (2, value, rank)), (True, (2, rank, value))):
+        parts = Expansion(torch.empty(2, key, rank), torch.empty(shape), transposed=transposed)
+        assert parts.takes_more(ragged, rotated) is (absorbed > made) is more
 
 
 class Adapted(nn.Module):
@@ -271,6 +274,30 @@ def test_a_changed_expansion_is_run_by_its_own_code(how: str) -> None:
     change()
     expected = [alone(model, prompt) for prompt in PROMPTS]
     assert found == (expected, expected) and expected != before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "weights"), [
+    (torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"),
+    (torch.float32, {"bits": 4, "group_size": 32}),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["MiniCPM3", "DeepseekV3"])
+def test_a_native_call_has_the_bits_of_the_modules(kind: str, dtype: torch.dtype, weights: Any) -> None:
+    if hf_accel.kernels.cpu.refusal() is not None:
+        pytest.skip("a layer runs module by module without the kernels")
+    model = hf_accel.patch(model_of(kind, **WIDE).to(dtype), weights=weights)
+    layers, ids = model.model.layers, torch.randint(1, VOCABULARY, (3, 24))
+
+    def logits() -> Tensor:
+        cache = PagedCache(model.config)
+        return torch.cat([model(part, past_key_values=cache).logits for part in ids.split([14, 1, 1, 5, 3], 1)], 1)
+
+    native = logits()
+    assert all(vars(layer)[FUSED].programme is not None for layer in layers)
+    calls: list[nn.Module] = []
+    for layer in layers:
+        layer.self_attn.register_forward_hook(lambda module, given, out: calls.append(module))
+    assert torch.equal(logits(), native) and len(calls) == 5 * len(layers)
 
 
 @pytest.mark.parametrize("fuse", [True, False])

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.hf.latents import EXPANSION, Expansion, is_known_expansion
+from ...attention.expansion import Expansion, KnownExpansion
+from ...attention.hf.latents import is_known_expansion
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
 from ...kernels.layouts import Ragged
 from ...linear import QuantLinear
 from ...linear.formats import Int8Weight
+from ...recognition.expanded_keys import EXPANSION
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
-from ..projections import ProjectionCall
+from ..projections import UNLIMITED, ProjectionCall
 from ..site import FusedSite, SiteKind
 
 COMPRESSED = SiteKind("compressed", "attention modules", "compressed keys in pages")
@@ -29,7 +31,7 @@ class PagedLatents(Mixin):
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, H, T, D] of latents [B, 1, T, rank] and rotated parts [B, 1, T, Dr].
 
-        Where pages hold them, both are returned as they are. Raises UnsupportedError if the pages are for others.
+        Where pages hold them, both are retransposed as they are. Raises UnsupportedError if the pages are for others.
         """
         paged: PagedKV | None = getattr(kv_nope, PAGED_HANDLE, None)
         own: Any = self
@@ -52,23 +54,13 @@ class PagedLatents(Mixin):
         """
         own: Any = self
         state: ExpansionState = vars(self)[FUSED]
-        linear = own._modules[EXPANSION]
-        if linear._parameters.get("bias") is not None or not is_unobserved(linear):
-            return None
-        if type(linear) is QuantLinear:
-            return state.stored(own, linear) if linear.dtype is dtype and linear.part is None else None
-        weight = linear._parameters.get("weight")
-        plain = original_class(linear) is nn.Linear and weight is not None and weight.dtype is dtype
-        if not plain or not weight.is_contiguous():
-            return None
-        call = vars(linear).get(FUSED)
-        rounds = ragged.max_q > (call.float_rows if isinstance(call, ProjectionCall) else 1)
-        parts = Expansion.of(own, weight)
-        return None if rounds and parts.takes_more(ragged, own.qk_rope_head_dim) else parts
+        parts = state.expansion(own, dtype)
+        rounds = ragged.max_q > state.most_rows(own)
+        return None if parts is None or (rounds and parts.takes_more(ragged, own.qk_rope_head_dim)) else parts
 
 
-class ExpansionState:
-    """The weight of a quantized layer as attention reads it: in int8 as it is, else as floats.
+class ExpansionState(KnownExpansion):
+    """The weight of a layer as attention reads it: a quantized one in int8 as it is, else as floats.
 
     It is made with the first pass, and again after another weight was put into the layer. A copy or a pickle holds
     none.
@@ -81,16 +73,34 @@ class ExpansionState:
     def __reduce__(self) -> Any:
         return ExpansionState, ()
 
-    def stored(self, module: Any, linear: QuantLinear) -> Expansion:
+    def expansion(self, module: Any, dtype: torch.dtype) -> Expansion | None:
+        linear = module._modules[EXPANSION]
+        if linear._parameters.get("bias") is not None or not is_unobserved(linear):
+            return None
+        if type(linear) is QuantLinear:
+            return self._stored(module, linear) if linear.dtype is dtype and linear.part is None else None
+        weight = linear._parameters.get("weight")
+        plain = original_class(linear) is nn.Linear and weight is not None and weight.dtype is dtype
+        return Expansion.of(module, weight) if plain and weight.is_contiguous() else None
+
+    def most_rows(self, module: Any) -> int:
+        linear = module._modules[EXPANSION]
+        if type(linear) is QuantLinear:
+            return UNLIMITED
+        call = vars(linear).get(FUSED)
+        return call.float_rows if isinstance(call, ProjectionCall) else 1
+
+    def _stored(self, module: Any, linear: QuantLinear) -> Expansion:
         linear.settle()
         packed = linear.pack()._packed
         if self._made is None or self._made_of is not packed:
             weight = linear.quantized
             plain = isinstance(weight, Int8Weight) and weight.weight_scale.shape[1] == 1 and weight.symmetric
             if plain and weight.input_order is None:
-                self._made = Expansion.of(module, weight.integers(), weight.weight_scale.float().flatten())
+                scales = weight.weight_scale.float().flatten()
+                self._made = Expansion.of(module, weight.integers(), scales, transposed=True)
             else:
-                self._made = Expansion.of(module, weight.dequantize(linear.dtype))
+                self._made = Expansion.of(module, weight.dequantize(linear.dtype), transposed=True)
             self._made_of = packed
         return self._made
 

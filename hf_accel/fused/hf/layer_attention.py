@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import NoneType
 
 import torch
@@ -97,13 +98,23 @@ def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     sinks = sinks_of(operation)
     if sinks is not None and (trace.device.type != "cpu" or sinks.parameter.numel() != values["heads"]):
         raise UntraceableError("its attention is given sinks")
-    heads = (values["heads"], values["kv_heads"], dim, values["value_dim"], softcap, sinks is not None)
+    called = (values["heads"], values["kv_heads"], dim, values["value_dim"])
+    heads = (*values.get("made", called), softcap, sinks is not None)
     same = _planned_heads(spec) == heads
     if not same or not causal:
         raise UntraceableError("its attention is not the one that was planned")
     if values["own_bias"] is not None and not values["own_bias"].is_call_of(*operation.modules, *OWN_BIAS):
         raise UntraceableError("it computes a bias of positions in a way of its own")
     return Attention(scale * values["factor"], softcap, spec.window)
+
+
+def as_called(spec: AttentionSpec, operation: Operation) -> AttentionSpec:
+    """Return the spec of an operation's attention, which differs from the planned one where keys are compressed."""
+    values = operation.values
+    if "made" not in values:
+        return spec
+    heads, kv_heads, dim, value_dim = (values[name] for name in ("heads", "kv_heads", "dim", "value_dim"))
+    return replace(spec, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, value_dim=value_dim)
 
 
 def attend_of(trace: Trace) -> tuple[Operation, float, bool]:

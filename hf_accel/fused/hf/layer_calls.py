@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from ...attention.expansion import KnownExpansion
 from ...attention.hf.mask import window_of
 from ...attention.hf.stock import ATTENTION_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, tokens_part
@@ -204,7 +205,7 @@ class LayerCalls(ABC, Generic[Layer]):
             trace.cache_class = RaggedEncoderDecoderCache
         by_operators = [known for module in layer.modules() if (known := operators_within(module)) is not None]
         trace.tried = bool(by_operators)
-        trace.is_called, trace.states_of = is_mixture, states_kept
+        trace.is_called, trace.states_of, trace.expands = is_mixture, states_kept, expands
         trace.equals |= {known.implementation: ATTENTION_NAME for known in by_operators if known.implementation}
         try:
             given = bound(original_class(layer), (x,), kwargs)
@@ -221,6 +222,11 @@ def states_kept(module: nn.Module) -> Recorded | None:
     """Return what is known of a module that keeps something else than keys and values; None for any other."""
     known = vars(module).get(FUSED)
     return known if isinstance(known, Recorded) else None
+
+
+def expands(module: nn.Module) -> bool:
+    """Return whether it is known how a module makes keys and values of compressed ones."""
+    return isinstance(vars(module).get(FUSED), KnownExpansion)
 
 
 def cache_of(kwargs: dict[str, Any]) -> Any:

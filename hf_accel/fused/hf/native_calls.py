@@ -23,7 +23,7 @@ from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ..layer_programme import CallFields, LayerPages, LayerProgramme, SourceFields, StateFields
 from ..traced_layer import Attention
-from .layer_attention import attend_of, attention_of, planned_of, planned_source, source_attention
+from .layer_attention import as_called, attend_of, attention_of, planned_of, planned_source, source_attention
 from .layer_calls import LayerCalls, cache_of
 from .layer_place import LayerPlace
 
@@ -40,8 +40,10 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         if all(operation.kind != "attend" for operation in trace.operations):
             return LayerProgramme(trace, table_dtype, Attention(0.0))
         planned = planned_of(trace, layer)
-        spec = replace(planned.spec, dtype=trace.dtype, bias=attend_of(trace)[0].values["biased"])
-        if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(spec) is not None:
+        attends = attend_of(trace)[0]
+        spec = replace(planned.spec, dtype=trace.dtype, bias=attends.values["biased"])
+        called = as_called(spec, attends)
+        if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(called) is not None:
             raise UntraceableError("its attention has another backend")
         return LayerProgramme(trace, table_dtype, attention_of(trace, spec), source_attention(trace, planned_source))
 
@@ -75,7 +77,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             if known is None:
                 return None
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
-        if programme.tail is not None and (adapters is not None or place.whole is not None):
+        if not programme.takes_adapters and (adapters is not None or place.whole is not None):
             return None
         if place.whole is None:
             return programme(x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=adapters)

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
+from ...attention.hf.latents import is_known_expansion
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...kernels.cpu.library import FLOATS
 from ...linear.experts import holds_experts, is_mixture
@@ -20,6 +21,7 @@ from ...linear.hf import experts_refusal
 from ...models import is_within, layers_config, modules_by_name
 from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
+from ...recognition.expanded_keys import ROTATED
 from ...recognition.known_modules import known_module
 from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.row_convolution import is_pointwise
@@ -277,13 +279,13 @@ def layer_sites(
             continue
         layers.append(name)
         try:
-            size = int(rotated_share(model.config) * attention[inner[0]].head_dim) if inner else None
+            size = _rotated_size(model.config, inner[0], attention[inner[0]]) if inner else None
             device = torch.device(device_type)
             trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
             trace.tried = bool(inner) and inner[0] in tried
             if linears is not None:
-                trace.is_called, trace.states_of = is_mixture, states.get
+                trace.is_called, trace.states_of, trace.expands = is_mixture, states.get, is_known_expansion
             trace.decoder_layer(module, _width(module), usual_pass(type(module), has_encoder=has_encoder))
             if inner:
                 attention_of(trace, _spec_of(trace, attention))
@@ -325,6 +327,12 @@ def rotated_share(config: Any) -> float:
         if isinstance(each, dict) and each.get("partial_rotary_factor", 1.0) != 1.0:
             raise UntraceableError("its layers rotate different numbers of a head")
     return float(parameters.get("partial_rotary_factor", 1.0))
+
+
+def _rotated_size(config: Any, module: nn.Module, spec: AttentionSpec) -> int:
+    """Return how many numbers of a head are rotated."""
+    whole = vars(module)[ROTATED] if is_known_expansion(module) else spec.head_dim
+    return int(rotated_share(config) * whole)
 
 
 def _of_parts(layer: nn.Module) -> list[nn.Module]:

@@ -93,7 +93,8 @@ def rope(
 
     q, k: [B, H, T, D] of one dtype; the last stride is 1. cos, sin: [B or 1, T, D] or [T, D].
     interleaved: whether the rotated pairs are (0, 1), (2, 3), ..., as in GPT-J and Cohere; otherwise they are
-    (i, i + D / 2), as in GPT-NeoX and Llama; 2 if number i of a table is for pair (2 i, 2 i + 1), as in GLM.
+    (i, i + D / 2), as in GPT-NeoX and Llama; 2 if number i of a table is for pair (2 i, 2 i + 1), as in GLM;
+    3 if the results of that pair are i and i + D / 2, as in DeepSeek.
     round_each: whether both products are rounded to the dtype before they are added, as in Llama; otherwise only the
     sum is rounded, as in Cohere. If cos and sin have a wider dtype than q, only the sum is rounded. Raises
     UnsupportedError if a gradient is needed.

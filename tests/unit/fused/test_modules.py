@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.glm import modeling_glm
 
 from hf_accel.fused import norms
@@ -136,6 +137,13 @@ def test_a_rotation_is_recognized_and_equal(dtype):
 def test_a_rotation_of_pairs_by_the_first_half_of_a_table_is_recognized():
     form = form_of_rotation(modeling_glm.apply_rotary_pos_emb, torch.float32, torch.float32)
     assert form is not None and form.interleaved == 2
+
+
+def test_a_rotation_that_parts_pairs_is_recognized():
+    original = modeling_deepseek_v3.apply_rotary_pos_emb_interleave
+    for dtype in DTYPES:
+        form = form_of_rotation(original, dtype, dtype)
+        assert form == RotaryForm(3, True)
 
 
 def test_the_rotation_of_the_module_file_is_not_touched():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.kernels.cpu.head_products import head_products, reference
+from hf_accel.kernels.cpu.head_products import OF_OUTPUTS, head_products, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (3, 17), (16, 16), (33, 40), (130, 300)]  # inputs and outputs of a head
@@ -33,13 +33,26 @@ def product(x: Tensor, weight: Tensor, outputs: int, **other: Any) -> Tensor:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize("tokens", [0, 1, 9, 17])
 def test_floats(tokens: int, inputs: int, outputs: int, dtype: torch.dtype, transposed: bool) -> None:
     x, weight = operands(tokens, 3, inputs, outputs, transposed=transposed)
     for kind in {dtype, torch.float32}:
         given = x.to(dtype), weight.to(kind)
         found, expected = product(*given, outputs, transposed=transposed), reference(*given, transposed=transposed)
         torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("tokens", [2, 5])
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_scales_of_outputs_give_the_bits_of_scales_of_rows(inputs: int, outputs: int, tokens: int) -> None:
+    x, weight = operands(tokens, 3, inputs, outputs, transposed=False)
+    levels, scales = (weight * 40).round().clamp(-127, 127).to(torch.int8), torch.rand(3, outputs) * 0.1
+    transposed = levels.transpose(1, 2).contiguous()
+    found = product(x, transposed, outputs, scales=scales, transposed=OF_OUTPUTS)
+    assert torch.equal(found, product(x, levels, outputs, scales=scales))
+    expected = reference(x, transposed, scales=scales, transposed=OF_OUTPUTS)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.usefixtures("isa")

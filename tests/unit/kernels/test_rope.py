@@ -28,13 +28,16 @@ def tables(batch: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[Tens
 
 
 def expected(x: Tensor, cos: Tensor, sin: Tensor, interleaved: int) -> Tensor:
+    if interleaved == 3:  # as DeepSeek
+        x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
+        cos, sin = (torch.cat((each[..., : each.shape[-1] // 2],) * 2, -1) for each in (cos, sin))
     if interleaved == 2:  # as GLM
         cos, sin = (each[..., : each.shape[-1] // 2].repeat_interleave(2, dim=-1) for each in (cos, sin))
-    turned = rotate_pairs(x) if interleaved else rotate_half(x)
+    turned = rotate_pairs(x) if interleaved in (True, 2) else rotate_half(x)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
 
-@pytest.mark.parametrize("interleaved", [False, True, 2])
+@pytest.mark.parametrize("interleaved", [False, True, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 20, 34, 64, 128])
 def test_bits_of_transformers(size: int, dtype: torch.dtype, interleaved: int) -> None:

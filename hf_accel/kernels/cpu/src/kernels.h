@@ -242,7 +242,7 @@ struct RopeCall {
   const void* sin;
   int64_t table_batch, table_token;  // strides
   int64_t batch, tokens, size;
-  int32_t interleaved;  // whether pairs are (0, 1), (2, 3), ...; otherwise they are (i, i + size / 2). 2: pair i has number i of a table
+  int32_t interleaved;  // whether pairs are (0, 1), (2, 3), ...; otherwise they are (i, i + size / 2). 2: pair i has number i of a table; 3: likewise, and its results are i and i + size / 2
   int32_t round_each;   // whether both products are rounded to dtype before they are added
   int32_t dtype, table_dtype, threads;
 };
@@ -599,7 +599,7 @@ struct GatedNormCall {
 struct HeadsCall {
   const void* x;        // of dtype
   const void* weight;   // of weight_dtype, or int8; a row is w[h, o], or w[h, i] if `transposed`, and is contiguous
-  const float* scales;  // of each row of int8; null for floats
+  const float* scales;  // of each row of int8, or of each output if `transposed` is 2; null for floats
   void* out;            // of dtype
   int64_t x_token, x_head, out_token, out_head, weight_head, weight_row, scale_head;
   int64_t tokens, heads, inputs, outputs;

@@ -200,6 +200,11 @@ struct Layer {
       pages.bias = call.score_bias;
       pages.sinks = op.weight;
       pages.sink_dtype = op.weight_dtype;
+      if (op.gate_first) {
+        pages.v = pages.k;
+        pages.v_scales = pages.k_scales;
+        pages.v_dtype = pages.k_dtype;
+      }
     }
     kernels.attention(pages);
   }
@@ -244,6 +249,21 @@ struct Layer {
         std::memcpy(out + first, y, static_cast<size_t>(second));
       }
     }
+  }
+
+  // A product for each head; what stands behind the numbers that are multiplied is copied.
+  void head_products(const LayerOp& op) const {
+    const int64_t x_head = head_stride(op.x, op.dim + op.ahead), out_head = op.value_dim + op.ahead;
+    const int64_t row = op.interleaved ? op.value_dim : op.dim;
+    kernels.head_products({at(op.x), op.weight, static_cast<const float*>(op.skip), at(op.out), op.x.stride, x_head,
+                           op.out.stride, out_head, op.window * row, row, op.interleaved == 1 ? op.dim : op.value_dim,
+                           call.tokens, op.heads, op.dim,
+                           op.value_dim, op.interleaved, call.dtype, op.weight_dtype, call.threads});
+    if (!op.ahead) return;
+    for (int64_t n = 0; n < call.tokens; ++n)
+      for (int64_t h = 0; h < op.heads; ++h)
+        std::memcpy(at(op.out) + (n * op.out.stride + h * out_head + op.value_dim) * size,
+                    at(op.x) + (n * op.x.stride + h * x_head + op.dim) * size, static_cast<size_t>(op.ahead * size));
   }
 
   float* floats(const Columns& place) const { return reinterpret_cast<float*>(at(place)); }
@@ -330,6 +350,7 @@ struct Layer {
       case ROW_CONV: return row_conv(op);
       case MULTIPLY: return multiply(op);
       case PAGE_CONV: return page_conv(op);
+      case HEAD_PRODUCTS: return head_products(op);
       default: return add(op);
     }
   }

@@ -10,7 +10,7 @@ struct Columns {
   int64_t buffer, offset, stride, head;
 };
 
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM, BIAS_GATES, ROW_CONV, MULTIPLY, PAGE_CONV };
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM, BIAS_GATES, ROW_CONV, MULTIPLY, PAGE_CONV, HEAD_PRODUCTS };
 
 struct LayerOp {
   int32_t kind;
@@ -24,17 +24,19 @@ struct LayerOp {
   Columns x, y, out, out2, z;
   const void* weight;       // a Linear, or what a norm multiplies by; ADD, MULTIPLY: the scale of y, or of x, or null; ATTEND: sinks, or null
   const void* bias;         // LAYER_NORM, SHORT_CONV, BIAS_GATES, ROW_CONV, PAGE_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
-  const void* skip;         // STATE_SCAN; BIAS_GATES: the factors of heads; ROW_CONV: its RowNorm, or null
+  const void* skip;         // STATE_SCAN; BIAS_GATES: the factors of heads; ROW_CONV: its RowNorm, or null; HEAD_PRODUCTS: scales of the rows of int8, or null
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts; PAGE_CONV: channels, and their weights
-  int64_t window, ahead;  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal
+  // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal. HEAD_PRODUCTS: the rows from one head's weights to the
+  // next one's; and how many numbers of a head behind those that it multiplies are copied
+  int64_t window, ahead;
   float eps, offset;      // NORM, LAYER_NORM: eps
   float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y; MULTIPLY: of x
   int32_t round_first;   // NORM; ADD, MULTIPLY: whether out is float32, and the x of ADD
-  int32_t interleaved, round_each;  // ROPE; MULTIPLY: round_each says whether x is float32
+  int32_t interleaved, round_each;  // ROPE; HEAD_PRODUCTS: interleaved says how weights are transposed; MULTIPLY: round_each says whether x is float32
   int32_t tile_rows;                // INTEGER_LINEAR, FLOAT_LINEAR
   int32_t bias_dtype;               // LAYER_NORM, DELTA_RULE, STATE_SCAN
   int32_t skip_dtype;               // STATE_SCAN
-  int32_t gate_first;               // GATED_NORM
+  int32_t gate_first;               // GATED_NORM; ATTEND: whether values are the first numbers of keys
   int32_t activation;               // GATE: out = act(x) * y, or x * y for NONE; ROW_CONV: or -1
 };

@@ -7,17 +7,20 @@
 
 namespace {
 
+constexpr int32_t APART = 3;  // pairs of neighbours, which come to stand in both halves
+
 // Converts a row of a table to floats, one for each number of a head.
 template <class T>
 void read_table(const RopeCall& call, const T* row, float* table) {
   const int64_t pair = call.interleaved == 2 ? 2 : 1;  // the numbers of a head that have one of the table
-  for (int64_t i = 0; i < call.size; ++i) table[i] = to_float(row[i / pair]);
+  const int64_t held = call.interleaved == APART ? call.size / 2 : call.size;
+  for (int64_t i = 0; i < call.size; ++i) table[i] = to_float(row[i % held / pair]);
 }
 
 // Copies x with each pair (a, b) replaced by (-b, a).
 void rotate(const RopeCall& call, const float* x, float* rotated) {
   const int64_t half = call.size / 2;
-  if (call.interleaved)
+  if (call.interleaved && call.interleaved != APART)
     for (int64_t i = 0; i < half; ++i) {
       rotated[2 * i] = -x[2 * i + 1];
       rotated[2 * i + 1] = x[2 * i];
@@ -36,8 +39,11 @@ struct Floats {
 
 template <class T>
 void rotate_head(const RopeCall& call, const T* x, T* out, const Floats& floats) {
-  for (int64_t i = 0; i < call.size; i += LANES)
-    store_upto(floats.values + i, load_upto(x + i, call.size - i), call.size - i);
+  if (call.interleaved == APART)
+    for (int64_t i = 0; i < call.size; ++i) floats.values[i % 2 * (call.size / 2) + i / 2] = to_float(x[i]);
+  else
+    for (int64_t i = 0; i < call.size; i += LANES)
+      store_upto(floats.values + i, load_upto(x + i, call.size - i), call.size - i);
   rotate(call, floats.values, floats.rotated);
   for (int64_t i = 0; i < call.size; i += LANES) {
     const int64_t left = call.size - i;
