@@ -1,0 +1,107 @@
+"""Prompts of models whose own generate() calls that of a part of it: BLIP-2, InstructBLIP, Kosmos-2 and others.
+
+The tokens of such a request are computed by the part. Nothing here knows what a class makes of an image: a copy of
+the model, whose part only says how it was called, runs the class's own generate().
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ...errors import UnsupportedError
+from ...recognition.trial import unwatched_twin
+from ...tensors import model_device
+from ...undo.journal import original_class
+from ...undo.state import find_state, state_of
+from .decoder_call import with_part
+from .vocabulary import check_mask, token_ids
+
+IDS, MASK, EMBEDDINGS = "input_ids", "attention_mask", "inputs_embeds"
+UNREAD = ("pad_token_id", MASK)  # what an answer without padding does not depend on
+
+
+class _Called(Exception):
+    """The generate() of the part was called. given: its arguments by name."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__("generate() was called")
+        self.given = given
+
+
+class PartPrompts:
+    """Reads the prompts of a patched model whose generate() calls that of `part`.
+
+    Raises UnsupportedError if either generate() was replaced on the model itself.
+    """
+
+    def __init__(self, model: Any) -> None:
+        inner = state_of(model).generation.inner
+        self.model: Any = model
+        self.name, self.part = next(
+            (name, part)
+            for name, part in model.named_children()
+            if (state := find_state(part)) is not None and state.generation is inner
+        )
+        if any("generate" in vars(each) for each in (self.model, self.part)):
+            raise UnsupportedError(
+                f"the generate() of {type(model).__name__}, or of its {self.name!r}, was replaced on the model itself, "
+                "and an Engine does not call it; use model.generate()"
+            )
+
+    @torch.no_grad()
+    def read(self, prompt: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a prompt as the part takes it, and the settings of a GenerationConfig that go with it, by name.
+
+        prompt: token ids, or what a processor makes for one prompt. The model's towers run here. Raises
+        UnsupportedError for a prompt that the model's generate() does not take.
+        """
+        given, kind = self._given(prompt), type(self.model).__name__
+
+        def called(*args: Any, **kwargs: Any) -> None:
+            raise _Called({**dict(zip((IDS,), args, strict=False)), **kwargs})
+
+        end: Any = unwatched_twin(self.part)
+        end.generate = called
+        try:
+            original_class(self.model).generate(with_part(self.model, self.name, end), **given)
+        except _Called as found:
+            return self._parts(found.given)
+        except (TypeError, ValueError) as error:  # as for a prompt without an image
+            raise UnsupportedError(f"{kind} refuses this prompt: {error}") from error
+        raise UnsupportedError(f"{kind} does not call the generate() of its {self.name!r}; use model.generate()")
+
+    def _given(self, prompt: Any) -> dict[str, Any]:
+        """Return the arguments of the model's generate(): tensors of one row."""
+        device = model_device(self.model)
+        values = dict(prompt) if isinstance(prompt, Mapping) else {IDS: prompt}
+        given = {name: value for name, value in values.items() if value is not None}
+        unknown = sorted(given.keys() - inspect.signature(original_class(self.model).generate).parameters.keys())
+        if unknown:
+            raise UnsupportedError(f"prompt holds {unknown[0]!r}, which {type(self.model).__name__} does not take")
+        if IDS in given:
+            ids = torch.tensor([token_ids(given[IDS], "prompt['input_ids']")], device=device)
+            check_mask(given.get(MASK), "prompt")
+            given |= {IDS: ids, MASK: torch.ones_like(ids)}
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+
+    def _parts(self, called: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Split the arguments of the part's generate(). Raises UnsupportedError for a batch, and for padding."""
+        given = {name: value for name, value in called.items() if value is not None}
+        check_mask(given.get(MASK), "prompt")
+        fields = GenerationConfig().to_dict()
+        settings = {name: given.pop(name) for name in sorted(given.keys() & fields.keys())}
+        for name, value in given.items():
+            if isinstance(value, Tensor) and len(value) != 1:
+                raise UnsupportedError(
+                    f"prompt has {len(value)} rows of {name}; give each prompt by itself, as a batch of one row"
+                )
+        if IDS not in given and not self.part.config.is_encoder_decoder:
+            raise UnsupportedError(f"prompt holds no {IDS!r}, which logits processors read; give them too")
+        left = {name: value for name, value in given.items() if name not in UNREAD}
+        return left, {name: value for name, value in settings.items() if name not in UNREAD}
