@@ -427,6 +427,8 @@ def test_an_engine_for_a_model_whose_generate_calls_that_of_a_part(name: str) ->
         found += [request.result(WAIT).tokens for request in later]
         assert engine.stats["prefix_hits"] > before and found == [expected(name, each) for each in given]
         assert found[0] != found[1]
+        batch = model.generate_batch(given[:2], max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert [output.generated_tokens for output in batch.values()] == found[:2]
         with pytest.raises(UnsupportedError, match="runs the model; call engine"):
             hf_accel.unpatch(model)
         for wrong, message in (
@@ -440,6 +442,8 @@ def test_an_engine_for_a_model_whose_generate_calls_that_of_a_part(name: str) ->
             engine.load_adapter("own", "nowhere")
     with pytest.raises(UnsupportedError, match="speculative= was asked for, but its generate"):
         Engine(model, speculative="ngram")
+    with pytest.raises(UnsupportedError, match="calls that of a part of it"):
+        model.generate_batch(given[:1], speculative="ngram")
     model.generate = model.generate
     with pytest.raises(UnsupportedError, match="was replaced on the model itself"):
         Engine(model)

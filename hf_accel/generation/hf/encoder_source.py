@@ -183,8 +183,8 @@ def decoder_prompt(
     are tokens that the decoder begins with. Raises UnsupportedError for settings that need the encoder's ids
     themselves, and for inputs that the encoder does not take, or the tokens that the decoder cannot begin with.
     """
-    if (name := prompt_setting(config)) is not None:
-        raise UnsupportedError(f"continuous batching cannot serve {name}=; use generate()")
+    if (name := prompt_setting(config)) is not None and not ids:
+        raise UnsupportedError(f"{name}= reads the token ids of the encoder, and it is given none; use generate()")
     start, kind = config._decoder_start_token_tensor, type(model).__name__
     if start is None:
         raise UnsupportedError(f"{kind} has no decoder_start_token_id; set it in generation_config")

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import operator
 import weakref
+from collections import abc
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -174,7 +175,8 @@ class Engine:
         constraint = self.constraint(**{name: sampling.pop(name) for name in KEYWORDS if name in sampling})
         asked: dict[str, Any] = {"constraint": constraint, "priority": _integer("priority", priority)}
         asked["adapter"] = None if adapter is None else self.adapters.named(adapter)
-        settings = self._settings(sampling, ids, limit, asked)
+        read = () if inputs is None else inputs.encoder_ids
+        settings = self._settings(sampling, ids, limit, asked, read)
         if strings.strings:
             stops = dataclasses.replace(settings.stop, others=(*settings.stop.others, strings))
             settings = dataclasses.replace(settings, stop=stops)
@@ -231,14 +233,21 @@ class Engine:
         return _integer("max_new_tokens", max_new_tokens, least=1)
 
     def _settings(
-        self, given: dict[str, Any], ids: list[int], max_new_tokens: int, asked: dict[str, Any]
+        self,
+        given: dict[str, Any],
+        ids: list[int],
+        max_new_tokens: int,
+        asked: dict[str, Any],
+        encoder_ids: abc.Sequence[int],
     ) -> RequestSettings:
-        """Make the settings of a request. given: what a config says. asked: see settings_of_config."""
+        """Make the settings of a request. given: what a config says. asked, encoder_ids: see settings_of_config."""
         config, processors = request_config(self.served, given, OWN_KEYWORDS)
         config.max_new_tokens, config.stop_strings = max_new_tokens, None
         self.served._prepare_special_tokens(config, device=self.served.device)
         sampling = {"num_logprobs": given.get("logprobs"), "takes_drafts": self._takes_drafts(processors, ids)}
-        return settings_of_config(self.served, config, ids, asked, processors=processors, **sampling)
+        return settings_of_config(
+            self.served, config, ids, asked, processors=processors, encoder_ids=encoder_ids, **sampling
+        )
 
     def _takes_drafts(self, processors: Iterable[Processor], ids: list[int]) -> bool:
         functions = [each for step in processors if isinstance(step, OneByOne) for each in step.functions]

@@ -34,6 +34,7 @@ from .generation_state import CallState, GenerationState, LoopCall
 from .grammars import apply_constraint
 from .graphed_runner import cache_of_kept
 from .model_runner import adopt_prefix, every_nth, weights_salt
+from .part_prompts import read_batch
 from .processing import way_back
 from .refusals import (
     ServesPrompts,
@@ -51,6 +52,7 @@ from .refusals import (
 from .states_drafters import with_stock_classes
 
 NOT_GIVEN = Default("not given")
+OF_PART = "its generate() calls that of a part of it"
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
@@ -70,7 +72,7 @@ class AcceleratedGeneration(QuantizedModel):
         config = state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative)
         call = CallState(config, requires_speculation=speculative is not NOT_GIVEN and config is not None)
         if call.requires_speculation and state.inner is not None:
-            refuse_speculation("its generate() calls that of a part of it")
+            refuse_speculation(OF_PART)
         if call.requires_speculation and state.ragged_refusal is not None:
             refuse_speculation(state.ragged_refusal)
         apply_constraint(self, kwargs, args)
@@ -252,6 +254,15 @@ class AcceleratedGeneration(QuantizedModel):
         state = self._generation_state
         if not len(inputs):
             return {}
+        if state.inner is not None and state.inner.ragged_refusal is None:
+            if speculative is not NOT_GIVEN and speculative is not None:
+                refuse_speculation(OF_PART)
+            part, inputs = read_batch(self, inputs)
+            outputs = part.generate_batch(
+                inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar, **kwargs
+            )
+            state.statistics = state.inner.statistics
+            return outputs
         continuous_batching_config, kwargs = with_fields(continuous_batching_config, kwargs)
         refusal = ragged_refusal(self) or prompts_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:

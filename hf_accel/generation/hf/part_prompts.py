@@ -7,7 +7,7 @@ the model, whose part only says how it was called, runs the class's own generate
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class PartPrompts:
         if any("generate" in vars(each) for each in (self.model, self.part)):
             raise UnsupportedError(
                 f"the generate() of {type(model).__name__}, or of its {self.name!r}, was replaced on the model itself, "
-                "and an Engine does not call it; use model.generate()"
+                "and only model.generate() calls it"
             )
 
     @torch.no_grad()
@@ -105,3 +105,16 @@ class PartPrompts:
             raise UnsupportedError(f"prompt holds no {IDS!r}, which logits processors read; give them too")
         left = {name: value for name, value in given.items() if name not in UNREAD}
         return left, {name: value for name, value in settings.items() if name not in UNREAD}
+
+
+def read_batch(model: Any, prompts: Iterable[Any]) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the part whose generate() that of a patched model calls, and prompts as it takes them.
+
+    Raises what PartPrompts raises, and UnsupportedError for prompts that bring settings of their own.
+    """
+    reads = PartPrompts(model)
+    found = [reads.read(prompt) for prompt in prompts]
+    asked = next((name for _, settings in found for name in settings), None)
+    if asked is not None:
+        raise UnsupportedError(f"the generate() of {type(model).__name__} sets {asked}= by itself; use an Engine")
+    return reads.part, [prompt for prompt, _ in found]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...models import vocabulary_size
+from ...undo.journal import original_class
 from ..prompt_inputs import RequestInputs
 
 EMBEDDINGS = "inputs_embeds"  # what an encoder may read in place of token ids
@@ -66,9 +67,11 @@ def check_mask(mask: Any, name: str) -> None:
 
 def _encoder_inputs(model: Any, prompt: Any, name: str) -> RequestInputs:
     """Return what a prompt of a model whose encoder reads no token ids brings: the dict that a processor makes."""
-    needed = model.main_input_name
-    if needed == "input_ids":
-        needed = EMBEDDINGS
+    encoder = model.get_encoder()
+    taken = inspect.signature(original_class(encoder).forward).parameters
+    # A model around encoders of several kinds names an input of its own.
+    needed = model.main_input_name if model.main_input_name in taken else encoder.main_input_name
+    needed = EMBEDDINGS if needed == "input_ids" else needed
     if not isinstance(prompt, Mapping) or prompt.get(needed) is None:
         raise UnsupportedError(
             f"{name} holds no {needed!r}, which the encoder of {type(model).__name__} reads; give what its processor "
