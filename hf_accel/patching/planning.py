@@ -51,7 +51,7 @@ from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .over_pages import decoder_form, inner_generator, with_pages, with_readers
+from .over_pages import decoder_form, inner_generator, with_given, with_pages, with_readers
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .sequence_survey import kept_states
 from .servers import Server, servers_of
@@ -97,6 +97,8 @@ def make_plan(
     over_pages, states = ((), {}) if stock_loop or context else (attention, kept_states(inner))
     fused = _plan_fused(inner, config, linears, attention=over_pages, operators=form.operators, states=states)
     fused = with_readers(inner, linears, fused, ours=stock_attention is None)
+    generator = inner_generator(inner, config)
+    fused = with_given(config, fused if stock_cache else with_pages(inner, config, fused, form), generator)
     plan = Plan(
         model=inner,
         title=f"{type(inner).__name__}, {inner.num_parameters() / 1e6:,.1f} M parameters, {_kind(inner)}",
@@ -104,8 +106,8 @@ def make_plan(
         linears=linears,
         attention=attention,
         form=form,
-        inner=inner_generator(inner, config),
-        fused=fused if stock_cache else with_pages(inner, config, fused, form),
+        inner=generator,
+        fused=fused,
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,

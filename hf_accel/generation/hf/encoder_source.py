@@ -23,7 +23,7 @@ from ...recognition.unchanged import PLAIN_TYPES
 from ...tensors import model_device
 from ...undo.journal import original_class
 from ...undo.state import state_of
-from ..prompt_inputs import TEXT_INPUTS, RequestInputs, other_input
+from ..prompt_inputs import TEXT_INPUTS, RequestInputs, other_input, positions_count_tokens
 from .decoder_call import UpToDecoder
 from .generation_state import LoopCall
 from .model_runner import prepare_step
@@ -73,10 +73,12 @@ def give_stock_cache(call: LoopCall) -> None:
     what it needs: the keys of sources, or of prompts behind embeddings of an adapter.
     """
     state = call.state.call
-    if state is None or not state.own_cache or not isinstance(call.cache, PagedCache):
+    if state is None or not state.own_cache or not isinstance(state.cache, PagedCache):
         return
     config = layers_config(call.model.config)
-    if call.has_encoder:
+    if call.state.given is not None:
+        call.inputs[call.state.cache_name] = DynamicCache(config=config)
+    elif call.has_encoder:
         kind: Any = original_class(call.model)
         # A class with a method of its own, as T5Gemma, keeps windows away from the keys of the encoder's output.
         is_own = kind._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
@@ -97,9 +99,11 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return str(error)
     if not isinstance(states, Tensor) or states.ndim != 3 or len(states) != rows:
         return "it is not given the encoder's output of each row"
-    if call.mask is not None and not bool(call.mask.all()):
+    positions = call.inputs.get("position_ids")
+    counted = positions is not None and positions_count_tokens(positions, None if call.mask is None else call.mask.bool())
+    if call.mask is not None and not bool(call.mask.all()) and not counted:
         return "padding stands before tokens of the decoder"
-    if columns > 1 and bool((call.input_ids == call.pad_token).any()):
+    if columns > 1 and bool((call.input_ids == call.pad_token).any()) and not counted:
         return "a padding token stands in a prompt of the decoder"
     if columns > 1 and call.state.form.reads_ahead:
         return "the tokens of its decoder's prompt see later ones"

@@ -31,6 +31,7 @@ from .drafting import assistant_refusal, assisted
 from .encoder_source import give_stock_cache, pages_serve, with_cache, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
+from .given_decoder import ROWS, as_given
 from .grammars import apply_constraint
 from .graphed_runner import cache_of_kept
 from .model_runner import adopt_prefix, every_nth, weights_salt
@@ -208,6 +209,7 @@ class AcceleratedGeneration(QuantizedModel):
         state = self._generation_state.call
         if state is None:
             return None, refusal or "it was not called by generate()"
+        call = as_given(call)
         refusal = refusal or ragged_refusal(self) or call_refusal(call, own_cache=state.own_cache)  # type: ignore[arg-type]
         if isinstance(call.streams, RowStreams):
             call.streams.expect(call.config)
@@ -310,13 +312,20 @@ class AcceleratedGeneration(QuantizedModel):
     ) -> None:
         state = self._generation_state
         given = model_kwargs.get(name := state.cache_name)
+        served: Any = self if state.given is None else state.given
+        if served is not self and isinstance(given, PagedCache):
+            raise UnsupportedError(
+                f"a PagedCache that is passed along cannot hold what {type(self).__name__} attends to besides tokens; "
+                "leave past_key_values= out, and generate() makes pages for it"
+            )
         wanted = state.cache is not None and with_cache(self, generation_config).use_cache is not False  # type: ignore[arg-type]
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         mask, has_beams = model_kwargs.get("attention_mask"), (generation_config.num_beams or 1) > 1
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         wanted = wanted and states_refusal(self, mask, rows=rows, has_beams=has_beams) is None  # type: ignore[arg-type]
-        wanted = wanted and pages_serve(self.config, generation_mode)  # type: ignore[attr-defined]
+        wanted = wanted and pages_serve(served.config, generation_mode)
+        wanted = wanted and (served is self or model_kwargs.get(ROWS) is not None)
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
@@ -325,12 +334,12 @@ class AcceleratedGeneration(QuantizedModel):
         if wanted and state.cache is not None and given is None and generation_config.cache_implementation is None:
             size = state.cache.block_size
             capacity = rows * -(-generation_config.max_length // size) * size  # in whole blocks: no row makes it grow
-            kept = None if state.runner is None else cache_of_kept(state, self.config, capacity)  # type: ignore[attr-defined]
+            kept = None if state.runner is None else cache_of_kept(state, served.config, capacity)
             if kept is None:
                 first = min(capacity, MAX_FIRST_TOKENS)
-                pages = page_groups(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-                kept = PagedCache.over(*pages, state.cache, self.config)  # type: ignore[attr-defined]
-            model_kwargs[name] = with_encoder(kept) if self.config.is_encoder_decoder else kept  # type: ignore[attr-defined]
+                pages = page_groups(served.config, state.cache, capacity=first, context=state.context)
+                kept = PagedCache.over(*pages, state.cache, served.config)
+            model_kwargs[name] = with_encoder(kept) if served.config.is_encoder_decoder else kept
         else:
             if given is not None:
                 model_kwargs[name] = with_encoder(given) if self.config.is_encoder_decoder else given  # type: ignore[attr-defined]
@@ -340,7 +349,7 @@ class AcceleratedGeneration(QuantizedModel):
         cache = model_kwargs.get(name)
         cache = getattr(cache, "self_attention_cache", cache)
         if isinstance(cache, PagedCache):
-            cache.check_config(self.config)  # type: ignore[attr-defined]
+            cache.check_config(served.config)
         if state.call is not None:
             state.call.cache = cache if isinstance(cache, PagedCache) else None
             state.call.own_cache = given is None

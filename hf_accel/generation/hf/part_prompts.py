@@ -20,6 +20,8 @@ from ...tensors import model_device
 from ...undo.journal import original_class
 from ...undo.state import find_state, state_of
 from .decoder_call import with_part
+from .encoder_source import DECODER_IDS
+from .given_decoder import ROWS, SHOWN
 from .vocabulary import check_mask, token_ids
 
 IDS, MASK, EMBEDDINGS = "input_ids", "attention_mask", "inputs_embeds"
@@ -43,15 +45,17 @@ class PartPrompts:
     def __init__(self, model: Any) -> None:
         inner = state_of(model).generation.inner
         self.model: Any = model
-        self.name, self.part = next(
+        self.name, self._part = next(
             (name, part)
             for name, part in model.named_children()
             if (state := find_state(part)) is not None and state.generation is inner
         )
-        if any("generate" in vars(each) for each in (self.model, self.part)):
+        # Computes the tokens; one that is given rows to attend to does so as an encoder-decoder.
+        self.part: Any = inner.given or self._part
+        if any("generate" in vars(each) for each in (self.model, self._part)):
             raise UnsupportedError(
-                f"the generate() of {type(model).__name__}, or of its {self.name!r}, was replaced on the model itself, "
-                "and only model.generate() calls it"
+                f"the generate() of {type(model).__name__}, or of its {self.name!r}, was replaced on the model "
+                "itself, and only model.generate() calls it"
             )
 
     @torch.no_grad()
@@ -66,7 +70,7 @@ class PartPrompts:
         def called(*args: Any, **kwargs: Any) -> None:
             raise _Called({**dict(zip((IDS,), args, strict=False)), **kwargs})
 
-        end: Any = unwatched_twin(self.part)
+        end: Any = unwatched_twin(self._part)
         end.generate = called
         try:
             original_class(self.model).generate(with_part(self.model, self.name, end), **given)
@@ -104,7 +108,18 @@ class PartPrompts:
         if IDS not in given and not self.part.config.is_encoder_decoder:
             raise UnsupportedError(f"prompt holds no {IDS!r}, which logits processors read; give them too")
         left = {name: value for name, value in given.items() if name not in UNREAD}
+        if self.part is not self._part:
+            left = self._with_rows(left)
         return left, {name: value for name, value in settings.items() if name not in UNREAD}
+
+    def _with_rows(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the prompt of a GivenDecoder: tokens to begin with, and the rows that they attend to."""
+        rows, shown = given.pop(ROWS, None), given.pop(SHOWN, None)
+        if rows is None or given.keys() != {IDS}:
+            raise UnsupportedError(f"{type(self._part).__name__} is given {sorted(given)}; use model.generate()")
+        if shown is not None and state_of(self.part).generation.form.hides_rows:
+            rows = rows[:, shown[0] != 0]
+        return {EMBEDDINGS: rows, DECODER_IDS: given[IDS]}
 
 
 def read_batch(model: Any, prompts: Iterable[Any]) -> tuple[Any, list[dict[str, Any]]]:
