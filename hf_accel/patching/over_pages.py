@@ -81,10 +81,16 @@ def inner_generator(model: PreTrainedModel, config: PatchConfig) -> InnerGenerat
     return next((each for each in found if each.stock_loop is None), found[-1])
 
 
+def no_pages(model: PreTrainedModel, config: PatchConfig) -> str | None:
+    """Return why generate cannot use a paged cache of these settings, as one clause; None if it can."""
+    if config.attention is None:
+        return "attention=None leaves attention stock"
+    return cache_refusal(model) or pages_refusal(model, config.cache)
+
+
 def _inner(name: str, part: Any, config: PatchConfig) -> InnerGenerator:
     """Return what is planned of a part, or of the GivenDecoder around it."""
-    no_cache = cache_refusal(part) if config.attention is not None else "attention=None leaves attention stock"
-    stock_cache = "cache=None" if config.cache is None else no_cache or pages_refusal(part, config.cache)
+    stock_cache = "cache=None" if config.cache is None else no_pages(part, config)
     stock_loop = stock_cache or loop_refusal(part)
     given = part if isinstance(part, GivenDecoder) else None
     return InnerGenerator(name, stock_cache, stock_loop, decoder_form(part, stock_cache, stock_loop), given)

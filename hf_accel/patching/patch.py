@@ -311,7 +311,8 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
         own = PatchState(todo.config, {}, journal, originals, generation.inner)
         journal.attribute(part, STATE, own)
         if (given := todo.inner.given) is not None:  # which is ours, and holds the part
-            generation.inner.given, vars(given)[STATE] = given, own
+            generation.inner.given = given
+            journal.attribute(given, STATE, own)
         journal.attribute(part, "__class__", mixed_class(AcceleratedGeneration, type(part)))
         _add_hook(part, journal)
     elif not todo.stock_cache:

@@ -54,14 +54,13 @@ def settings_of_config(
     asked: abc.Mapping[str, Any],
     *,
     processors: abc.Iterable[Processor] = (),
-    encoder_ids: abc.Sequence[int] = (),
     **sampling: Any,
 ) -> RequestSettings:
     """Make the settings of a request from a GenerationConfig whose special tokens are prepared.
 
     prompt: the tokens with which its sequences begin. asked: the fields of the settings that no config has.
-    processors: what is applied after the config's own processors, and before its warpers. encoder_ids: the tokens that
-    an encoder reads; none without one. sampling: keywords of stock_sampling.
+    processors: what is applied after the config's own processors, and before its warpers. sampling: keywords of
+    stock_sampling, and encoder_ids: the tokens that an encoder reads; none without one.
     Raises UnsupportedError for settings that continuous batching cannot serve, and for values that have no meaning.
     """
     if (config.num_beams or 1) > 1:
@@ -71,7 +70,7 @@ def settings_of_config(
     refuse_clocks(model, config)
     config, limit = copy.copy(config), default_new_tokens(config, len(prompt))
     config.max_length = len(prompt) + limit
-    read = list(encoder_ids or prompt)
+    read = list(sampling.pop("encoder_ids", ()) or prompt)
     constrained = [] if asked.get("constraint") is None else [Constrained()]
     try:
         all_processors = model._get_logits_processor(

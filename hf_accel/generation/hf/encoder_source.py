@@ -99,8 +99,7 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return str(error)
     if not isinstance(states, Tensor) or states.ndim != 3 or len(states) != rows:
         return "it is not given the encoder's output of each row"
-    positions = call.inputs.get("position_ids")
-    counted = positions is not None and positions_count_tokens(positions, None if call.mask is None else call.mask.bool())
+    counted = _is_counted(call)
     if call.mask is not None and not bool(call.mask.all()) and not counted:
         return "padding stands before tokens of the decoder"
     if columns > 1 and bool((call.input_ids == call.pad_token).any()) and not counted:
@@ -119,6 +118,14 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if mask.shape != states.shape[:2]:
         return "its attention_mask is not one of the rows of the encoder's output"
     return None if bool((mask != 0).any(1).all()) else "its attention_mask hides all of the encoder's output of a row"
+
+
+def _is_counted(call: LoopCall) -> bool:
+    """Return whether a decoder is given positions that count the tokens, and neither what pads nor any one of them."""
+    positions, mask = call.inputs.get("position_ids"), call.mask
+    if call.state.given is None or positions is None:
+        return False
+    return positions_count_tokens(positions, None if mask is None else mask.bool())
 
 
 @torch.no_grad()

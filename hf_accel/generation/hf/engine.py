@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import operator
 import weakref
-from collections import abc
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ from ...config import CacheConfig, parse_speculative
 from ...errors import UnsupportedError
 from ...keywords import Default, checked_keywords
 from ...models import model_of, vocabulary_size
-from ...undo.state import find_state, state_of
+from ...undo.state import state_of
 from ..engine.engine_loop import EngineLoop, make_loop
 from ..engine.stream import Request, Sample
 from ..prompt_inputs import RequestInputs
@@ -37,7 +36,7 @@ from .drafting import draft_models, refuse_drafts
 from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
 from .grammars import KEYWORDS, constraint_for
-from .part_prompts import PartPrompts
+from .part_prompts import prompts_of_part
 from .refusals import prompts_refusal, ragged_refusal, refuse_learnt, warn_once
 from .request_adapters import LoadedAdapters
 from .request_config import default_new_tokens, request_config
@@ -89,7 +88,7 @@ class Engine:
         refuse_learnt(model, "an Engine")
         self.model = model_of(model)
         self.tokenizer = tokenizer
-        self._reads = PartPrompts(self.model) if _calls_part(self.model) else None
+        self._reads = prompts_of_part(self.model)
         # Computes the tokens: the model, or the part of it whose generate() that of the model calls.
         self.served = self.model if self._reads is None else self._reads.part
         state = _state(self.served)
@@ -166,17 +165,15 @@ class Engine:
         request that is too long for max_tokens, and HfAccelError if the engine is closed, has broken, or belongs to
         another process. A later error is raised where the Request is read, and ends no other request.
         """
-        prompt, given = self._read(prompt)
-        sampling = {**given, **sampling} if "stop_token_ids" not in sampling else sampling
-        ids, inputs = self._begin(*prompt_parts(self.served, prompt))
+        prompt, sampling = self._read(prompt, sampling)
+        ids, inputs = self._begin(*self._prompt(prompt))
         limit = self._limit(max_new_tokens, len(ids))
         ends = (self.served.generation_config.stop_strings or ()) if stop is None else stop
         strings = StopStrings(ends, self._decode)
         constraint = self.constraint(**{name: sampling.pop(name) for name in KEYWORDS if name in sampling})
         asked: dict[str, Any] = {"constraint": constraint, "priority": _integer("priority", priority)}
         asked["adapter"] = None if adapter is None else self.adapters.named(adapter)
-        read = () if inputs is None else inputs.encoder_ids
-        settings = self._settings(sampling, ids, limit, asked, read)
+        settings = self._settings(sampling, ids, limit, asked, read=inputs.encoder_ids if inputs else ())
         if strings.strings:
             stops = dataclasses.replace(settings.stop, others=(*settings.stop.others, strings))
             settings = dataclasses.replace(settings, stop=stops)
@@ -209,16 +206,21 @@ class Engine:
         self.loop.submit(sequences[0], dict(zip(sequences, request.samples, strict=True)))
         return request
 
-    def _read(self, prompt: Any) -> tuple[Any, dict[str, Any]]:
-        """Return a prompt as `served` takes it, and the settings that go with it. A text is token ids then."""
+    def _read(self, prompt: Any, asked: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return a prompt as `served` takes it, and what is asked, with the settings that go with the prompt."""
+        if self._reads is None:
+            return prompt, asked
+        with _paused(self.loop):  # so that no tower runs during a pass
+            prompt, given = self._reads.read(prompt)
+        return prompt, asked if "stop_token_ids" in asked else {**given, **asked}
+
+    def _prompt(self, prompt: Any) -> tuple[list[int], RequestInputs | None]:
+        """Return the token ids of a prompt, and what else it brings."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UnsupportedError("prompt is text; give the Engine a tokenizer=, or submit token ids")
             prompt = self.tokenizer(prompt)["input_ids"]
-        if self._reads is None:
-            return prompt, {}
-        with _paused(self.loop):  # so that no tower runs during a pass
-            return self._reads.read(prompt)
+        return prompt_parts(self.served, prompt)
 
     def _begin(self, ids: list[int], inputs: RequestInputs | None) -> tuple[list[int], RequestInputs | None]:
         """Return the tokens with which the sequences of a prompt begin, and what else it brings."""
@@ -233,21 +235,14 @@ class Engine:
         return _integer("max_new_tokens", max_new_tokens, least=1)
 
     def _settings(
-        self,
-        given: dict[str, Any],
-        ids: list[int],
-        max_new_tokens: int,
-        asked: dict[str, Any],
-        encoder_ids: abc.Sequence[int],
+        self, given: dict[str, Any], ids: list[int], max_new_tokens: int, asked: dict[str, Any], *, read: Iterable[int]
     ) -> RequestSettings:
-        """Make the settings of a request. given: what a config says. asked, encoder_ids: see settings_of_config."""
+        """Make the settings of a request. given: what a config says. asked, read: see settings_of_config."""
         config, processors = request_config(self.served, given, OWN_KEYWORDS)
         config.max_new_tokens, config.stop_strings = max_new_tokens, None
         self.served._prepare_special_tokens(config, device=self.served.device)
         sampling = {"num_logprobs": given.get("logprobs"), "takes_drafts": self._takes_drafts(processors, ids)}
-        return settings_of_config(
-            self.served, config, ids, asked, processors=processors, encoder_ids=encoder_ids, **sampling
-        )
+        return settings_of_config(self.served, config, ids, asked, processors=processors, encoder_ids=read, **sampling)
 
     def _takes_drafts(self, processors: Iterable[Processor], ids: list[int]) -> bool:
         functions = [each for step in processors if isinstance(step, OneByOne) for each in step.functions]
@@ -351,12 +346,6 @@ def _integer(name: str, value: Any, *, least: int | None = None) -> int:
 def _paused(loop: EngineLoop) -> AbstractContextManager[None]:
     """Return a block within which the loop computes no pass."""
     return loop.pause() if loop.is_running else nullcontext()
-
-
-def _calls_part(model: Any) -> bool:
-    """Return whether the generate() of a patched model calls that of a part of it."""
-    state = find_state(model)
-    return state is not None and state.generation.inner is not None
 
 
 def _state(model: Any) -> GenerationState:

@@ -7,6 +7,7 @@ made. Around it, the same code serves it as serves all encoder-decoders: the tri
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from ...cache.hf import PagedCache
+from ...errors import UnsupportedError
 from ...undo.state import state_of
 from .generation_state import GenerationState, LoopCall
 
 ROWS, SHOWN = "encoder_hidden_states", "encoder_attention_mask"  # by which a decoder is given rows, and their mask
+OF_DECODERS = {f"decoder_{name}": name for name in ("attention_mask", "position_ids")}
 WIDTHS = ("encoder_hidden_size", "hidden_size")  # what configs call the numbers of such a row
 
 
@@ -49,13 +53,13 @@ class GivenDecoder(PreTrainedModel, GenerationMixin):
     def __init__(self, decoder: Any) -> None:
         config = GivenRowsConfig()
         config.is_encoder_decoder = True
-        vars(config)["decoder"] = decoder.config
+        config.decoder = decoder.config
         nn.Module.__init__(self)
-        vars(self)["config"] = config
+        self.config = config
         rows = PreTrainedConfig()
         rows.hidden_size = next(getattr(decoder.config, name) for name in WIDTHS if hasattr(decoder.config, name))
         self.encoder, self.decoder = GivenRows(rows), decoder
-        vars(self)["name_or_path"] = ""
+        self.name_or_path = ""
 
     def forward(
         self,
@@ -63,22 +67,13 @@ class GivenDecoder(PreTrainedModel, GenerationMixin):
         encoder_outputs: Any = None,
         inputs_embeds: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = None,
-        decoder_position_ids: Tensor | None = None,
-        return_dict: bool = True,
+        **given: Any,
     ) -> Any:
+        """Call the decoder. given: what it takes besides, also by the names that encoder-decoders have for that."""
         if encoder_outputs is None:
             encoder_outputs = self.encoder(inputs_embeds)
-        return self.decoder(
-            input_ids=decoder_input_ids,
-            attention_mask=decoder_attention_mask,
-            position_ids=decoder_position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **{ROWS: encoder_outputs[0], SHOWN: attention_mask},
-        )
+        named = {OF_DECODERS.get(name, name): value for name, value in given.items()}
+        return self.decoder(input_ids=decoder_input_ids, **named, **{ROWS: encoder_outputs[0], SHOWN: attention_mask})
 
     def _prepare_decoder_input_ids_for_generation(
         self, batch_size: int, model_input_name: str, model_kwargs: dict[str, Any], *args: Any
@@ -87,7 +82,7 @@ class GivenDecoder(PreTrainedModel, GenerationMixin):
         return model_kwargs.pop("decoder_input_ids"), model_kwargs
 
     @property
-    def generation_config(self) -> Any:
+    def generation_config(self) -> Any:  # type: ignore[override]
         return self.decoder.generation_config
 
     @property
@@ -130,3 +125,23 @@ def as_given(call: LoopCall) -> LoopCall:
         "decoder_attention_mask": call.inputs.get("attention_mask"),
     }
     return replace(call, model=given, inputs=inputs)
+
+
+def served_by(model: Any, state: GenerationState, cache: object) -> Any:
+    """Return what computes the tokens of a call that is given this cache: the model, or the GivenDecoder around it.
+
+    Raises UnsupportedError for pages that cannot hold what a GivenDecoder attends to.
+    """
+    if state.given is None:
+        return model
+    if isinstance(cache, PagedCache):
+        raise UnsupportedError(
+            f"a PagedCache that is passed along cannot hold what {type(model).__name__} attends to besides tokens; "
+            "leave past_key_values= out, and generate() makes pages for it"
+        )
+    return state.given
+
+
+def is_given_rows(served: Any, inputs: Mapping[str, Any]) -> bool:
+    """Return whether a call brings what its tokens attend to; True for what attends to tokens alone."""
+    return not isinstance(served, GivenDecoder) or inputs.get(ROWS) is not None

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import set_our_attention
-from ...cache.hf import PagedCache, page_groups
+from ...cache.hf import PagedCache
 from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
@@ -31,11 +31,11 @@ from .drafting import assistant_refusal, assisted
 from .encoder_source import give_stock_cache, pages_serve, with_cache, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
-from .given_decoder import ROWS, as_given
+from .given_decoder import as_given, is_given_rows, served_by
 from .grammars import apply_constraint
-from .graphed_runner import cache_of_kept
+from .graphed_runner import cache_for_rows
 from .model_runner import adopt_prefix, every_nth, weights_salt
-from .part_prompts import read_batch
+from .part_prompts import OF_PART, batch_of_part
 from .processing import way_back
 from .refusals import (
     ServesPrompts,
@@ -53,8 +53,6 @@ from .refusals import (
 from .states_drafters import with_stock_classes
 
 NOT_GIVEN = Default("not given")
-OF_PART = "its generate() calls that of a part of it"
-MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
 class AcceleratedGeneration(QuantizedModel):
@@ -257,14 +255,8 @@ class AcceleratedGeneration(QuantizedModel):
         if not len(inputs):
             return {}
         if state.inner is not None and state.inner.ragged_refusal is None:
-            if speculative is not NOT_GIVEN and speculative is not None:
-                refuse_speculation(OF_PART)
-            part, inputs = read_batch(self, inputs)
-            outputs = part.generate_batch(
-                inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar, **kwargs
-            )
-            state.statistics = state.inner.statistics
-            return outputs
+            given = generation_config, continuous_batching_config, record_timestamps, progress_bar
+            return batch_of_part(self, inputs, *given, speculative=speculative, **kwargs)
         continuous_batching_config, kwargs = with_fields(continuous_batching_config, kwargs)
         refusal = ragged_refusal(self) or prompts_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
@@ -312,33 +304,21 @@ class AcceleratedGeneration(QuantizedModel):
     ) -> None:
         state = self._generation_state
         given = model_kwargs.get(name := state.cache_name)
-        served: Any = self if state.given is None else state.given
-        if served is not self and isinstance(given, PagedCache):
-            raise UnsupportedError(
-                f"a PagedCache that is passed along cannot hold what {type(self).__name__} attends to besides tokens; "
-                "leave past_key_values= out, and generate() makes pages for it"
-            )
+        served = served_by(self, state, given)
         wanted = state.cache is not None and with_cache(self, generation_config).use_cache is not False  # type: ignore[arg-type]
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         mask, has_beams = model_kwargs.get("attention_mask"), (generation_config.num_beams or 1) > 1
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         wanted = wanted and states_refusal(self, mask, rows=rows, has_beams=has_beams) is None  # type: ignore[arg-type]
-        wanted = wanted and pages_serve(served.config, generation_mode)
-        wanted = wanted and (served is self or model_kwargs.get(ROWS) is not None)
+        wanted = wanted and pages_serve(served.config, generation_mode) and is_given_rows(served, model_kwargs)
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
                 "output_attentions= and cache_implementation=, or patch the model without context_parallel="
             )
         if wanted and state.cache is not None and given is None and generation_config.cache_implementation is None:
-            size = state.cache.block_size
-            capacity = rows * -(-generation_config.max_length // size) * size  # in whole blocks: no row makes it grow
-            kept = None if state.runner is None else cache_of_kept(state, served.config, capacity)
-            if kept is None:
-                first = min(capacity, MAX_FIRST_TOKENS)
-                pages = page_groups(served.config, state.cache, capacity=first, context=state.context)
-                kept = PagedCache.over(*pages, state.cache, served.config)
+            kept = cache_for_rows(state, served.config, rows, generation_config.max_length)
             model_kwargs[name] = with_encoder(kept) if served.config.is_encoder_decoder else kept
         else:
             if given is not None:

@@ -15,17 +15,21 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ...errors import UnsupportedError
+from ...keywords import Default
 from ...recognition.trial import unwatched_twin
 from ...tensors import model_device
 from ...undo.journal import original_class
 from ...undo.state import find_state, state_of
 from .decoder_call import with_part
 from .encoder_source import DECODER_IDS
+from .generation_state import GenerationState
 from .given_decoder import ROWS, SHOWN
+from .refusals import refuse_speculation
 from .vocabulary import check_mask, token_ids
 
+OF_PART = "its generate() calls that of a part of it"
 IDS, MASK, EMBEDDINGS = "input_ids", "attention_mask", "inputs_embeds"
-UNREAD = ("pad_token_id", MASK)  # what an answer without padding does not depend on
+NOT_READ = ("pad_token_id", MASK)  # what an answer without padding does not depend on
 
 
 class _Called(Exception):
@@ -44,6 +48,8 @@ class PartPrompts:
 
     def __init__(self, model: Any) -> None:
         inner = state_of(model).generation.inner
+        assert inner is not None
+        self.inner: GenerationState = inner
         self.model: Any = model
         self.name, self._part = next(
             (name, part)
@@ -107,10 +113,10 @@ class PartPrompts:
                 )
         if IDS not in given and not self.part.config.is_encoder_decoder:
             raise UnsupportedError(f"prompt holds no {IDS!r}, which logits processors read; give them too")
-        left = {name: value for name, value in given.items() if name not in UNREAD}
+        left = {name: value for name, value in given.items() if name not in NOT_READ}
         if self.part is not self._part:
             left = self._with_rows(left)
-        return left, {name: value for name, value in settings.items() if name not in UNREAD}
+        return left, {name: value for name, value in settings.items() if name not in NOT_READ}
 
     def _with_rows(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the prompt of a GivenDecoder: tokens to begin with, and the rows that they attend to."""
@@ -122,14 +128,26 @@ class PartPrompts:
         return {EMBEDDINGS: rows, DECODER_IDS: given[IDS]}
 
 
-def read_batch(model: Any, prompts: Iterable[Any]) -> tuple[Any, list[dict[str, Any]]]:
-    """Return the part whose generate() that of a patched model calls, and prompts as it takes them.
+def batch_of_part(model: Any, prompts: Iterable[Any], *given: Any, speculative: Any, **keywords: Any) -> Any:
+    """Return what generate_batch() of the part whose generate() that of a patched model calls gives for these prompts.
 
-    Raises what PartPrompts raises, and UnsupportedError for prompts that bring settings of their own.
+    given, keywords: its other arguments. Raises what PartPrompts raises, and UnsupportedError for prompts that bring
+    settings of their own.
     """
+    if speculative is not None and not isinstance(speculative, Default):
+        refuse_speculation(OF_PART)
     reads = PartPrompts(model)
     found = [reads.read(prompt) for prompt in prompts]
     asked = next((name for _, settings in found for name in settings), None)
     if asked is not None:
         raise UnsupportedError(f"the generate() of {type(model).__name__} sets {asked}= by itself; use an Engine")
-    return reads.part, [prompt for prompt, _ in found]
+    outputs = reads.part.generate_batch([prompt for prompt, _ in found], *given, **keywords)
+    own: GenerationState = state_of(model).generation
+    own.statistics = reads.inner.statistics
+    return outputs
+
+
+def prompts_of_part(model: Any) -> PartPrompts | None:
+    """Return what reads the prompts of a patched model whose generate() calls that of a part; None for any other."""
+    state = find_state(model)
+    return None if state is None or state.generation.inner is None else PartPrompts(model)
