@@ -37,6 +37,7 @@ WRITERS = {
     "linear.experts": {"dict"},
     "linear.nf4": {"dict"},
     "generation.hf.engine": {"config"},
+    "generation.hf.given_decoder": {"config"},
     "generation.hf.config_settings": {"config"},
     "generation.hf.encoder_source": {"config"},  # that generate() has made for a call
     "generation.hf.states_drafters": {"class", "config", "dict"},

@@ -173,6 +173,10 @@ def _pass_lines(plan: Plan) -> Iterator[Line]:
 
 def _cache_lines(plan: Plan) -> Iterator[Line]:
     cache = plan.config.cache
+    if plan.stock_cache and cache is not None and plan.inner is not None and plan.inner.stock_cache is None:
+        yield Line("cache", f"of {plan.inner.name!r}", f"paged, block {cache.block_size}", "the rest has none")
+        yield _inner_line(plan)
+        return
     if plan.stock_cache or cache is None:
         yield Line("cache", "keys and values", "stock", plan.stock_cache or "cache=None")
         yield Line("generate", "all modes", "stock", "no paged cache")

@@ -21,6 +21,7 @@ from ..fused.hf.part_activations import part_activations
 from ..fused.hf.source_layers import source_argument
 from ..generation.hf.drafting import refuse_drafts
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
+from ..generation.hf.given_decoder import GivenDecoder, given_decoder
 from ..generation.hf.model_runner import counts_positions
 from ..generation.hf.prompts import own_methods, text_form
 from .attention_survey import (
@@ -48,13 +49,15 @@ from .sequence_survey import state_sites
 class InnerGenerator:
     """A part of a model whose generate() the model's own generate() calls.
 
-    stock_cache, stock_loop, form: see Plan, of this part.
+    stock_cache, stock_loop, form: see Plan, of this part. given: the GivenDecoder around it; None for a part that is
+    given no rows to attend to, or in a way that is not known.
     """
 
     name: str
     stock_cache: str | None
     stock_loop: str | None
     form: DecoderForm
+    given: GivenDecoder | None = None
 
 
 def inner_generator(model: PreTrainedModel, config: PatchConfig) -> InnerGenerator | None:
@@ -73,10 +76,24 @@ def inner_generator(model: PreTrainedModel, config: PatchConfig) -> InnerGenerat
         return None
     if config.speculative is not None:
         refuse_drafts(model, config.speculative, f"its generate() calls that of {name!r}")
-    no_cache = cache_refusal(part) if config.attention is not None else "attention=None leaves attention stock"
-    stock_cache = "cache=None" if config.cache is None else no_cache or pages_refusal(part, config.cache)
+    given = given_decoder(model, part)
+    found = [_inner(name, each, config) for each in (given, part) if each is not None]
+    return next((each for each in found if each.stock_loop is None), found[-1])
+
+
+def no_pages(model: PreTrainedModel, config: PatchConfig) -> str | None:
+    """Return why generate cannot use a paged cache of these settings, as one clause; None if it can."""
+    if config.attention is None:
+        return "attention=None leaves attention stock"
+    return cache_refusal(model) or pages_refusal(model, config.cache)
+
+
+def _inner(name: str, part: Any, config: PatchConfig) -> InnerGenerator:
+    """Return what is planned of a part, or of the GivenDecoder around it."""
+    stock_cache = "cache=None" if config.cache is None else no_pages(part, config)
     stock_loop = stock_cache or loop_refusal(part)
-    return InnerGenerator(name, stock_cache, stock_loop, decoder_form(part, stock_cache, stock_loop))
+    given = part if isinstance(part, GivenDecoder) else None
+    return InnerGenerator(name, stock_cache, stock_loop, decoder_form(part, stock_cache, stock_loop), given)
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
@@ -135,6 +152,19 @@ def with_pages(model: PreTrainedModel, config: PatchConfig, fused: FusedPlan, fo
     taken = {site.module for site in sites}  # a module has one mixin
     kept = (site for site in fused.sites if site.module not in taken)
     return replace(fused, sites=(*kept, *sites))
+
+
+def with_given(config: PatchConfig, fused: FusedPlan, inner: InnerGenerator | None) -> FusedPlan:
+    """Add what reads pages in a part that is given rows to attend to, by its names in the model."""
+    if inner is None or inner.given is None:
+        return fused
+    own = {site.module for site in fused.sites}
+    added = with_pages(inner.given, config, fused, inner.form).sites
+    sites = [
+        site if site.module in own else replace(site, name=inner.name + site.name.removeprefix("decoder"))
+        for site in added
+    ]
+    return replace(fused, sites=tuple(sites))
 
 
 def with_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan, *, ours: bool) -> FusedPlan:

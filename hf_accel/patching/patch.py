@@ -306,7 +306,11 @@ def _enter_generation(todo: Plan, journal: Journal, originals: Originals) -> Non
     if todo.inner is not None:
         part: Any = model.get_submodule(todo.inner.name)
         generation.inner = _generation(todo, todo.inner, part)
-        journal.attribute(part, STATE, PatchState(todo.config, {}, journal, originals, generation.inner))
+        own = PatchState(todo.config, {}, journal, originals, generation.inner)
+        journal.attribute(part, STATE, own)
+        if (given := todo.inner.given) is not None:  # which is ours, and holds the part
+            generation.inner.given = given
+            journal.attribute(given, STATE, own)
         journal.attribute(part, "__class__", mixed_class(AcceleratedGeneration, type(part)))
         _add_hook(part, journal)
     elif not todo.stock_cache:

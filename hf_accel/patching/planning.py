@@ -39,10 +39,8 @@ from .attention_survey import (
     attends_in_decoder_alone,
     attention_modules,
     attention_sites,
-    cache_refusal,
     loop_refusal,
     model_attention_refusal,
-    pages_refusal,
 )
 from .calibration.bit_budget import eight_bit_names
 from .calibration.folds import find_folds
@@ -52,7 +50,7 @@ from .explain import explain
 from .layer_groups import fitted
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
-from .over_pages import decoder_form, inner_generator, with_pages, with_readers
+from .over_pages import InnerGenerator, decoder_form, inner_generator, no_pages, with_given, with_pages, with_readers
 from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
 from .sequence_survey import kept_states
 from .servers import Server, servers_of
@@ -83,9 +81,8 @@ def make_plan(
     stock_attention = _refusal(
         "attention", config, model_attention_refusal(inner), wanted=config.attention is not None
     )
-    no_cache = cache_refusal(inner) if config.attention is not None else "attention=None leaves attention stock"
-    no_cache = no_cache or pages_refusal(inner, config.cache)
-    stock_cache = _refusal("cache", config, no_cache, wanted=config.cache is not None)
+    generator = inner_generator(inner, config)
+    stock_cache = _stock_cache(inner, config, generator)
     _check_weights(inner, config)
     linears = tuple(plan_linears(inner, config.weights, eight_bits=eight_bits, row_invariant=config.deterministic))
     attention = () if stock_attention else tuple(_plan_attention(inner, config))
@@ -105,8 +102,8 @@ def make_plan(
         linears=linears,
         attention=attention,
         form=form,
-        inner=inner_generator(inner, config),
-        fused=fused if stock_cache else with_pages(inner, config, fused, form),
+        inner=generator,
+        fused=with_given(config, fused if stock_cache else with_pages(inner, config, fused, form), generator),
         stock_attention=stock_attention,
         stock_parts={} if stock_attention else stock_parts(inner),
         stock_cache=stock_cache,
@@ -156,6 +153,12 @@ def _refusal(keyword: str, config: PatchConfig, refusal: str | None, *, wanted: 
             f"{keyword}= was asked for, but {refusal}; leave {keyword}= out, or pass {keyword}=None"
         )
     return refusal
+
+
+def _stock_cache(model: PreTrainedModel, config: PatchConfig, generator: InnerGenerator | None) -> str | None:
+    refusal = no_pages(model, config)
+    of_part = generator is not None and generator.stock_cache is None  # whose pages are all that generate() reads
+    return refusal if of_part else _refusal("cache", config, refusal, wanted=config.cache is not None)
 
 
 def _stock_loop(model: PreTrainedModel, config: PatchConfig, stock_cache: str | None) -> str | None:

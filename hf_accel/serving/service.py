@@ -150,7 +150,7 @@ class ModelService:
     @property
     def context(self) -> int | None:
         """The tokens of the longest text for the model; None if its config does not say."""
-        found = getattr(layers_config(self.engine.model.config), "max_position_embeddings", None)
+        found = getattr(layers_config(self.engine.served.config), "max_position_embeddings", None)
         return None if found is None else int(found)
 
     def unready(self) -> str | None:
@@ -173,7 +173,7 @@ class ModelService:
     @property
     def has_encoder(self) -> bool:
         """True if an encoder reads the prompts, and the answers begin without them."""
-        return bool(self.engine.model.config.is_encoder_decoder)
+        return bool(self.engine.served.config.is_encoder_decoder)
 
     def ids(self, text: str, **how: Any) -> list[int]:
         """Return the tokens of a text. how: keywords of the tokenizer. Raises ApiError (400) for what is no text."""
@@ -221,7 +221,7 @@ class Service(ModelService):
 
     def stops(self, asked: Common) -> list[str]:
         """Return the strings that end the text: the request's, or else those of the model's generation_config."""
-        own = self.engine.model.generation_config.stop_strings or []
+        own = self.engine.served.generation_config.stop_strings or []
         return asked.stops or ([own] if isinstance(own, str) else list(own))
 
     def submit(self, asked: Common, prompts: Sequence[Prompt]) -> Job:
@@ -246,10 +246,10 @@ class Service(ModelService):
         The model's generation_config gives the settings that the request does not. If it is greedy, a request that
         needs sampling has the default temperature of OpenAI's API.
         """
-        keywords, config = asked.sampling(), self.engine.model.generation_config
+        keywords, config = asked.sampling(), self.engine.served.generation_config
         if "temperature" not in keywords and not config.do_sample and asked.asks_for_samples:
             keywords["temperature"] = 1.0
-        own = stop_token_ids(self.engine.model) if asked.stops_at_end else ()
+        own = stop_token_ids(self.engine.served) if asked.stops_at_end else ()
         keywords["stop_token_ids"] = [*keywords.get("stop_token_ids", ()), *own]
         keywords["adapter"] = None if asked.model in (None, self.name) else asked.model
         keywords["num_beams"] = 1  # a client cannot ask for more, and a model's own beams are none of an engine

@@ -105,7 +105,6 @@ def model_of(kind: str, **other: Any) -> Any:
     else:
         config = getattr(transformers, f"{kind}Config")(**sizes)
         model = getattr(transformers, HEADS.get(kind, f"{kind}ForConditionalGeneration"))(config).eval()
-    model.generation_config.encoder_no_repeat_ngram_size = 0  # Blenderbot's 3 needs the ids that an Engine has not
     model.generation_config.num_beams = 1  # FSMT's config says 5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -258,6 +257,13 @@ def test_sounds_for_a_decoder_of_its_own() -> None:
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(model.generate(sounds, **given), expected)
     assert hf_accel.stats(model)["loop"] == "ragged"
+    with Engine(model) as engine:  # the model itself calls what it hears "inputs", and no processor does
+        asked = [{"input_values": sounds[row, None], "attention_mask": mask[row, None].long()} for row in range(3)]
+        answers = [engine.submit(each, max_new_tokens=NEW_TOKENS, temperature=0) for each in asked]
+        found = [request.result(WAIT).tokens for request in answers]
+        with pytest.raises(UnsupportedError, match="no 'input_values', which the encoder of SpeechEncoderDecoder"):
+            engine.submit([5, 6, 7])
+    assert [row[1 : 1 + len(tokens)] for row, tokens in zip(expected.tolist(), found, strict=True)] == found
 
 
 @pytest.mark.parametrize("part", ["self_attn", "encoder_attn"])
@@ -384,6 +390,12 @@ def test_rows_are_processed_by_their_own_prompts() -> None:
         hf_accel.patch(model, weights=None)
         torch.testing.assert_close(model.generate(**batch, **settings), expected)
         assert hf_accel.stats(model)["loop"] == "ragged"
+        model.generation_config.update(**settings)
+        with Engine(model) as engine:
+            answers = [engine.submit(row).result(WAIT).tokens for row in rows]
+        outputs = [output.generated_tokens for output in model.generate_batch(rows).values()]
+        assert answers == outputs
+        assert [row[1 : 1 + len(answer)] for row, answer in zip(expected.tolist(), answers, strict=True)] == answers
 
 
 # -- layers in one call ----------------------------------------------------------------------------------------------

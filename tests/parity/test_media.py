@@ -40,9 +40,10 @@ OTHERS = [
 # Its decoder puts images in its embeddings by itself, marks them, and counts the tokens that do not pad.
 COUNTED = "Kosmos2_5ForConditionalGeneration"
 GATES = ("cross_attn_attn_gate", "cross_attn_mlp_gate")  # closed as long as a model is not trained
-LOUDER = {LAYERED: "model.embed_vision", COUNTED: "image_to_text_projection"}
+PARTS = [f"{name}ForConditionalGeneration" for name in ("Blip2", "Kosmos2")]  # whose generate() calls that of a part
+LOUDER = {LAYERED: "model.embed_vision"} | dict.fromkeys((COUNTED, PARTS[1]), "image_to_text_projection")
 FAINT = ("MiniCPMV4_7ForConditionalGeneration",)  # an image is one token, which changes the logits alone
-TIED = (GEMMA, PALI, LAYERED, UNIFIED, COUNTED)
+TIED = (GEMMA, PALI, LAYERED, UNIFIED, COUNTED, PARTS[1])
 # The decoder of the last two counts positions by itself, and one of them adds noise to what it hears.
 VOXTRAL, HEARING, NOISY = (
     f"{name}ForConditionalGeneration" for name in ("Voxtral", "MossTranscribeDiarize", "VibeVoiceAsr")
@@ -411,6 +412,41 @@ def test_a_model_whose_generate_calls_that_of_a_part(name: str, part: str, setti
     hf_accel.unpatch(model)
     for own, other in zip(model.get_submodule(part).modules(), plain.get_submodule(part).modules(), strict=True):
         assert type(own) is type(other) and vars(own).keys() == vars(other).keys()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_an_engine_for_a_model_whose_generate_calls_that_of_a_part(name: str) -> None:
+    """The part computes the tokens. Two images behind the same words share no pages, and equal ones do."""
+    given = [prompt(name, row, words) for row, words in ((0, ()), (1, ()), (0, (7, 9)), (1, (7, 9)), (0, ()))]
+    model = patched(name, cache=CacheConfig(block_size=2))
+    with Engine(model) as engine:
+        first = [engine.submit(each, max_new_tokens=NEW_TOKENS, temperature=0) for each in given[:2]]
+        found = [request.result(WAIT).tokens for request in first]
+        before = engine.stats["prefix_hits"]
+        later = [engine.submit(each, max_new_tokens=NEW_TOKENS, temperature=0) for each in given[2:]]
+        found += [request.result(WAIT).tokens for request in later]
+        assert engine.stats["prefix_hits"] > before and found == [expected(name, each) for each in given]
+        assert found[0] != found[1]
+        batch = model.generate_batch(given[:2], max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert [output.generated_tokens for output in batch.values()] == found[:2]
+        with pytest.raises(UnsupportedError, match="runs the model; call engine"):
+            hf_accel.unpatch(model)
+        for wrong, message in (
+            ([5, 9, 7], "refuses this prompt: "), ({**given[0], "pixels": 1}, "holds 'pixels', which"),
+            ({**given[0], "attention_mask": 0 * given[0]["input_ids"]}, "leaves tokens out"),
+            ({key: torch.cat([value, value]) for key, value in given[0].items()}, "input_ids"),
+        ):  # fmt: skip
+            with pytest.raises(UnsupportedError, match=message):
+                engine.submit(wrong)
+        with pytest.raises(UnsupportedError, match="calls that of a part of it"):
+            engine.load_adapter("own", "nowhere")
+    with pytest.raises(UnsupportedError, match="speculative= was asked for, but its generate"):
+        Engine(model, speculative="ngram")
+    with pytest.raises(UnsupportedError, match="calls that of a part of it"):
+        model.generate_batch(given[:1], speculative="ngram")
+    model.generate = model.generate
+    with pytest.raises(UnsupportedError, match="was replaced on the model itself"):
+        Engine(model)
 
 
 def test_special_tokens_beside_a_prompt_with_an_image() -> None:

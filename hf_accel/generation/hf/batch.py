@@ -194,7 +194,10 @@ class SequenceFactory:
         count = config.num_return_sequences or 1
         if self.model.config.is_encoder_decoder:
             ids, inputs = decoder_prompt(self.model, config, ids, inputs)
-        settings = settings_of_config(self.model, config, ids, prompt.asked, num_logprobs=self.num_logprobs)
+        read = () if inputs is None else inputs.encoder_ids
+        settings = settings_of_config(
+            self.model, config, ids, prompt.asked, encoder_ids=read, num_logprobs=self.num_logprobs
+        )
         seeds = torch.randint(2**62, (count,), generator=self._generator).tolist() if config.do_sample else [0] * count
         sequences = Sequence.samples(ids, settings, seeds, inputs=inputs)
         names = [*(f"{name}__child#{i}" for i in range(count - 1)), name]

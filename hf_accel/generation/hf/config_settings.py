@@ -60,7 +60,7 @@ def settings_of_config(
 
     prompt: the tokens with which its sequences begin. asked: the fields of the settings that no config has.
     processors: what is applied after the config's own processors, and before its warpers. sampling: keywords of
-    stock_sampling.
+    stock_sampling, and encoder_ids: the tokens that an encoder reads; none without one.
     Raises UnsupportedError for settings that continuous batching cannot serve, and for values that have no meaning.
     """
     if (config.num_beams or 1) > 1:
@@ -70,12 +70,13 @@ def settings_of_config(
     refuse_clocks(model, config)
     config, limit = copy.copy(config), default_new_tokens(config, len(prompt))
     config.max_length = len(prompt) + limit
+    read = list(sampling.pop("encoder_ids", ()) or prompt)
     constrained = [] if asked.get("constraint") is None else [Constrained()]
     try:
         all_processors = model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=len(prompt),
-            encoder_input_ids=torch.tensor([prompt], device=model.device) if prompt_setting(config) else None,
+            encoder_input_ids=torch.tensor([read], device=model.device) if prompt_setting(config) else None,
             logits_processor=[*processors, *constrained],
             device=model.device,
         )

@@ -23,7 +23,7 @@ from ...recognition.unchanged import PLAIN_TYPES
 from ...tensors import model_device
 from ...undo.journal import original_class
 from ...undo.state import state_of
-from ..prompt_inputs import TEXT_INPUTS, RequestInputs, other_input
+from ..prompt_inputs import TEXT_INPUTS, RequestInputs, other_input, positions_count_tokens
 from .decoder_call import UpToDecoder
 from .generation_state import LoopCall
 from .model_runner import prepare_step
@@ -73,10 +73,12 @@ def give_stock_cache(call: LoopCall) -> None:
     what it needs: the keys of sources, or of prompts behind embeddings of an adapter.
     """
     state = call.state.call
-    if state is None or not state.own_cache or not isinstance(call.cache, PagedCache):
+    if state is None or not state.own_cache or not isinstance(state.cache, PagedCache):
         return
     config = layers_config(call.model.config)
-    if call.has_encoder:
+    if call.state.given is not None:
+        call.inputs[call.state.cache_name] = DynamicCache(config=config)
+    elif call.has_encoder:
         kind: Any = original_class(call.model)
         # A class with a method of its own, as T5Gemma, keeps windows away from the keys of the encoder's output.
         is_own = kind._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
@@ -97,9 +99,10 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return str(error)
     if not isinstance(states, Tensor) or states.ndim != 3 or len(states) != rows:
         return "it is not given the encoder's output of each row"
-    if call.mask is not None and not bool(call.mask.all()):
+    counted = _is_counted(call)
+    if call.mask is not None and not bool(call.mask.all()) and not counted:
         return "padding stands before tokens of the decoder"
-    if columns > 1 and bool((call.input_ids == call.pad_token).any()):
+    if columns > 1 and bool((call.input_ids == call.pad_token).any()) and not counted:
         return "a padding token stands in a prompt of the decoder"
     if columns > 1 and call.state.form.reads_ahead:
         return "the tokens of its decoder's prompt see later ones"
@@ -115,6 +118,14 @@ def encoder_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if mask.shape != states.shape[:2]:
         return "its attention_mask is not one of the rows of the encoder's output"
     return None if bool((mask != 0).any(1).all()) else "its attention_mask hides all of the encoder's output of a row"
+
+
+def _is_counted(call: LoopCall) -> bool:
+    """Return whether a decoder is given positions that count the tokens, and neither what pads nor any one of them."""
+    positions, mask = call.inputs.get("position_ids"), call.mask
+    if call.state.given is None or positions is None:
+        return False
+    return positions_count_tokens(positions, None if mask is None else mask.bool())
 
 
 @torch.no_grad()
@@ -183,8 +194,8 @@ def decoder_prompt(
     are tokens that the decoder begins with. Raises UnsupportedError for settings that need the encoder's ids
     themselves, and for inputs that the encoder does not take, or the tokens that the decoder cannot begin with.
     """
-    if (name := prompt_setting(config)) is not None:
-        raise UnsupportedError(f"continuous batching cannot serve {name}=; use generate()")
+    if (name := prompt_setting(config)) is not None and not ids:
+        raise UnsupportedError(f"{name}= reads the token ids of the encoder, and it is given none; use generate()")
     start, kind = config._decoder_start_token_tensor, type(model).__name__
     if start is None:
         raise UnsupportedError(f"{kind} has no decoder_start_token_id; set it in generation_config")

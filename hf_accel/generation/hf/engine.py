@@ -32,10 +32,11 @@ from ..sampling.purity import stateful_refusal
 from ..sampling.stopping import StopStrings
 from ..sequence import Sequence
 from .config_settings import ASKED, complete_config, settings_of_config
-from .drafting import draft_models
+from .drafting import draft_models, refuse_drafts
 from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
 from .grammars import KEYWORDS, constraint_for
+from .part_prompts import prompts_of_part
 from .refusals import prompts_refusal, ragged_refusal, refuse_learnt, warn_once
 from .request_adapters import LoadedAdapters
 from .request_config import default_new_tokens, request_config
@@ -87,20 +88,25 @@ class Engine:
         refuse_learnt(model, "an Engine")
         self.model = model_of(model)
         self.tokenizer = tokenizer
-        state = _state(self.model)
+        self._reads = prompts_of_part(self.model)
+        # Computes the tokens: the model, or the part of it whose generate() that of the model calls.
+        self.served = self.model if self._reads is None else self._reads.part
+        state = _state(self.served)
         settings = state.cache or CacheConfig()
         if max_tokens is not None:
             settings = dataclasses.replace(settings, max_tokens=max_tokens)
         config = state.speculative if isinstance(speculative, Default) else parse_speculative(speculative)
+        if config is not None and self._reads is not None:
+            refuse_drafts(self.model, config, f"its generate() calls that of {self._reads.name!r}")
         # The thread must hold no reference to the engine, so that the loop ends when the program drops the engine.
         self.session = Session(
-            self.model, settings, speculative=config, token_budget=token_budget, max_running=max_running
+            self.served, settings, speculative=config, token_budget=token_budget, max_running=max_running
         )
         self.loop = make_loop(self.session)
         self.adapters = LoadedAdapters(self.model, partial(_paused, self.loop))
         weakref.finalize(self, self.loop.retire).atexit = False
         speculation = self.session.speculation
-        for each in (self.model, *([] if speculation is None else draft_models(speculation))):
+        for each in (self.model, self.served, *([] if speculation is None else draft_models(speculation))):
             state_of(each).generation.engines.add(self)
         self._seeds = itertools.count(torch.initial_seed() % 2**62)
 
@@ -159,14 +165,15 @@ class Engine:
         request that is too long for max_tokens, and HfAccelError if the engine is closed, has broken, or belongs to
         another process. A later error is raised where the Request is read, and ends no other request.
         """
+        prompt, sampling = self._read(prompt, sampling)
         ids, inputs = self._begin(*self._prompt(prompt))
         limit = self._limit(max_new_tokens, len(ids))
-        ends = (self.model.generation_config.stop_strings or ()) if stop is None else stop
+        ends = (self.served.generation_config.stop_strings or ()) if stop is None else stop
         strings = StopStrings(ends, self._decode)
         constraint = self.constraint(**{name: sampling.pop(name) for name in KEYWORDS if name in sampling})
         asked: dict[str, Any] = {"constraint": constraint, "priority": _integer("priority", priority)}
         asked["adapter"] = None if adapter is None else self.adapters.named(adapter)
-        settings = self._settings(sampling, ids, limit, asked)
+        settings = self._settings(sampling, ids, limit, asked, read=inputs.encoder_ids if inputs else ())
         if strings.strings:
             stops = dataclasses.replace(settings.stop, others=(*settings.stop.others, strings))
             settings = dataclasses.replace(settings, stop=stops)
@@ -182,7 +189,7 @@ class Engine:
         What was compiled is kept, so that a program can call this ahead of submit(), in another thread. Raises
         UnsupportedError with what is wrong.
         """
-        return constraint_for(self.tokenizer, self.model.generation_config, asked)
+        return constraint_for(self.tokenizer, self.served.generation_config, asked)
 
     def _hand_over(self, sequences: list[Sequence], strings: StopStrings) -> Request:
         # The dict is weak to avoid a cycle. In a cycle, a Request that the program has dropped would live, and be
@@ -199,42 +206,50 @@ class Engine:
         self.loop.submit(sequences[0], dict(zip(sequences, request.samples, strict=True)))
         return request
 
+    def _read(self, prompt: Any, asked: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return a prompt as `served` takes it, and what is asked, with the settings that go with the prompt."""
+        if self._reads is None:
+            return prompt, asked
+        with _paused(self.loop):  # so that no tower runs during a pass
+            prompt, given = self._reads.read(prompt)
+        return prompt, asked if "stop_token_ids" in asked else {**given, **asked}
+
     def _prompt(self, prompt: Any) -> tuple[list[int], RequestInputs | None]:
         """Return the token ids of a prompt, and what else it brings."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UnsupportedError("prompt is text; give the Engine a tokenizer=, or submit token ids")
             prompt = self.tokenizer(prompt)["input_ids"]
-        return prompt_parts(self.model, prompt)
+        return prompt_parts(self.served, prompt)
 
     def _begin(self, ids: list[int], inputs: RequestInputs | None) -> tuple[list[int], RequestInputs | None]:
         """Return the tokens with which the sequences of a prompt begin, and what else it brings."""
-        if not self.model.config.is_encoder_decoder:
+        if not self.served.config.is_encoder_decoder:
             return ids, inputs
-        config = complete_config(self.model, None, "Engine.submit()", {})
-        return decoder_prompt(self.model, config, ids, inputs)
+        config = complete_config(self.served, None, "Engine.submit()", {})
+        return decoder_prompt(self.served, config, ids, inputs)
 
     def _limit(self, max_new_tokens: int | None, num_prompt: int) -> int:
         if max_new_tokens is None:
-            return default_new_tokens(self.model.generation_config, num_prompt)
+            return default_new_tokens(self.served.generation_config, num_prompt)
         return _integer("max_new_tokens", max_new_tokens, least=1)
 
     def _settings(
-        self, given: dict[str, Any], ids: list[int], max_new_tokens: int, asked: dict[str, Any]
+        self, given: dict[str, Any], ids: list[int], max_new_tokens: int, asked: dict[str, Any], *, read: Iterable[int]
     ) -> RequestSettings:
-        """Make the settings of a request. given: what a config says. asked: see settings_of_config."""
-        config, processors = request_config(self.model, given, OWN_KEYWORDS)
+        """Make the settings of a request. given: what a config says. asked, read: see settings_of_config."""
+        config, processors = request_config(self.served, given, OWN_KEYWORDS)
         config.max_new_tokens, config.stop_strings = max_new_tokens, None
-        self.model._prepare_special_tokens(config, device=self.model.device)
+        self.served._prepare_special_tokens(config, device=self.served.device)
         sampling = {"num_logprobs": given.get("logprobs"), "takes_drafts": self._takes_drafts(processors, ids)}
-        return settings_of_config(self.model, config, ids, asked, processors=processors, **sampling)
+        return settings_of_config(self.served, config, ids, asked, processors=processors, encoder_ids=read, **sampling)
 
     def _takes_drafts(self, processors: Iterable[Processor], ids: list[int]) -> bool:
         functions = [each for step in processors if isinstance(step, OneByOne) for each in step.functions]
         if not functions or self.session.speculation is None:
             return True
-        prompt = torch.tensor([ids], device=self.model.device)
-        refusal = stateful_refusal(functions, prompt, vocabulary_size(self.model))
+        prompt = torch.tensor([ids], device=self.served.device)
+        refusal = stateful_refusal(functions, prompt, vocabulary_size(self.served))
         if refusal is not None:
             text = f"requests with this processor are decoded without drafts, because {refusal}; this is said once"
             warn_once(state_of(self.model).generation, refusal, text)

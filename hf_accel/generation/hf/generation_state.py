@@ -226,7 +226,8 @@ class GenerationState:
         many sequences in one row; None if it can.
     form: how ragged passes call the decoder. marked_form: in which form it was given features of marked tokens; None
         before the first of them.
-    inner: that of the part whose generate() the model's own generate() calls; None if it calls none.
+    inner: that of the part whose generate() the model's own generate() calls; None if it calls none. given: the
+        GivenDecoder around such a part that is given rows to attend to; None for any other.
     invariant_rows: the largest number of rows for which the model's linears round each row as they round a single one;
         None for any number.
     identity: the salt of the model's weights when they were read last, and the digest of all that the model is.
@@ -250,6 +251,7 @@ class GenerationState:
     marked_form: Any = None
     invariant_rows: int | None = None
     inner: GenerationState | None = None
+    given: Any = None
     make_draft: MakeDraft | None = None
     load_head: Callable[[str, Any], Any] | None = None
     identity: tuple[bytes, str] | None = None

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
 from ...cache.group import PageGroup
-from ...cache.hf import PagedCache
+from ...cache.hf import PagedCache, page_groups
 from ...cache.step import Step
 from ...config import CacheConfig
 from ...recognition.unchanged import Hooks, has_own_forward
@@ -219,6 +219,7 @@ class GraphedRunner(ModelRunner):
         return captured.logits[rows]
 
 
+MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 MOST_KEPT_BYTES = 2 * 2**30  # of pages that nobody uses
 
 
@@ -265,6 +266,17 @@ def cache_of_kept(state: GenerationState, config: Any, capacity: int) -> PagedCa
         return None
     state.call.runner = runner
     return PagedCache.over(runner.groups, runner.groups_of_layer, runner.settings, config)
+
+
+def cache_for_rows(state: GenerationState, config: Any, rows: int, length: int) -> PagedCache:
+    """Return an empty PagedCache for rows of up to so many tokens. config: of what reads the pages."""
+    assert state.cache is not None
+    capacity = rows * -(-length // state.cache.block_size) * state.cache.block_size  # so that no row makes it grow
+    kept = None if state.runner is None else cache_of_kept(state, config, capacity)
+    if kept is not None:
+        return kept
+    pages = page_groups(config, state.cache, capacity=min(capacity, MAX_FIRST_TOKENS), context=state.context)
+    return PagedCache.over(*pages, state.cache, config)
 
 
 OPERATORS_ON_HOST = "the model attends by torch's operators, in passes that read numbers on the host"

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.stock import set_our_attention
-from ...cache.hf import PagedCache, page_groups
+from ...cache.hf import PagedCache
 from ...config import parse_speculative
 from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
@@ -31,9 +31,11 @@ from .drafting import assistant_refusal, assisted
 from .encoder_source import give_stock_cache, pages_serve, with_cache, with_encoder
 from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
+from .given_decoder import as_given, is_given_rows, served_by
 from .grammars import apply_constraint
-from .graphed_runner import cache_of_kept
+from .graphed_runner import cache_for_rows
 from .model_runner import adopt_prefix, every_nth, weights_salt
+from .part_prompts import OF_PART, batch_of_part
 from .processing import way_back
 from .refusals import (
     ServesPrompts,
@@ -51,7 +53,6 @@ from .refusals import (
 from .states_drafters import with_stock_classes
 
 NOT_GIVEN = Default("not given")
-MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
 
 
 class AcceleratedGeneration(QuantizedModel):
@@ -70,7 +71,7 @@ class AcceleratedGeneration(QuantizedModel):
         config = state.speculative if speculative is NOT_GIVEN else parse_speculative(speculative)
         call = CallState(config, requires_speculation=speculative is not NOT_GIVEN and config is not None)
         if call.requires_speculation and state.inner is not None:
-            refuse_speculation("its generate() calls that of a part of it")
+            refuse_speculation(OF_PART)
         if call.requires_speculation and state.ragged_refusal is not None:
             refuse_speculation(state.ragged_refusal)
         apply_constraint(self, kwargs, args)
@@ -206,6 +207,7 @@ class AcceleratedGeneration(QuantizedModel):
         state = self._generation_state.call
         if state is None:
             return None, refusal or "it was not called by generate()"
+        call = as_given(call)
         refusal = refusal or ragged_refusal(self) or call_refusal(call, own_cache=state.own_cache)  # type: ignore[arg-type]
         if isinstance(call.streams, RowStreams):
             call.streams.expect(call.config)
@@ -252,6 +254,9 @@ class AcceleratedGeneration(QuantizedModel):
         state = self._generation_state
         if not len(inputs):
             return {}
+        if state.inner is not None and state.inner.ragged_refusal is None:
+            given = generation_config, continuous_batching_config, record_timestamps, progress_bar
+            return batch_of_part(self, inputs, *given, speculative=speculative, **kwargs)
         continuous_batching_config, kwargs = with_fields(continuous_batching_config, kwargs)
         refusal = ragged_refusal(self) or prompts_refusal(self)  # type: ignore[arg-type]
         if refusal is not None:
@@ -299,27 +304,22 @@ class AcceleratedGeneration(QuantizedModel):
     ) -> None:
         state = self._generation_state
         given = model_kwargs.get(name := state.cache_name)
+        served = served_by(self, state, given)
         wanted = state.cache is not None and with_cache(self, generation_config).use_cache is not False  # type: ignore[arg-type]
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         mask, has_beams = model_kwargs.get("attention_mask"), (generation_config.num_beams or 1) > 1
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         wanted = wanted and states_refusal(self, mask, rows=rows, has_beams=has_beams) is None  # type: ignore[arg-type]
-        wanted = wanted and pages_serve(self.config, generation_mode)  # type: ignore[attr-defined]
+        wanted = wanted and pages_serve(served.config, generation_mode) and is_given_rows(served, model_kwargs)
         if state.context is not None and (not wanted or generation_config.cache_implementation is not None):
             raise UnsupportedError(
                 "ranks share out the context of this model, and this call has no paged cache; leave out use_cache=, "
                 "output_attentions= and cache_implementation=, or patch the model without context_parallel="
             )
         if wanted and state.cache is not None and given is None and generation_config.cache_implementation is None:
-            size = state.cache.block_size
-            capacity = rows * -(-generation_config.max_length // size) * size  # in whole blocks: no row makes it grow
-            kept = None if state.runner is None else cache_of_kept(state, self.config, capacity)  # type: ignore[attr-defined]
-            if kept is None:
-                first = min(capacity, MAX_FIRST_TOKENS)
-                pages = page_groups(self.config, state.cache, capacity=first, context=state.context)  # type: ignore[attr-defined]
-                kept = PagedCache.over(*pages, state.cache, self.config)  # type: ignore[attr-defined]
-            model_kwargs[name] = with_encoder(kept) if self.config.is_encoder_decoder else kept  # type: ignore[attr-defined]
+            kept = cache_for_rows(state, served.config, rows, generation_config.max_length)
+            model_kwargs[name] = with_encoder(kept) if served.config.is_encoder_decoder else kept
         else:
             if given is not None:
                 model_kwargs[name] = with_encoder(given) if self.config.is_encoder_decoder else given  # type: ignore[attr-defined]
@@ -329,7 +329,7 @@ class AcceleratedGeneration(QuantizedModel):
         cache = model_kwargs.get(name)
         cache = getattr(cache, "self_attention_cache", cache)
         if isinstance(cache, PagedCache):
-            cache.check_config(self.config)  # type: ignore[attr-defined]
+            cache.check_config(served.config)
         if state.call is not None:
             state.call.cache = cache if isinstance(cache, PagedCache) else None
             state.call.own_cache = given is None

@@ -187,6 +187,8 @@ def model_refusal(model: PreTrainedModel) -> str | None:
     state = state_of(model).generation
     if state.agreement.size > 1:
         return "several processes share it"
+    if state.inner is not None:
+        return "its generate() calls that of a part of it"
     if model.config.is_encoder_decoder:
         return "an encoder reads their prompts outside of its passes"
     if model_device(model).type != "cpu":

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...models import vocabulary_size
+from ...undo.journal import original_class
 from ..prompt_inputs import RequestInputs
 
+EMBEDDINGS = "inputs_embeds"  # what an encoder may read in place of token ids
 OF_TOKENS = ("input_ids", "attention_mask")  # a processor makes them besides the inputs of images
 
 
@@ -42,24 +44,34 @@ def prompt_parts(model: Any, prompt: Any, name: str = "prompt") -> tuple[list[in
     take.
     """
     has_encoder = model.config.is_encoder_decoder
-    if has_encoder and model.main_input_name != "input_ids":
+    reads_none = isinstance(prompt, Mapping) and "input_ids" not in prompt and EMBEDDINGS in prompt
+    if has_encoder and (model.main_input_name != "input_ids" or reads_none):
         return [], _encoder_inputs(model, prompt, name)
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
         ids = token_ids(prompt, name)
         check_ids(model, ids, name)
         return ids, None
-    ids, mask = token_ids(prompt["input_ids"], f"{name}['input_ids']"), prompt.get("attention_mask")
-    if mask is not None and not all(token_ids(mask, f"{name}['attention_mask']")):
-        raise UnsupportedError(f"{name}['attention_mask'] leaves tokens out; give a prompt without padding")
+    ids = token_ids(prompt["input_ids"], f"{name}['input_ids']")
+    check_mask(prompt.get("attention_mask"), name)
     given = _known_inputs(model, {key: value for key, value in prompt.items() if key not in OF_TOKENS}, name)
     if not given or has_encoder:  # an id that stands for an image may be none that has an embedding
         check_ids(model, ids, name)
     return ids, RequestInputs(given) if given else None
 
 
+def check_mask(mask: Any, name: str) -> None:
+    """Raise UnsupportedError if the attention_mask of a prompt of this name leaves tokens out."""
+    if mask is not None and not all(token_ids(mask, f"{name}['attention_mask']")):
+        raise UnsupportedError(f"{name}['attention_mask'] leaves tokens out; give a prompt without padding")
+
+
 def _encoder_inputs(model: Any, prompt: Any, name: str) -> RequestInputs:
     """Return what a prompt of a model whose encoder reads no token ids brings: the dict that a processor makes."""
-    needed = model.main_input_name
+    encoder = model.get_encoder()
+    taken = inspect.signature(original_class(encoder).forward).parameters
+    # A model around encoders of several kinds names an input of its own.
+    needed = model.main_input_name if model.main_input_name in taken else encoder.main_input_name
+    needed = EMBEDDINGS if needed == "input_ids" else needed
     if not isinstance(prompt, Mapping) or prompt.get(needed) is None:
         raise UnsupportedError(
             f"{name} holds no {needed!r}, which the encoder of {type(model).__name__} reads; give what its processor "
