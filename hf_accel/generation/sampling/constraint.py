@@ -15,8 +15,8 @@ from .processors import Prefixes, Processor
 
 MOST_MASKS = 32  # masks of the latest positions: a draft's, and then those of its verification
 # The most that a score may be, [256, 8] by the byte of a mask: minimum() is several times as fast as where() on a CPU.
-LIMITS = torch.full((256, 8), torch.inf)
-LIMITS[torch.arange(256)[:, None] >> torch.arange(8) & 1 == 0] = -torch.inf
+MOST_SCORES = torch.full((256, 8), torch.inf)
+MOST_SCORES[torch.arange(256)[:, None] >> torch.arange(8) & 1 == 0] = -torch.inf
 
 
 class Matcher(Protocol):
@@ -142,5 +142,5 @@ def only_allowed(scores: Tensor, masks: abc.Sequence[bytes | None]) -> Tensor:
             found = torch.frombuffer(bytearray(mask), dtype=torch.uint8)[: len(row)]
             row[: len(found)], row[len(found) :] = found, 0
     packed = sent(packed, scores)
-    limits = LIMITS.to(scores).index_select(0, packed.view(-1).int())
+    limits = MOST_SCORES.to(scores).index_select(0, packed.view(-1).int())
     return torch.minimum(scores, limits.view(len(masks), -1)[:, :width])
