@@ -17,6 +17,7 @@ from ..config.patch_config import PatchConfig, PatchKeywords, takes_patch_keywor
 from ..errors import UnsupportedError
 from ..estimate.shapes import load_config, on_meta, stored_config
 from ..linear.hf import stored_experts
+from ..patching.check import is_patched_with, transformers_model
 from ..patching.originals import Stored, checkpoint_files
 from ..patching.plan import LinearPlan, Plan
 from ..patching.planning import planned
@@ -40,8 +41,8 @@ def plan(
     model: a model, what holds one (as patch() takes it), or the path or name of a float checkpoint, of which no weight
     is read. dtype: to load a checkpoint in; None takes that of config.json. fit: a memory, for which bits, cache and
     tokens of a checkpoint are chosen, as hf_accel.load(path, fit=...) does; where bits are mixed its weights are read.
-    Raises UnsupportedError for a checkpoint that is quantized already, for what only its weights could tell (AWQ,
-    average_bits), and for a memory that is too small.
+    Raises UnsupportedError for a model that is patched, for a checkpoint that is quantized already, for what only its
+    weights could tell (AWQ, average_bits), and for a memory that is too small.
     """
     given: dict[str, Any] = {"fit": fit, **keywords}
     asked = take_fit(given)
@@ -52,6 +53,11 @@ def plan(
         raise UnsupportedError(f"fit={fit!r} is for the path of a checkpoint; give its path, as load() takes it")
     if dtype is not None:
         raise UnsupportedError(f"dtype={dtype} is for the path of a checkpoint; a model has its own: leave dtype= out")
+    if is_patched_with(transformers_model(model), settings):
+        raise UnsupportedError(
+            "the model is patched already, and plan() says what patch() would do; call it before patch(), or after "
+            "hf_accel.unpatch(model)"
+        )
     with torchs_defaults():
         return planned(model, settings)
 

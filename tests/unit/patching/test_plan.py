@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PerceiverConfig, PerceiverModel
 
 import hf_accel
+from hf_accel import UnsupportedError
 from hf_accel.attention import AttentionBackend, AttentionSpec, choose_backend
 from hf_accel.attention.hf import forward
 from hf_accel.fused.projections import native_rows
@@ -46,6 +47,15 @@ def test_plan_changes_nothing(family: str, keywords: dict[str, Any]) -> None:
     before = snapshot(model)
     hf_accel.plan(model, **keywords)
     assert snapshot(model) == before
+
+
+def test_a_patched_model_has_no_plan() -> None:
+    """What it said of one that is patched was not what patch() had done."""
+    model = hf_accel.patch(build("llama"))
+    for keywords, reason in (({}, "what patch\\(\\) would do"), ({"weights": None}, "patched already, with weights")):
+        with pytest.raises(UnsupportedError, match=reason):
+            hf_accel.plan(model, **keywords)
+    assert hf_accel.plan(hf_accel.unpatch(model)).quantized
 
 
 def test_a_parameter_in_the_place_of_an_input_embedding_stays() -> None:
