@@ -201,7 +201,7 @@ def measure_topics(out: Path) -> None:
             patch.setattr(module, "call", call_here)
         for module in (students, drafts):
             patch.setattr(module, "call_all", lambda name, fields: [call_here(name, json.dumps(f)) for f in fields])
-        patch.setattr(drafts, "DRAFTS", out / "drafts")
+        patch.setattr(drafts, "DRAFTS", out.parent / "drafts")
         patch.setattr(isa, "levels", lambda: ["avx2"])
         patch.setattr(http_load, "started", served_here)
         patch.setattr(http_load, "llama_server", lambda: None)
