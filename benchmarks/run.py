@@ -32,6 +32,7 @@ from .harness.settings import Drafters, Methods, Settings, Students
 from .harness.tables import Table
 from .setups import SETUPS
 from .topics import (
+    adapters,
     batching,
     decode,
     distill_memory,
@@ -98,6 +99,7 @@ TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
     "http_load": http_load.measure,
     "scale_out": scale_out.measure,
     "shared_prompts": shared_prompts.measure,
+    "adapters": adapters.measure,
     "speculation": speculation.measure,
     "structured": structured.measure,
     "drafters": drafters.measure,

@@ -162,6 +162,7 @@ TABLES = {  # topic -> rows of each of its tables
     "http_load": [5, 10],
     "scale_out": [4 if importlib.util.find_spec("ray") else 2] * 2,
     "shared_prompts": [3, 4],
+    "adapters": [9],
     "speculation": [5, 5, 2],
     "drafters": [12],
     "students": [2, 2],

@@ -64,6 +64,20 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """loaded: adapters of this rank, at_once: requests, each with one of its own, of `prompt` tokens."""
+
+    loaded: int = 64
+    at_once: int = 16
+    rank: int = 16
+    prompt: int = 16
+    new_tokens: int = 48
+
+    def quicker(self) -> Adapters:
+        return replace(self, loaded=4, at_once=2, rank=2, new_tokens=self.new_tokens // 8)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Oracle:
     """Drafts of a known acceptance; nothing_batches, nothing_rounds: where none is accepted."""
 
@@ -305,6 +319,7 @@ class Settings:
     serving: Serving = field(default_factory=Serving)
     latency: Latency = field(default_factory=Latency)
     shared: Shared = field(default_factory=Shared)
+    adapters: Adapters = field(default_factory=Adapters)
     oracle: Oracle = field(default_factory=Oracle)
     drafters: Drafters = field(default_factory=Drafters)
     students: Students = field(default_factory=Students)
@@ -350,6 +365,7 @@ class Settings:
             serving=self.serving.quicker(),
             latency=self.latency.quicker(),
             shared=self.shared.quicker(),
+            adapters=self.adapters.quicker(),
             oracle=self.oracle.quicker(),
             drafters=self.drafters.quicker(),
             students=self.students.quicker(),
