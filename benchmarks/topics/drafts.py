@@ -35,7 +35,8 @@ KINDS: dict[str, Fields] = {
     DISTILLED: {"alpha": 0.0, "regenerate": 1},
     HEAD: {"alpha": 0.0, "regenerate": 1, "kind": "eagle"},
 }
-DRAFTS = Path("build") / "drafts"  # what was trained with the same settings stands there and is not trained again
+DRAFTS = Path("build") / "drafts"  # what the same code has trained with the same settings is not trained again
+TRAINING = Path(hf_accel.distill.__file__).parent
 PLAIN = "no draft"
 Draft = PreTrainedModel | DraftHead
 NOTE = (
@@ -89,7 +90,11 @@ def train(settings: Settings, target: PreTrainedModel) -> dict[tuple[str, int], 
 
 
 def digest(fields: Fields) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+    """Of the settings of a training and of the package's code for it."""
+    found = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+    for path in sorted(TRAINING.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def loaded(kind: str, path: Path, target: PreTrainedModel) -> Draft:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..kernels.cpu.attention import EVERY_KEY, GatedBias, attend, write_pages
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer_call import KINDS, NOWHERE
-from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS
+from ..kernels.cpu.library import ACTIVATIONS, DTYPES, EPILOGUES, FLOATS
 from ..kernels.cpu.row_kernels import activate, add_layer_norm, layer_norm, rms_norm, rope, rounds_each
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import QuantLinear
@@ -235,17 +235,23 @@ class AttendSourceOperation(NativeOperation):
 
 
 class GateOperation(NativeOperation):
-    """act(x) * y, or act(x) where there is no y."""
+    """act(x) * y, or act(x) where there is no y, or x * y where the activation is None."""
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         values = operation.values
-        return {"heads": values["heads"], "dim": values["dim"], "activation": ACTIVATIONS[values["activation"]]}
+        activation = values["activation"]
+        number = EPILOGUES[None] if activation is None else ACTIVATIONS[activation]
+        return {"heads": values["heads"], "dim": values["dim"], "activation": number}
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
         width = operation.values["heads"] * operation.values["dim"]
         x, y = [*(rows.columns(span, width) for span in operation.inputs), None][:2]
         assert x is not None
-        return [activate(x, operation.values["activation"], y=y)]
+        activation = operation.values["activation"]
+        if activation is None:
+            assert y is not None
+            return [x * y]
+        return [activate(x, activation, y=y)]
 
 
 class JoinOperation(NativeOperation):

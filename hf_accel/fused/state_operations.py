@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer_call import KINDS
-from ..kernels.cpu.library import ACTIVATIONS, DTYPES, EPILOGUES, FLOATS
+from ..kernels.cpu.library import ACTIVATIONS, DTYPES, FLOATS
 from ..recognition.operation import Kind, Operation, UntraceableError
 from ..tensors import is_plain_tensor
 from .native_operation import NativeOperation, NativeParts
@@ -77,21 +77,11 @@ class TimeStepsOperation(NativeOperation):
         return {"kind": KINDS["float_linear"], "weight": call.address(), "tile_rows": call.tile_rows}
 
 
-class TensorProductOperation(NativeOperation):
-    """x * y."""
-
-    over_rows = False
-
-    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        return {"kind": KINDS["gate"], "heads": 1, "dim": operation.values["dim"], "activation": EPILOGUES[None]}
-
-
 STATE_OPERATIONS: Mapping[Kind, NativeOperation] = {
     "short_conv": ConvolutionOperation("dim value_dim", "weight bias"),
     "delta_rule": StateOperation("heads kv_heads dim value_dim scale", "weight bias"),
     "state_scan": StateOperation("heads kv_heads dim value_dim eps offset", "weight bias skip"),
     "page_conv": ConvolutionOperation("dim value_dim", "weight bias"),
-    "product": TensorProductOperation(),
     "time_steps": TimeStepsOperation(),
     "gated_norm": StateOperation("heads dim value_dim eps round_first gate_first", "weight"),
 }

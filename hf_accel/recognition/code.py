@@ -135,11 +135,7 @@ def _torch_function(name: str, forward: Callable[..., Any]) -> Callable[..., Any
 
 ROTATION = "apply_rotary_pos_emb"  # the name under which code finds its rotation
 PARTING_ROTATION = f"{ROTATION}_interleave"  # of neighbours, which it leaves apart
-ROTATIONS = (
-    ROTATION,
-    PARTING_ROTATION,
-    f"{ROTATION}_vision",
-)  # that which a trace follows may be one of tokens in a row
+ROTATIONS = (ROTATION, PARTING_ROTATION, f"{ROTATION}_vision")  # a trace may follow one of tokens in a row
 
 
 def with_functions(forward: Any, functions: dict[str, Callable[..., Any]]) -> FunctionType:

@@ -11,7 +11,7 @@ from torch import nn
 Kind = Literal[
     "linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate", "scale", "join",
     "position_scores", "affine", "attend_source", "short_conv", "delta_rule", "state_scan", "gated_norm",
-    "take_heads", "bias_gates", "row_conv", "multiply", "convert", "module", "product", "page_conv",
+    "take_heads", "bias_gates", "row_conv", "multiply", "convert", "module", "page_conv",
     "time_steps", "head_products",
 ]  # fmt: skip
 

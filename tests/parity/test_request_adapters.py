@@ -6,6 +6,8 @@ import copy
 import gc
 import json
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from safetensors.torch import load_file, save_file
 import hf_accel
 from hf_accel import UnsupportedError
 
-from . import test_chunks, test_convolutions
+from . import test_chunks, test_compressed, test_convolutions
 from .families import build, prompts
+from .recurrent_models import LAYERS, state_space_of
 from .snapshot import snapshot
 from .speculating import OracleTree
 
@@ -338,6 +341,39 @@ def test_a_model_that_changes_under_its_adapters(folder: Path) -> None:
         layer.up_proj = copy.deepcopy(layer.up_proj)
         with pytest.raises(UnsupportedError, match="has not called each of their layers once"):
             engine.submit(IDS[0], max_new_tokens=2, adapter="all").result()
+        assert engine.submit(IDS[0], max_new_tokens=2).result().tokens
+
+
+OTHER_KINDS: dict[str, Callable[[], Any]] = {
+    name: partial(test_compressed.model_of, name) for name in ("MiniCPM3", "DeepseekV3")
+} | {
+    name: partial(state_space_of, name, LAYERS, tokens=4, repeats=1) for name in ("granite", "jamba", "nemotron_h")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_layers_that_are_other_native_calls(kind: str, tmp_path: Path) -> None:
+    """Compressed keys, experts behind a call, and states: their layers compute such passes module by module."""
+    build_one = OTHER_KINDS[kind]
+    names = ["q_a_proj", "q_proj", "in_proj", "o_proj", "output_linear"]
+    outer = adapted(build_one(), "all", target_modules=names)
+    outer.save_pretrained(tmp_path / "all")
+    wanted = [alone(build_one(), IDS[0]), alone(outer, IDS[1])]
+    assert wanted[1] != alone(build_one(), IDS[1])
+    model = hf_accel.patch(build_one(), weights=None)
+    with hf_accel.Engine(model) as engine:
+        engine.load_adapter("all", tmp_path / "all")
+        given = [(IDS[0], None), (IDS[1], "all")]
+        jobs = [engine.submit(row, max_new_tokens=NEW, temperature=0, adapter=name) for row, name in given]
+        assert [job.result().tokens for job in jobs] == wanted
+
+
+def test_an_adapter_of_what_makes_keys_and_values_is_refused(tmp_path: Path) -> None:
+    """Its weight multiplies queries and results, so that it is not called on the rows of a pass."""
+    adapted(test_compressed.model_of(), "all", target_modules=["kv_b_proj"]).save_pretrained(tmp_path / "all")
+    with hf_accel.Engine(hf_accel.patch(test_compressed.model_of(), weights=None)) as engine:
+        with pytest.raises(UnsupportedError, match="load an adapter that leaves this layer as it is"):
+            engine.load_adapter("all", tmp_path / "all")
         assert engine.submit(IDS[0], max_new_tokens=2).result().tokens
 
 

@@ -31,7 +31,7 @@ class PagedLatents(Mixin):
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, H, T, D] of latents [B, 1, T, rank] and rotated parts [B, 1, T, Dr].
 
-        Where pages hold them, both are retransposed as they are. Raises UnsupportedError if the pages are for others.
+        Where pages hold them, both are returned as they are. Raises UnsupportedError if the pages are for others.
         """
         paged: PagedKV | None = getattr(kv_nope, PAGED_HANDLE, None)
         own: Any = self

@@ -43,6 +43,9 @@ class LayerPlace:
         return self.kwargs.get("position_embeddings")
 
 
+PlaceKey = tuple[int, tuple[bool, bool] | None]  # the mask, which the place keeps; and TracedLayer.keeps
+
+
 class KnownPass:
     """A pass within which nothing can change. programmes: of the layers that need not be asked again.
 
@@ -52,9 +55,7 @@ class KnownPass:
     def __init__(self, programmes: frozenset[TracedLayer]) -> None:
         self.programmes = programmes
         self.out: Tensor | None = None  # of the layer before
-        self.places: dict[
-            tuple[int, tuple[bool, bool] | None], LayerPlace
-        ] = {}  # by the mask, which the place keeps; and see `_key`
+        self.places: dict[PlaceKey, LayerPlace] = {}
 
     def place_of(
         self, programme: TracedLayer | None, kind: tuple[object, ...], x: Tensor, kwargs: dict[str, Any]
@@ -77,6 +78,6 @@ class KnownPass:
         self.places[_key(programme, place.kwargs)] = place
 
 
-def _key(programme: TracedLayer | None, kwargs: dict[str, Any]) -> tuple[int, tuple[bool, bool] | None]:
+def _key(programme: TracedLayer | None, kwargs: dict[str, Any]) -> PlaceKey:
     """Return the key of a layer's place: layers that attend alternate in many models with layers that do not."""
     return id(kwargs.get("attention_mask")), None if programme is None else programme.keeps

@@ -14,9 +14,8 @@ from ...tensors import sent
 from .processors import Prefixes, Processor
 
 MOST_MASKS = 32  # masks of the latest positions: a draft's, and then those of its verification
-# The most that a score may be, [256, 8] by the byte of a mask: minimum() is several times as fast as where() on a CPU.
-MOST_SCORES = torch.full((256, 8), torch.inf)
-MOST_SCORES[torch.arange(256)[:, None] >> torch.arange(8) & 1 == 0] = -torch.inf
+ALLOWED = (torch.arange(256)[:, None] >> torch.arange(8) & 1).bool()  # by the byte of a mask
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of so many bytes
 
 
 class Matcher(Protocol):
@@ -142,5 +141,9 @@ def only_allowed(scores: Tensor, masks: abc.Sequence[bytes | None]) -> Tensor:
             found = torch.frombuffer(bytearray(mask), dtype=torch.uint8)[: len(row)]
             row[: len(found)], row[len(found) :] = found, 0
     packed = sent(packed, scores)
-    limits = MOST_SCORES.to(scores).index_select(0, packed.view(-1).int())
-    return torch.minimum(scores, limits.view(len(masks), -1)[:, :width])
+    # A number is kept, or replaced, by two operations on its bits: where() takes several times as long on a CPU.
+    word, places = WORDS[scores.element_size()], packed.view(-1).int()
+    kept = -ALLOWED.to(scores.device, word)
+    others = torch.where(ALLOWED, 0.0, -torch.inf).to(scores).view(word)
+    found, added = (table.index_select(0, places).view(len(masks), -1)[:, :width] for table in (kept, others))
+    return (found & scores.view(word)).bitwise_or_(added).view(scores.dtype)

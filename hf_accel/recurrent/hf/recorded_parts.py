@@ -125,5 +125,5 @@ def record_kept_convolution(conv: Any, x: StandIn, layer_idx: int) -> StandIn:
 def record_product(x: StandIn, y: StandIn) -> StandIn:
     """Record the product of two tensors."""
     trace: Any = x.trace
-    recorded: StandIn = trace.put("product", [x, y], x.width, dim=x.width)
+    recorded: StandIn = trace.put("gate", [x, y], x.width, activation=None, heads=1, dim=x.width)
     return recorded

@@ -102,6 +102,21 @@ def test_heads_that_are_wider_or_narrower_than_the_tokenizer() -> None:
         assert torch.equal(found[0][list(finite)], scores[0][list(finite)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_numbers_that_are_allowed_keep_their_bits(dtype: torch.dtype) -> None:
+    """Also those that are none, or not finite; what is not allowed is -inf whatever it was."""
+    random_, special = random.Random(1), [torch.nan, torch.inf, -torch.inf, -0.0, 0.0]
+    scores = torch.randn(3, 77).to(dtype)
+    for place in range(0, 77, 3):
+        scores[:, place] = special[place % len(special)]
+    masks = [random_.randbytes(10), None, random_.randbytes(9)]
+    found = only_allowed(scores, masks)
+    for row, mask in enumerate(masks):
+        bits = [mask is None or (at // 8 < len(mask) and mask[at // 8] >> at % 8 & 1 == 1) for at in range(77)]
+        wanted = torch.where(torch.tensor(bits), scores[row], torch.tensor(-torch.inf, dtype=dtype))
+        assert found[row].view(torch.uint8).equal(wanted.view(torch.uint8))
+
+
 def test_answers_match_random_schemas() -> None:
     """A part of `python -m benchmarks.run structured`, which answers 500."""
     import hf_accel
