@@ -146,4 +146,4 @@ def only_allowed(scores: Tensor, masks: abc.Sequence[bytes | None]) -> Tensor:
     kept = -ALLOWED.to(scores.device, word)
     others = torch.where(ALLOWED, 0.0, -torch.inf).to(scores).view(word)
     found, added = (table.index_select(0, places).view(len(masks), -1)[:, :width] for table in (kept, others))
-    return (found & scores.view(word)).bitwise_or_(added).view(scores.dtype)
+    return found.bitwise_and_(scores.view(word)).bitwise_or_(added).view(scores.dtype)
