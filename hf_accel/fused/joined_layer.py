@@ -212,7 +212,9 @@ def _gated(held: Held, operation: Operation) -> Tensor:
         only: Tensor = linears[0](x)
         return only
     product = gated_product_of_row(linears, x, operation.values["epilogue"])
-    return gate_and_multiply(linears[0](x), linears[1](x), operation.values["epilogue"]) if product is None else product
+    return (
+        gate_and_multiply(linears[0](x), linears[1](x), operation.values["epilogue"]) if product is None else product
+    )
 
 
 def _normed(held: Held, operation: Operation) -> Tensor:

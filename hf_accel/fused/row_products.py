@@ -1,4 +1,4 @@
-"""Products of few rows with several quantized weights on a GPU, in one launch: queries, keys and values; a gated MLP."""
+"""Products of few rows with several quantized weights on a GPU, in one launch: of attention, and of a gated MLP."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def _weights_of(linears: Sequence[nn.Module], x: Tensor) -> RowWeights | None:
         biases.append(linear.added_bias)
     from ..kernels.triton.quantized_linear import go_together
 
-    if not go_together(weights) or product_dtype(x) is not x.dtype:
+    settings = {(backend_of(linear).row_invariant, backend_of(linear).rounding) for linear in linears}
+    if len(settings) > 1 or not go_together(weights) or product_dtype(x) is not x.dtype:
         return None
     tile = shared_tile(x.numel() // x.shape[-1], weights, x.dtype, backend_of(linears[0]))
     return None if tile is None else RowWeights(weights, biases, tile)

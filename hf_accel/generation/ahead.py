@@ -1,10 +1,10 @@
 """The pass after the running one, launched on a device before the host has read the tokens that it computes.
 
 While the device computes, the host ends one pass and prepares the next. A pass over one token of each sequence can be
-prepared without its token: the slots and positions follow from how many tokens the sequence has. So the device gets the
-token from its own memory. When the host has read the tokens, the pass is taken for what it is if the sequences go on as
-was expected: each with one token more, in the same blocks. Of a sequence that has ended the pass has computed a row in
-vain. vLLM ("asynchronous scheduling") and SGLang ("overlap scheduler") do the same.
+prepared without these tokens: slots and positions follow from how many tokens a sequence has. So the device takes the
+tokens from its own memory. When the host has read them, the launched pass is the next one if the sequences go on as
+was expected: each with one token more, in the same blocks. For a sequence that has ended, a row was computed in vain.
+vLLM ("asynchronous scheduling") and SGLang ("overlap scheduler") do the same.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ Place = tuple[int, CachedSequence, tuple[tuple[int, int, int], ...]]
 
 @dataclass(frozen=True)
 class Ahead:
-    """A launched pass over one token of each sequence. places: by sequence, the row of its token, and where it was
-    written. logits: [sequences, V].
+    """A launched pass over one token of each sequence.
+
+    places: by sequence, the row of its token, and where its K and V go. logits: [sequences, V].
     """
 
     places: dict[Sequence, tuple[int, Place]]
@@ -56,7 +57,7 @@ def place_of(sequence: Sequence) -> Place | None:
 
 
 def can_go_ahead(pages: Pages, sequences: abc.Sequence[Sequence]) -> bool:
-    """Return whether the next pass of these sequences needs nothing that follows from the tokens of this one, but them.
+    """Return whether the next pass of these sequences can be prepared without the tokens of this one.
 
     A recurrent state could not be taken back; other settings than greedy search may read the tokens on the host.
     """
@@ -82,8 +83,10 @@ class Prepared:
 
 
 def prepared(pages: Pages, sequences: abc.Sequence[Sequence]) -> Prepared | None:
-    """Prepare the next pass of those of the sequences that can go on, whose tokens so far are all computed; None if
-    there are none, or no blocks for them. The slots are given back: the scheduler will ask for them once more.
+    """Prepare the next pass of those of the sequences that go on unless a token ends them; all but their next is
+    computed.
+
+    None if there are none, or no blocks for them. The slots are given back: the scheduler asks for them once more.
     """
     rows = [row for row, sequence in enumerate(sequences) if sequence.num_left > 1]
     going = [sequences[row] for row in rows]

@@ -75,10 +75,10 @@ def _gpu_refusal() -> str | None:
     return None
 
 
-_OVERLAP: ContextVar[int] = ContextVar("overlap", default=0)
+_OVERLAP: ContextVar[bool] = ContextVar("overlap", default=False)
 
 
-def overlap() -> int:
+def overlap() -> bool:
     """Return whether launches are made that begin while the one before them runs; see `overlapping`."""
     return _OVERLAP.get()
 
@@ -89,7 +89,7 @@ def overlapping() -> Iterator[None]:
 
     A launch reads weights before it waits for the one before it: nothing within may write them.
     """
-    token = _OVERLAP.set(int(os.environ.get("PDL", "2")) if capability() >= OVERLAPPING else 0)
+    token = _OVERLAP.set(capability() >= OVERLAPPING)
     try:
         yield
     finally:

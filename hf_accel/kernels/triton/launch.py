@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -41,7 +40,7 @@ class Launch:
         with self._on_device():
             self.kernel[self.grid](**self.arguments, **self.constants_for(overlaps=kernels.overlap()), **self.options)
 
-    def constants_for(self, *, overlaps: int) -> dict[str, Any]:
+    def constants_for(self, *, overlaps: bool) -> dict[str, Any]:
         """overlaps: whether it begins while the launch before it runs, if the kernel can do that."""
         return self.constants | ({OVERLAPS: overlaps} if OVERLAPS in self.kernel.arg_names else {})
 

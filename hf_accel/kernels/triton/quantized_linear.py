@@ -23,7 +23,12 @@ from .. import ACTIVATION_GROUP
 from .launch import Launch
 from .layer_parts import GATES
 from .programs.multiply import (
-    add_splits, multiply, multiply_row, multiply_by_some, multiply_row_by_some, numbers,
+    add_splits,
+    multiply,
+    multiply_by_some,
+    multiply_row,
+    multiply_row_by_some,
+    numbers,
 )  # fmt: skip
 from .programs.multiply_integers import multiply_integers, round_rows
 

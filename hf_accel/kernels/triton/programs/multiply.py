@@ -164,9 +164,7 @@ def multiply(
     EXPERTS_2: EXPERTS up to a power of 2.
     """
     wait_for_the_one_before(OVERLAPS)
-    DTYPE: tl.constexpr = x.dtype.element_ty
     BYTES: tl.constexpr = BLOCK * BITS // 8
-    IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
     row_tile = tl.program_id(0)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -177,7 +175,6 @@ def multiply(
     first = part * share
     last = tl.minimum(first + share, blocks)
     from_x = x + row.to(tl.int64)[None, :] * inputs + byte[:, None]
-    here = output[:, None] * BYTES + byte[None, :]
     wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
     if starts is not None:
         expert, row, is_row = rows_of_expert(starts, row_tile, ROWS, EXPERTS, EXPERTS_2)
@@ -263,7 +260,9 @@ def _store_tile(out, total, row, is_row, output, outputs):
 
 
 @triton.jit
-def add_splits(partial, bias, out, numbers, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def add_splits(
+    partial, bias, out, numbers, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """Add partial float32 [SPLITS, numbers], numbers = rows * outputs, to out [numbers]."""
     wait_for_the_one_before(OVERLAPS)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -403,7 +402,7 @@ def multiply_row_by_some(
             DTYPE: tl.constexpr = x.dtype.element_ty
             second = _row_sums(
                 x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, outputs, inputs, blocks, tile,
-                BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, 0,
+                BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, False,
             )  # fmt: skip
             sums = activated(sums.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
             sums *= second.to(DTYPE).to(tl.float32)

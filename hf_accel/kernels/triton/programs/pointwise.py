@@ -9,7 +9,19 @@ from .order import let_the_next_begin, wait_for_the_one_before
 
 
 @triton.jit
-def norm(x, added, total, weight, out, size, eps, offset, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def norm(
+    x,
+    added,
+    total,
+    weight,
+    out,
+    size,
+    eps,
+    offset,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     """Norm one row of x into out [rows, size].
 
     added: what is added to x before; total: where the sum goes. Both or none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .order import let_the_next_begin, wait_for_the_one_before
+from .order import wait_for_the_one_before
 from .pointwise import rotate_heads, rotated
 from .rounded import fp8_bits, round_to_even
 

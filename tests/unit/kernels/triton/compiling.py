@@ -42,7 +42,7 @@ def compile_for(launch: Launch, capability: int) -> Usage:
     """Compile as `launch.run()` would on a GPU of this compute capability (80, 89, 90)."""
     names = launch.kernel.arg_names
     signature, attributes = {}, {}
-    constants = launch.constants_for(overlaps=2 if capability >= 90 else 0)
+    constants = launch.constants_for(overlaps=capability >= 90)
     for name in names:
         if name in constants:
             signature[name] = "constexpr"

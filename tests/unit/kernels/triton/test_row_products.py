@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from hf_accel.kernels import triton as kernels
+from hf_accel.kernels.triton.layer_parts import gated
 from hf_accel.kernels.triton.quantized_linear import (
     go_together,
     quantized_linear,
     together_launch,
 )
-from hf_accel.kernels.triton.layer_parts import gated
 from hf_accel.linear.backends.tiles import FEW, ROW
 from hf_accel.linear.backends.triton import Triton
 from tests.devices import triton_device
 
 from .compiling import compile_for
-from .test_quantized_linear import BF16, FP16, runs, spec_of, weight_of, weight_of_zeros
+from .test_quantized_linear import BF16, FP16, runs, weight_of, weight_of_zeros
 
 KINDS = ["int8", "int8 groups", "int4", "int4 zero points", "int4 minima", "fp8"]
 
