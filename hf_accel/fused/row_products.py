@@ -18,7 +18,7 @@ class RowWeights(NamedTuple):
     """Packed weights of one layout, the biases that are added, and the tile of the rows."""
 
     weights: list[Any]
-    biases: list[Tensor | None]
+    biases: Sequence[Tensor | None]
     tile: Any
 
 

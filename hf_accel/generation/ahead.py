@@ -69,7 +69,7 @@ def can_go_ahead(pages: Pages, sequences: abc.Sequence[Sequence]) -> bool:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class NextPass:
     """The inputs of the next pass over one token of each of these sequences. rows: of the tokens of this pass."""
 
     places: dict[Sequence, tuple[int, Place]]
@@ -82,7 +82,7 @@ class Prepared:
         return tokens if self.rows == list(range(len(tokens))) else tokens[sent(integers(self.rows), tokens)]
 
 
-def prepared(pages: Pages, sequences: abc.Sequence[Sequence]) -> Prepared | None:
+def prepared(pages: Pages, sequences: abc.Sequence[Sequence]) -> NextPass | None:
     """Prepare the next pass of those of the sequences that go on unless a token ends them; all but their next is
     computed.
 
@@ -104,7 +104,7 @@ def prepared(pages: Pages, sequences: abc.Sequence[Sequence]) -> Prepared | None
             assert place is not None
             places[sequence] = number, place
         positions = [sequence.num_computed for sequence in going]
-        return Prepared(places, rows, positions, pages.step(ranges)) if going else None
+        return NextPass(places, rows, positions, pages.step(ranges)) if going else None
     except OutOfBlocksError:
         return None
     finally:
