@@ -258,13 +258,16 @@ def test_padded_rows_are_stocks_where_a_bias_makes_tokens_of_padding() -> None:
 
 @pytest.mark.parametrize("limits", [(0.01, 0.1), (1e-4, float("inf"))])
 def test_code_whose_steps_have_limits_in_prompts_alone_stays_with_transformers(limits: tuple[float, float]) -> None:
-    """A prompt's last token may be computed by itself over pages, and would be taken for a generated one."""
+    """Over pages tokens of a prompt may be computed one by one, as in stock's loop, which this rotation asks for."""
     torch.manual_seed(3)
-    model, ids = granite(time_step_limit=limits), torch.tensor([[7, 8, 9, 3, 4]])
+    rotation = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    usual = granite(rope_parameters=rotation, position_embedding_type="rope")
+    model = granite(rope_parameters=rotation, position_embedding_type="rope", time_step_limit=limits)
+    ids = torch.tensor([[7, 8, 9, 3, 4]])
+    assert own_code(usual) and not own_code(model)
     with torch.no_grad():
         model.model.layers[0].mamba.dt_bias.fill_(-12.0 if limits[0] < 0.01 else 1.0)
         model.model.layers[0].mamba.in_proj.weight[-8:] *= 0.1
     expected = logits_of(model, ids)
     hf_accel.patch(model, weights=None)
     torch.testing.assert_close(logits_of(model, ids), expected, rtol=0, atol=1e-4)
-    assert not own_code(model)

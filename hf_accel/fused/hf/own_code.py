@@ -73,8 +73,8 @@ class PagedSequences(Mixin):
 def padding_refusal(module: object, layer_idx: int) -> str:
     """Return the message about padded rows over pages, for a layer whose states change with padding."""
     return (
-        f"{type(module).__name__} {layer_idx} computes padding as it computes tokens; give rows of one length, or take "
-        "generate_batch()"
+        f"{type(module).__name__} {layer_idx} computes padding as it computes tokens; give rows of one length, or "
+        "take generate_batch()"
     )
 
 
