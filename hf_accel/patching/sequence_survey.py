@@ -153,7 +153,7 @@ def _tried(model: PreTrainedModel, found: dict[str, OwnCode]) -> dict[str, OwnCo
         (partial(alone, padding=0), paged), (partial(dense, stock), partial(dense, ours)),
         (partial(joined, PASSES), partial(joined, PARTED)),
     )  # fmt: skip
-    if not all(agree(*pair, CLOSE) for pair in pairs):
+    if not all(agree(theirs, others, CLOSE) for theirs, others in pairs):
         return None
     if agree(partial(alone, padding=PADDING), paged, CLOSE):
         return found
