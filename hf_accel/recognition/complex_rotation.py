@@ -22,7 +22,7 @@ ROTATION_BY_COMPLEX = "apply_rotary_emb"  # the name under which code finds it
 
 
 class ComplexTable(Opaque):
-    """What has the name of cos and sin and is one tensor. The code may move it to the device of the layer."""
+    """One tensor that has the name of cos and sin. The code may move it to the device of the layer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(TABLES, device=device)
@@ -72,7 +72,7 @@ def by_parts(original: Callable[..., Any], *, heads_first: bool) -> Callable[...
     return rotation
 
 
-def parts_of(table: Tensor) -> tuple[Tensor, Tensor]:
+def cos_and_sin(table: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin, [B, T, D], of a complex table [B, T, D / 2]; each number of it stands twice."""
     cos, sin = (each.repeat_interleave(2, -1) for each in (table.real, table.imag))
     return cos, sin

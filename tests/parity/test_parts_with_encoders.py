@@ -14,6 +14,7 @@ import hf_accel
 from hf_accel import Engine
 
 from ..families.models import enliven
+
 KINDS = ("Blip2", "InstructBlip")
 IMAGE, QUERIES, NEW_TOKENS, WAIT = 120, 4, 8, 60
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

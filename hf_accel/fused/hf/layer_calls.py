@@ -23,7 +23,7 @@ from ...kernels.cpu.library import FLOATS
 from ...linear.adapters import PassAdapters
 from ...linear.experts import is_mixture
 from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
-from ...recognition.complex_rotation import parts_of
+from ...recognition.complex_rotation import cos_and_sin
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ...recognition.unchanged import Read, is_same_value
@@ -133,7 +133,7 @@ class LayerCalls(ABC, Generic[Layer]):
         """
         tables = kwargs.get("position_embeddings")
         if type(tables) is Tensor and tables.is_complex():
-            tables = parts_of(tables)
+            tables = cos_and_sin(tables)
         if tables is not None and (type(tables) is not tuple or list(map(type, tables)) != [Tensor, Tensor]):
             return "its position embeddings are not two tensors"
         if output_capturing._active_collector.get():
