@@ -169,9 +169,10 @@ def give_tokens(journal: Journal, write: Write, config: WeightConfig | None) -> 
     head: Any = next(
         (w.new for w in journal.writes if isinstance(w.new, QuantLinear) and w.old.weight is weight), None
     )
-    asks = config is not None and head is None and config.for_embedding is not None
-    own = weight_plan(EmbeddingSite("", write.old), config).config if asks else None
-    stored = head.quantized if own is None else quantize(weight, own)
+    if config is None or head is not None or config.for_embedding is None:
+        stored = head.quantized
+    else:
+        stored = quantize(weight, weight_plan(EmbeddingSite("", write.old), config).config)
     made = resized.weight.detach().to(weight.dtype, copy=True)
     _give_numbers(made, weight, stored, resized.weight.dtype)
     weight.data = made

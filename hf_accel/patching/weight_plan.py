@@ -1,6 +1,6 @@
-"""What each weight gets: its bits, format and groups, the backend that reads it, its bytes, or why it stays float.
+"""The one answer to what a weight gets: bits, format, groups, bytes, the backend that reads it, or why it stays float.
 
-This is the one answer to these questions. The plan and packing, estimate() and fit=, budgets of bits and the loader
+The plan and packing, estimate() and fit=, budgets of bits and the loader
 read it. `weight_plans` gives it for a model on any device, also on meta. Without `Backends` it is the form alone:
 nothing is asked of kernels that another machine may have.
 """
@@ -26,7 +26,7 @@ NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What one weight gets.
+    """The form that one weight gets, or the reason why it stays as it is.
 
     config: what is asked of it, with groups that fit. spec: that of one matrix; None: the weight stays in floating
     point, because of `reason`. choice: the backend; None where it stays, or where no backend was asked.
@@ -113,7 +113,7 @@ class WeightPlans(NamedTuple):
 
 
 class Backends(NamedTuple):
-    """How the backend of a weight is chosen.
+    """The choice of the backend of each weight.
 
     row_invariant: whether backends that are row-invariant come before the others. measuring: of tiles, on a GPU.
     """
