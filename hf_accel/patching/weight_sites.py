@@ -155,10 +155,11 @@ class LinearSite:
         if self.is_head:
             return config.for_head
         kept = config.for_linear(self.name, also=eight_bits)
+        if self.group_size and kept.bits == 8 and kept.leaves_groups:
+            kept = replace(kept, group_size=self.group_size)
         if self.unreached is not None:
             kept = replace(kept, method="rtn", average_bits=None, calibration=None, resume=None)
-        is_left = kept.bits == 8 and kept.leaves_groups
-        return replace(kept, group_size=self.group_size) if self.group_size and is_left else kept
+        return kept
 
     def refusal(self, config: WeightConfig) -> str | None:
         """Return why such a weight cannot be held as its `config` says, as one clause; None if it can."""
