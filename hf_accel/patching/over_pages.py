@@ -41,8 +41,9 @@ from .decoder_survey import (
     rows_hidden_in,
     sees_whole_prompts,
 )
-from .plan import FusedPlan, LinearPlan
+from .plan import FusedPlan
 from .sequence_survey import state_sites
+from .weight_plan import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def with_given(config: PatchConfig, fused: FusedPlan, inner: InnerGenerator | No
     return replace(fused, sites=tuple(sites))
 
 
-def with_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan, *, ours: bool) -> FusedPlan:
+def with_readers(model: PreTrainedModel, linears: Iterable[WeightPlan], fused: FusedPlan, *, ours: bool) -> FusedPlan:
     """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it.
 
     ours: whether the model's attention, and with it its masks, are ours; then what reads masks is added too.
