@@ -48,7 +48,7 @@ def with_partners(operations: list[Operation]) -> Iterator[tuple[Operation, Oper
             yield operation, taken
 
 
-def beside(operations: list[Operation]) -> dict[int, list[Operation]]:
+def together_with(operations: list[Operation]) -> dict[int, list[Operation]]:
     """Return the linear layers that follow one at once and have its input, by the id of that one."""
     found: dict[int, list[Operation]] = {}
     first: Operation | None = None
@@ -98,8 +98,8 @@ class JoinedLayer(TracedLayer):
         if self.others:
             raise UntraceableError("it returns more than its hidden states")
         self.following = following
-        self._beside = beside(trace.operations)
-        taken = {id(operation) for others in self._beside.values() for operation in others}
+        self._together = together_with(trace.operations)
+        taken = {id(operation) for others in self._together.values() for operation in others}
         self._steps = [step for step in with_partners(trace.operations) if id(step[0]) not in taken]
         for operation in trace.operations:
             match operation.kind:
@@ -122,7 +122,7 @@ class JoinedLayer(TracedLayer):
         for operation, behind in self._steps:
             match operation.kind:
                 case "linear":
-                    _put_products(held, [operation, *self._beside.get(id(operation), ())])
+                    _put_products(held, [operation, *self._together.get(id(operation), ())])
                 case "gated":
                     held.put(operation.outputs[0], _gated(held, operation))
                 case "norm":

@@ -30,7 +30,7 @@ def products_of_row(linears: Sequence[nn.Module], x: Tensor) -> list[Tensor] | N
     found = _weights_of(linears, x)
     if found is None:
         return None
-    from ..kernels.triton.quantized_linear import together_launch
+    from ..kernels.triton.together import together_launch
 
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     outs = [rows.new_empty(len(rows), weight.out_features) for weight in found.weights]
@@ -47,7 +47,7 @@ def gated_product_of_row(linears: Sequence[nn.Module], x: Tensor, activation: st
     if found is None or len({weight.out_features for weight in found.weights}) > 1:
         return None
     from ..kernels.triton.layer_parts import GATES
-    from ..kernels.triton.quantized_linear import together_launch
+    from ..kernels.triton.together import together_launch
 
     if activation not in GATES:
         return None
@@ -64,18 +64,25 @@ def _weights_of(linears: Sequence[nn.Module], x: Tensor) -> RowWeights | None:
     for linear in linears:
         if type(linear) is not QuantLinear or not is_bare_linear(linear):
             return None
-        packed = linear.packed_for(x)
+        packed = _packed_for(linear, x)
         if packed is None or type(backend_of(linear)) is not Triton:
             return None
         weights.append(packed)
         biases.append(linear.added_bias)
-    from ..kernels.triton.quantized_linear import go_together
+    from ..kernels.triton.together import go_together
 
     settings = {(backend_of(linear).row_invariant, backend_of(linear).rounding) for linear in linears}
     if len(settings) > 1 or not go_together(weights) or product_dtype(x) is not x.dtype:
         return None
     tile = shared_tile(x.numel() // x.shape[-1], weights, x.dtype, backend_of(linears[0]))
     return None if tile is None else RowWeights(weights, biases, tile)
+
+
+def _packed_for(linear: QuantLinear, x: Tensor) -> Any:
+    """Return the packed weight by which forward multiplies x [..., in] as it is; None if it changes x before."""
+    linear.settle()
+    choice = linear.choice or linear.pack().chosen
+    return linear._packed if linear._input_order is None and x.dtype is choice.spec.dtype else None
 
 
 def backend_of(linear: Any) -> Triton:

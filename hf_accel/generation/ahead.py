@@ -10,7 +10,9 @@ vLLM ("asynchronous scheduling") and SGLang ("overlap scheduler") do the same.
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,98 +23,104 @@ from ..cache.pages import Pages
 from ..cache.step import Step, TokenRange
 from ..errors import OutOfBlocksError
 from ..tensors import integers, sent
-from .sequence import Chunk, Sequence
+from .sequence import Chunk, Draft, Sequence
 
-Place = tuple[int, CachedSequence, tuple[tuple[int, int, int], ...]]
+Where = tuple[int, CachedSequence, tuple[tuple[int, int, int], ...]]
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A launched pass over one token of each sequence.
+class NextPass:
+    """The inputs of a pass over one token of each sequence.
 
-    places: by sequence, the row of its token, and where its K and V go. logits: [sequences, V].
+    rows: by sequence, its row, and where K and V of its token go. taken: the row of its token among those of this pass.
     """
 
-    places: dict[Sequence, tuple[int, Place]]
-    logits: Tensor
+    rows: dict[Sequence, tuple[int, Where]]
+    taken: list[int]
+    positions: list[int]
+    step: Step
 
-    def taken_for(self, chunks: abc.Sequence[Chunk]) -> Tensor | None:
-        """Return the logits [len(chunks), V] of these chunks; None if they are not what the pass has computed."""
-        rows: list[int] = []
+
+class PassAhead:
+    """The pass that a batcher has launched ahead, if there is one. runner: of its passes, over `pages`."""
+
+    def __init__(self, runner: Any, pages: Pages) -> None:
+        self.runner, self.pages = runner, pages
+        self._launched: tuple[NextPass, Tensor] | None = None  # with its logits [sequences, V]
+
+    def logits_for(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft]) -> Tensor | None:
+        """Return the logits [len(chunks), V] of the pass of these chunks; None if it was not launched. Forgets it."""
+        launched, self._launched = self._launched, None
+        if launched is None or any(len(draft) for draft in drafts):
+            return None
+        (found, logits), rows = launched, list[int]()
         for chunk in chunks:
-            row, place = self.places.get(chunk.sequence, (-1, None))
-            if chunk.count != 1 or not chunk.reaches_end or place != place_of(chunk.sequence):
+            row, where = found.rows.get(chunk.sequence, (-1, None))
+            if chunk.count != 1 or not chunk.reaches_end or where != _where(chunk.sequence):
                 return None
             rows.append(row)
-        return self.logits if rows == list(range(len(self.logits))) else self.logits[sent(integers(rows), self.logits)]
+        return logits if rows == list(range(len(logits))) else logits[sent(integers(rows), logits)]
+
+    def launching(self, sequences: abc.Sequence[Sequence]) -> Callable[[Tensor], None] | None:
+        """Return what launches the next pass of these sequences; None if it cannot be launched, or would not pay.
+
+        It takes their tokens of this pass, [n] int64 on the device, which the host has not read. A recurrent state
+        could not be taken back; other settings than greedy search may read the tokens on the host.
+        """
+        can_launch = (
+            getattr(self.runner, "goes_ahead", False)
+            and all(type(group) is PageGroup and group.context is None for group in self.pages.groups)
+            and all(
+                each.settings.sampling.plain and each.settings.sampling.num_logprobs is None and each.inputs is None
+                and each.joint is None and not each.followers and each.settings.adapter is None
+                for each in sequences
+            )
+        )  # fmt: skip
+        return (lambda tokens: self._launch(sequences, tokens)) if can_launch else None
+
+    def _launch(self, sequences: abc.Sequence[Sequence], tokens: Tensor) -> None:
+        given = self._prepare(sequences)
+        if given is not None:
+            ids = tokens if len(given.taken) == len(tokens) else tokens[sent(integers(given.taken), tokens)]
+            logits = self.runner(ids, given.positions, given.step, list(range(len(ids))))
+            self._launched = given, logits
+
+    def _prepare(self, sequences: abc.Sequence[Sequence]) -> NextPass | None:
+        """Prepare the next pass of those of the sequences that go on unless a token ends them.
+
+        None if there are none, or no blocks for them. The slots are given back: the scheduler asks for them once more.
+        """
+        taken = [row for row, sequence in enumerate(sequences) if sequence.num_left > 1]
+        longer: list[CachedSequence] = []
+        rows: dict[Sequence, tuple[int, Where]] = {}
+        try:
+            ranges = []
+            for number, sequence in enumerate(sequences[row] for row in taken):
+                assert sequence.cached is not None
+                self.pages.append(sequence.cached, 1)
+                longer.append(sequence.cached)
+                ranges.append(TokenRange(sequence.cached, sequence.num_computed, 1))
+                where = _where(sequence)
+                assert where is not None
+                rows[sequence] = number, where
+            return NextPass(rows, taken, [each.start for each in ranges], self.pages.step(ranges)) if rows else None
+        except OutOfBlocksError:
+            return None
+        finally:
+            for cached in reversed(longer):  # so that each gets the same block again
+                cached.truncate(cached.num_tokens - 1)
+
+    def drop(self, *, wait: bool = False) -> None:
+        """Forget the launched pass. wait: until it has ended, as what it reads and writes may be given back."""
+        launched, self._launched = self._launched, None
+        if wait and launched is not None and self.runner.device.type == "cuda":
+            torch.cuda.current_stream(self.runner.device).synchronize()
 
 
-def place_of(sequence: Sequence) -> Place | None:
+def _where(sequence: Sequence) -> Where | None:
     """Return what must be as it was when a pass over the sequence's next token was launched: it has slots for it."""
     cached = sequence.cached
     if cached is None:
         return None
     tables = tuple((table.num_tokens, len(table.blocks), table.blocks[-1]) for table in cached.tables)
     return sequence.num_computed, cached, tables
-
-
-def can_go_ahead(pages: Pages, sequences: abc.Sequence[Sequence]) -> bool:
-    """Return whether the next pass of these sequences can be prepared without the tokens of this one.
-
-    A recurrent state could not be taken back; other settings than greedy search may read the tokens on the host.
-    """
-    return all(type(group) is PageGroup and group.context is None for group in pages.groups) and all(
-        each.settings.sampling.plain and each.settings.sampling.num_logprobs is None and each.inputs is None
-        and each.joint is None and not each.followers and each.settings.adapter is None
-        for each in sequences
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class NextPass:
-    """The inputs of the next pass over one token of each of these sequences. rows: of the tokens of this pass."""
-
-    places: dict[Sequence, tuple[int, Place]]
-    rows: list[int]
-    positions: list[int]
-    step: Step
-
-    def ids(self, tokens: Tensor) -> Tensor:
-        """tokens: of this pass, [n] int64 on the device."""
-        return tokens if self.rows == list(range(len(tokens))) else tokens[sent(integers(self.rows), tokens)]
-
-
-def prepared(pages: Pages, sequences: abc.Sequence[Sequence]) -> NextPass | None:
-    """Prepare the next pass of those of the sequences that go on unless a token ends them; all but their next is
-    computed.
-
-    None if there are none, or no blocks for them. The slots are given back: the scheduler asks for them once more.
-    """
-    rows = [row for row, sequence in enumerate(sequences) if sequence.num_left > 1]
-    going = [sequences[row] for row in rows]
-    longer: list[CachedSequence] = []
-    places: dict[Sequence, tuple[int, Place]] = {}
-    try:
-        ranges = []
-        for number, sequence in enumerate(going):
-            cached = sequence.cached
-            assert cached is not None
-            pages.append(cached, 1)
-            longer.append(cached)
-            ranges.append(TokenRange(cached, sequence.num_computed, 1))
-            place = place_of(sequence)
-            assert place is not None
-            places[sequence] = number, place
-        positions = [sequence.num_computed for sequence in going]
-        return NextPass(places, rows, positions, pages.step(ranges)) if going else None
-    except OutOfBlocksError:
-        return None
-    finally:
-        for cached in reversed(longer):  # so that each gets the same block again
-            cached.truncate(cached.num_tokens - 1)
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until a device has done what was launched."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -69,7 +69,7 @@ class GraphedRunner(ModelRunner):
     invariant_rows: no pass is padded to more rows than these, see Speculation; None for any number.
     """
 
-    goes_ahead = True  # what the host does between passes takes long beside a replay
+    goes_ahead = True  # what the host does between passes takes long compared with a replay
 
     def __init__(
         self,

@@ -166,10 +166,15 @@ def place() -> str:
 @functools.cache
 def _kernels() -> str:
     """Another word if a kernel of a linear changes."""
-    from ...kernels.triton.programs import integers, multiply, multiply_integers, rounded
+    from ...kernels.triton.programs import (
+        integers,
+        multiply,
+        multiply_integers,
+        rounded,
+    )  # fmt: skip
     from . import tiles
 
-    modules = (integers, multiply, multiply_integers, rounded, tiles)
+    modules = (integers, multiply, multiply_integers, multiply_row, rounded, stored_weight, tiles)
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return f"kernels {hashlib.sha256(code).hexdigest()[:8]}"
 

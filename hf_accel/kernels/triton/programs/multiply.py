@@ -5,67 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .integers import floats, nibbles
 from .order import let_the_next_begin, wait_for_the_one_before
-from .pointwise import activated
-from .rounded import fp8_numbers
+from .pointwise import activation_of
+from .stored_weight import numbers_that_scale, scales_of, zero_points_of
 
 VARYING = ["rows"]  # Triton would compile the kernel again where it is 1, or a multiple of 16
-
-
-@triton.jit
-def zero_points_of(zero_point, group, outputs, output, is_output):
-    """Read the zero points of a group of inputs, int8; a byte holds those of two outputs, the even one in its low
-    half.
-    """
-    pairs = (outputs + 1) // 2
-    pair = tl.load(zero_point + group * pairs + output // 2, mask=is_output, other=0).to(tl.int32)
-    return (pair << (28 - output % 2 * 4) >> 28).to(tl.int8)
-
-
-@triton.jit
-def _weights(
-    stored, scale, zero_point, minimum, BITS: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr,
-    IS_HIGH: tl.constexpr,
-):  # fmt: skip
-    """Convert bytes [outputs, bytes] to the numbers that `scale` multiplies, in DTYPE; with minima to the weight.
-
-    With 4 bits those of the low, or the high, halves. scale: of the numbers as they come, with zero points of the
-    numbers. FP8 comes 2 ** 8 times too small.
-    """
-    if NUMBERS == "fp8":
-        return fp8_numbers(stored, DTYPE)
-    elif BITS == 4 and NUMBERS == "int" and zero_point is None and minimum is None:
-        return nibbles(stored, IS_HIGH, DTYPE)
-    else:
-        integers = stored
-        if BITS == 4:
-            integers = (stored & 240 if IS_HIGH else stored << 4).to(tl.int8, bitcast=True)
-        if NUMBERS == "fp4":  # E2M1 as float16 is 2 ** 14 times too small, and scales are halves
-            bits = integers.to(tl.uint8, bitcast=True).to(tl.uint16)
-            small = (((bits & 0x80) << 8) | ((bits & 0x70) << 5)).to(tl.float16, bitcast=True)
-            return (small.to(tl.float32) * 32768.0).to(DTYPE)
-        elif minimum is not None:
-            above = 128 if BITS == 4 else 0
-            return ((integers.to(tl.float32) + above) * scale[:, None] - minimum[:, None]).to(DTYPE)
-        else:
-            if zero_point is not None:
-                integers = (integers >> 4) - zero_point[:, None]
-            if tl.float32 == DTYPE:
-                return floats(integers)
-            else:
-                return integers.to(tl.float32).to(DTYPE)  # which Triton does two at a time
-
-
-@triton.jit
-def _factors(scale, place, is_there, NUMBERS: tl.constexpr, IS_SHIFTED: tl.constexpr):
-    """Read the scales of what `_weights` gives. IS_SHIFTED: whether numbers come 16 times too large."""
-    factor = tl.load(scale + place, mask=is_there, other=0).to(tl.float32)
-    if IS_SHIFTED:
-        factor *= 0.0625  # shifting both halves to the right would take longer
-    if NUMBERS == "fp8":
-        factor *= 256.0
-    return factor
 
 
 @triton.jit
@@ -110,7 +54,7 @@ def _tile_sums(
         least = None
         if PER_GROUP:
             group = (block * 2 if IS_HALVED else block // PER_GROUP) * wide + output
-            factor = _factors(scale, group, is_output, NUMBERS, IS_SHIFTED)
+            factor = scales_of(scale, group, is_output, NUMBERS, IS_SHIFTED)
             if zero_point is not None:
                 zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_output)
             if minimum is not None:
@@ -122,17 +66,17 @@ def _tile_sums(
         values = tl.load(from_x + start, mask=is_there, other=0)
         added = total if (PER_GROUP == 0 or minimum is not None) else tl.zeros((OUTPUTS, ROWS), tl.float32)
         if BITS == 4:
-            low = _weights(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
+            low = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
             added = tl.dot(low, values, added, input_precision="ieee")
             if IS_HALVED:
                 total += added * factor[:, None]
                 factor = tl.load(scale + group + wide, mask=is_output, other=0).to(tl.float32)
                 added = tl.zeros((OUTPUTS, ROWS), tl.float32)
             values = tl.load(from_x + start + BYTES, mask=is_there, other=0)
-            high = _weights(stored, factor, zero, least, BITS, NUMBERS, DTYPE, True)
+            high = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, True)
             added = tl.dot(high, values, added, input_precision="ieee")
         else:
-            whole = _weights(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
+            whole = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
             added = tl.dot(whole, values, added, input_precision="ieee")
         if PER_GROUP == 0 or minimum is not None:
             total = added
@@ -230,7 +174,7 @@ def multiply_by_some(
                 from_x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, is_row, output, outputs, inputs,
                 0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
             )  # fmt: skip
-            total = activated(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
+            total = activation_of(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
             total *= second.to(DTYPE).to(tl.float32)
         _store_tile(out, total, row, is_row, output, outputs)
     elif ACTIVATION < 0:
@@ -277,154 +221,6 @@ def add_splits(
 
 
 @triton.jit
-def _row_sums(
-    x, integers, scale, zero_point, minimum, divisor, bias, outputs, inputs, blocks, tile,
-    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
-    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Compute OUTPUTS outputs of the row x, float32.
-
-    Memory is the limit: what counts is how much is asked of it at once. BLOCKS blocks of inputs are read at a time, in
-    pieces of 16 bytes, the next ones while these are multiplied, and the threads of a program wait for each other at
-    its end alone. The first blocks of the weight are asked for before the launch waits for the one that writes x.
-    """
-    BYTES: tl.constexpr = BLOCK * BITS // 8
-    IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
-    PARTS: tl.constexpr = BYTES // 16
-    lane = tl.arange(0, BLOCKS * OUTPUTS * PARTS)  # block, output, part: neighbours read neighbours
-    part = lane % PARTS
-    output = tile * OUTPUTS + lane // PARTS % OUTPUTS
-    step = lane // (PARTS * OUTPUTS)
-    byte = part[:, None] * 16 + tl.arange(0, 16)[None, :]
-    wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
-    here = (step * wide + output)[:, None] * BYTES + byte
-    there = step[:, None] * BLOCK + byte
-    is_output = output < outputs
-    total = tl.zeros((BLOCKS * OUTPUTS * PARTS,), tl.float32)
-    stored = tl.load(integers + here, mask=((step < blocks) & is_output)[:, None], other=0)
-    wait_for_the_one_before(OVERLAPS)
-    for first in range(0, blocks, BLOCKS):
-        block = first + step
-        is_lane = (block < blocks) & is_output
-        behind = first + BLOCKS
-        is_behind = (behind + step < blocks) & is_output
-        coming = tl.load(integers + behind * BYTES * wide + here, mask=is_behind[:, None], other=0)
-        is_there = is_lane[:, None]
-        if IS_CUT:
-            is_there = is_there & (first * BLOCK + there < inputs)
-        values = tl.load(x + first * BLOCK + there, mask=is_there, other=0).to(tl.float32)
-        factor = scale
-        zero = None
-        least = None
-        if PER_GROUP:
-            group = (block * 2 if IS_HALVED else block // PER_GROUP) * wide + output
-            factor = _factors(scale, group, is_lane, NUMBERS, IS_SHIFTED)
-            if zero_point is not None:
-                zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_lane)
-            if minimum is not None:
-                least = tl.load(minimum + group, mask=is_lane, other=0).to(tl.float32)
-        if BITS == 4:
-            low = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
-            added = tl.sum(low * values, 1)
-            if IS_HALVED:
-                total += added * factor
-                factor = tl.load(scale + (block * 2 + 1) * wide + output, mask=is_lane, other=0).to(tl.float32)
-                added = tl.zeros_like(total)
-            if IS_CUT:
-                is_there = is_lane[:, None] & (first * BLOCK + BYTES + there < inputs)
-            values = tl.load(x + first * BLOCK + BYTES + there, mask=is_there, other=0).to(tl.float32)
-            high = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, True)
-            added += tl.sum(high * values, 1)
-        else:
-            whole = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
-            added = tl.sum(whole * values, 1)
-        if PER_GROUP == 0 or minimum is not None:
-            total += added
-        else:
-            total += added * factor
-        stored = coming
-    let_the_next_begin(OVERLAPS)
-    sums = tl.sum(tl.sum(tl.reshape(total, (BLOCKS, OUTPUTS, PARTS)), 2), 0)
-    one = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    if PER_GROUP == 0:
-        factor = tl.load(scale + one, mask=one < outputs, other=0).to(tl.float32)
-        sums = sums * (factor * 256.0 if NUMBERS == "fp8" else factor)
-    if divisor is not None:
-        sums = sums / tl.load(divisor)
-    if bias is not None:
-        sums = sums + tl.load(bias + one, mask=one < outputs, other=0).to(tl.float32)
-    return sums
-
-
-@triton.jit
-def _store_row(out, sums, row, outputs, tile, OUTPUTS: tl.constexpr):
-    output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    tl.store(out + row * outputs + output, sums.to(out.dtype.element_ty), mask=output < outputs)
-
-
-@triton.jit
-def multiply_row(
-    x, integers, scale, zero_point, minimum, divisor, bias, out, outputs, inputs, blocks,
-    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
-    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Compute OUTPUTS outputs of one row, without a product of tiles; the program is (row, output tile)."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    sums = _row_sums(
-        x + row * inputs, integers, scale, zero_point, minimum, divisor, bias, outputs, inputs, blocks, tile,
-        BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, OVERLAPS,
-    )  # fmt: skip
-    _store_row(out, sums, row, outputs, tile, OUTPUTS)
-
-
-@triton.jit
-def multiply_row_by_some(
-    x, integers, scale, zero_point, minimum, bias, out, outputs,
-    integers_1, scale_1, zero_point_1, minimum_1, bias_1, out_1, outputs_1,
-    integers_2, scale_2, zero_point_2, minimum_2, bias_2, out_2, outputs_2, inputs, blocks,
-    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
-    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Compute `multiply_row` for two weights of one layout, or three; the tiles of one come after those of another.
-
-    ACTIVATION: see `multiply_by_some`.
-    """
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tiles = tl.cdiv(outputs, OUTPUTS)
-    x += row * inputs
-    if tile < tiles:
-        sums = _row_sums(
-            x, integers, scale, zero_point, minimum, None, bias, outputs, inputs, blocks, tile,
-            BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, OVERLAPS,
-        )  # fmt: skip
-        if ACTIVATION >= 0:
-            DTYPE: tl.constexpr = x.dtype.element_ty
-            second = _row_sums(
-                x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, outputs, inputs, blocks, tile,
-                BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, False,
-            )  # fmt: skip
-            sums = activated(sums.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
-            sums *= second.to(DTYPE).to(tl.float32)
-        _store_row(out, sums, row, outputs, tile, OUTPUTS)
-    elif ACTIVATION < 0:
-        tile -= tiles
-        tiles = tl.cdiv(outputs_1, OUTPUTS)
-        if tile < tiles:
-            sums = _row_sums(
-                x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, outputs_1, inputs, blocks, tile,
-                BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, OVERLAPS,
-            )  # fmt: skip
-            _store_row(out_1, sums, row, outputs_1, tile, OUTPUTS)
-        elif integers_2 is not None:
-            sums = _row_sums(
-                x, integers_2, scale_2, zero_point_2, minimum_2, None, bias_2, outputs_2, inputs, blocks, tile - tiles,
-                BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, OVERLAPS,
-            )  # fmt: skip
-            _store_row(out_2, sums, row, outputs_2, tile - tiles, OUTPUTS)
-
-
-@triton.jit
 def numbers(
     integers, scale, zero_point, minimum, divisor, out, outputs, inputs, blocks,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
@@ -445,7 +241,7 @@ def numbers(
     least = None
     if PER_GROUP:
         group += (block * 2 if IS_HALVED else block // PER_GROUP) * wide
-    factor = _factors(scale, group, is_output, NUMBERS, IS_SHIFTED)
+    factor = scales_of(scale, group, is_output, NUMBERS, IS_SHIFTED)
     if zero_point is not None:
         zero = zero_points_of(zero_point, block // PER_GROUP, wide, output, is_output)
     if minimum is not None:
@@ -460,8 +256,8 @@ def numbers(
     column = block * BLOCK + byte
     to = out + output[:, None].to(tl.int64) * inputs + column[None, :]
     if BITS == 4:
-        low = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
-        high = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, True)
+        low = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
+        high = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, tl.float32, True)
         if minimum is None:
             low *= factor[:, None]
             high *= others[:, None]
@@ -469,7 +265,7 @@ def numbers(
         is_there = is_output[:, None] & (column + BYTES < inputs)[None, :]
         tl.store(to + BYTES, high.to(out.dtype.element_ty), mask=is_there)
     else:
-        whole = _weights(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
+        whole = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, tl.float32, False)
         if minimum is None:
             whole *= factor[:, None]
         tl.store(to, whole.to(out.dtype.element_ty), mask=is_output[:, None] & (column < inputs)[None, :])

@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .multiply import VARYING, rows_of_expert, zero_points_of
+from .multiply import VARYING, rows_of_expert
 from .rounded import fp8_bits, round_to_even
+from .stored_weight import zero_points_of
 
 SMALLEST = tl.constexpr(1e-35)  # a group of smaller numbers counts as zeros
 

@@ -108,7 +108,7 @@ def rotate(
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
+def activation_of(x, ACTIVATION: tl.constexpr):
     """Compute the activation of float32 numbers; see GATES of ../layer_parts.py."""
     if ACTIVATION == 0:
         return tl.div_rn(x, 1 + tl.exp(-x))
@@ -125,7 +125,7 @@ def gate_and_multiply(gate, up, out, numbers, ACTIVATION: tl.constexpr, BLOCK: t
     wait_for_the_one_before(OVERLAPS)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = place < numbers
-    x = activated(tl.load(gate + place, mask=is_there, other=0).to(tl.float32), ACTIVATION)
+    x = activation_of(tl.load(gate + place, mask=is_there, other=0).to(tl.float32), ACTIVATION)
     x = x.to(gate.dtype.element_ty).to(tl.float32)
     x = x * tl.load(up + place, mask=is_there, other=0).to(tl.float32)
     let_the_next_begin(OVERLAPS)

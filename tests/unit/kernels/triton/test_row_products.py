@@ -11,11 +11,8 @@ from torch import Tensor
 
 from hf_accel.kernels import triton as kernels
 from hf_accel.kernels.triton.layer_parts import gated
-from hf_accel.kernels.triton.quantized_linear import (
-    go_together,
-    quantized_linear,
-    together_launch,
-)
+from hf_accel.kernels.triton.quantized_linear import quantized_linear
+from hf_accel.kernels.triton.together import go_together, together_launch
 from hf_accel.linear.backends.tiles import FEW, ROW
 from hf_accel.linear.backends.triton import Triton
 from tests.devices import triton_device
