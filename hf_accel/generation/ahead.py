@@ -32,7 +32,7 @@ Where = tuple[int, CachedSequence, tuple[tuple[int, int, int], ...]]
 class NextPass:
     """The inputs of a pass over one token of each sequence.
 
-    rows: by sequence, its row, and where K and V of its token go. taken: the row of its token among those of this pass.
+    rows: by sequence, its row, and where K and V of its token go. taken: which of the running pass's tokens it takes.
     """
 
     rows: dict[Sequence, tuple[int, Where]]
