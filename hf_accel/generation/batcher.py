@@ -213,7 +213,7 @@ class Batcher:
         Each such chunk has a row for its last token and one for each drafted token.
         """
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and not any(len(draft) for draft in drafts):
+        if ahead is not None and self._runner_goes_ahead and not any(len(draft) for draft in drafts):
             launched = ahead.taken_for(chunks)
             if launched is not None:
                 return launched
@@ -280,7 +280,7 @@ class Batcher:
             sequences, proposed = [sequences[at] for at in others], [proposed[at] for at in others]
             logits = logits[sent(integers(others), logits)]
         verifier = TOKEN_VERIFIER if self.speculation is None else self.speculation.verifier
-        goes_ahead = self._may_go_ahead and can_go_ahead(self.pages, sequences) and len(logits) == len(sequences)
+        goes_ahead = self._may_go_ahead(sequences) and can_go_ahead(self.pages, sequences)
         meanwhile = (lambda tokens: self._go_ahead(sequences, tokens)) if goes_ahead else None
         chosen = choose_tokens(logits, sequences, proposed, verifier, meanwhile=meanwhile)
         if self.agreement.size > 1:
@@ -288,19 +288,31 @@ class Batcher:
             chosen = self.agreement.agree(chosen)
         return progress + [self._commit(*pair) for pair in zip(sequences, chosen, strict=True)]
 
-    @property
-    def _may_go_ahead(self) -> bool:
-        """Whether the next pass can be launched before the tokens of this one are read, and would pay."""
+    def _may_go_ahead(self, sequences: abc.Sequence[Sequence]) -> bool:
+        """Return whether the next pass can be launched before the tokens of these sequences are read, and would pay.
+
+        It is a pass over one token of each only if no other sequence runs, or waits for a place.
+        """
         is_alone = self.speculation is None and self.agreement.size == 1 and not self.scheduler.waiting
-        return is_alone and bool(getattr(self.runner, "goes_ahead", False))
+        return is_alone and len(sequences) == len(self.scheduler.running) and self._runner_goes_ahead
+
+    @property
+    def _runner_goes_ahead(self) -> bool:
+        return bool(getattr(self.runner, "goes_ahead", False))
 
     def _go_ahead(self, sequences: abc.Sequence[Sequence], tokens: Tensor) -> None:
-        """Launch the next pass. tokens: [n] int64 on the device, one of each sequence, which the host has not read."""
-        given = prepared(self.pages, sequences)
-        if given is not None:
-            ids = given.ids(tokens)
-            logits = self.runner(ids, given.positions, given.step, list(range(len(ids))))
-            self._ahead = Ahead(given.places, logits)
+        """Launch the next pass. tokens: [n] int64 on the device, one of each sequence, which the host has not read.
+
+        What it raises is not raised here: perhaps no token needs that pass. If one does, it is computed once more.
+        """
+        try:
+            given = prepared(self.pages, sequences)
+            if given is not None:
+                ids = given.ids(tokens)
+                logits = self.runner(ids, given.positions, given.step, list(range(len(ids))))
+                self._ahead = Ahead(given.places, logits)
+        except Exception:
+            self._ahead = None
 
     def _commit(self, sequence: Sequence, chosen: Chosen | BaseException) -> Progress:
         """Append the chosen tokens to a sequence. An error ends this sequence only, so others keep their tokens."""

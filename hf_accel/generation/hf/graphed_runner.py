@@ -69,8 +69,6 @@ class GraphedRunner(ModelRunner):
     invariant_rows: no pass is padded to more rows than these, see Speculation; None for any number.
     """
 
-    goes_ahead = True  # what the host does between passes takes long beside a replay
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -99,6 +97,15 @@ class GraphedRunner(ModelRunner):
     def check_model(self) -> None:
         """Compare the model with the one that was captured before the next pass. Its weights may have moved."""
         self._is_checked = False
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a pass may be launched, or taken that was, before the host has read the tokens of the one before it.
+
+        What the host does between passes takes long beside a replay. A hook is to see the passes that count alone.
+        """
+        known = self._dependencies
+        return known is not None and self._model_refusal is None and known.hook_refusal is None
 
     def __call__(
         self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
