@@ -105,7 +105,10 @@ def test_no_pass_is_in_vain_where_sequences_end_by_length(taken: Counter[bool]) 
 
 @pytest.mark.parametrize(
     "sampling",
-    [request_sampling(temperature=1.0), request_sampling(temperature=0.0, repetition_penalty=1.5), Sampling(num_logprobs=1)],
+    [
+        request_sampling(temperature=1.0), request_sampling(temperature=0.0, repetition_penalty=1.5),
+        Sampling(num_logprobs=1),
+    ],
     ids=["sampled", "processed", "logprobs"],
 )  # fmt: skip
 def test_other_settings_wait_for_the_tokens(sampling: Sampling) -> None:
@@ -300,7 +303,9 @@ def _tapes() -> Iterator[None]:
 PROMPTS = [[5, 6, 7], [9, 8], [11], [4, 4, 4, 4, 9]]
 
 
-def over_graphs(family: str, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, hooked: bool = False, **more: Any) -> Any:
+def over_graphs(
+    family: str, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, hooked: bool = False, **more: Any
+) -> Any:
     """The tokens of a batch, its session, and how often a hook that came in the middle was called."""
     monkeypatch.setattr(GraphedRunner, "goes_ahead", GraphedRunner.goes_ahead if ahead else False)
     settings = hf_accel.CacheConfig(block_size=2, max_tokens=more.pop("max_tokens", None))
@@ -320,9 +325,7 @@ def over_graphs(family: str, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, ho
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_tokens_over_graphs(
-    family: str, _tapes: None, taken: Counter[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_over_graphs(family: str, _tapes: None, taken: Counter[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are few, windows slide, and sequences end by their length and by tokens."""
     with monkeypatch.context() as without:
         plain, session, _ = over_graphs(family, without, ahead=False)

@@ -115,7 +115,9 @@ def test_the_check_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not order(f"if x:\n    {wait}\nelse:\n    {wait}\ntl.load(x)").wrong
 
 
-@pytest.mark.parametrize(("capability", "overlaps"), [((0, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)])
+@pytest.mark.parametrize(
+    ("capability", "overlaps"), [((0, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)]
+)
 def test_launches_overlap_within_the_block_and_its_thread(
     capability: tuple[int, int], overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
