@@ -100,7 +100,7 @@ class GraphedRunner(ModelRunner):
 
     @property
     def goes_ahead(self) -> bool:
-        """Return whether a pass may be launched before the host has read the tokens of the one before it, and be taken.
+        """Return whether a pass may be launched before the host has read the tokens of the last one, and be taken.
 
         What the host does between passes takes long beside a replay. A hook is to see the passes that count alone.
         """
