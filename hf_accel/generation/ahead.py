@@ -48,10 +48,14 @@ class PassAhead:
         self.runner, self.pages = runner, pages
         self._launched: tuple[NextPass, Tensor] | None = None  # with its logits [sequences, V]
 
+    @property
+    def is_launched(self) -> bool:
+        return self._launched is not None
+
     def logits_for(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft]) -> Tensor | None:
         """Return the logits [len(chunks), V] of the pass of these chunks; None if it was not launched. Forgets it."""
         launched, self._launched = self._launched, None
-        if launched is None or any(len(draft) for draft in drafts):
+        if launched is None or not self._serves or any(len(draft) for draft in drafts):
             return None
         (found, logits), rows = launched, list[int]()
         for chunk in chunks:
@@ -64,33 +68,38 @@ class PassAhead:
     def launching(self, sequences: abc.Sequence[Sequence]) -> Callable[[Tensor], None] | None:
         """Return what launches the next pass of these sequences; None if it cannot be launched, or would not pay.
 
-        It takes their tokens of this pass, [n] int64 on the device, which the host has not read. A recurrent state
-        could not be taken back; other settings than greedy search may read the tokens on the host.
+        It takes their tokens of this pass, [n] int64 on the device, which the host has not read.
         """
-        can_launch = (
-            getattr(self.runner, "goes_ahead", False)
-            and all(type(group) is PageGroup and group.context is None for group in self.pages.groups)
-            and all(
-                each.settings.sampling.plain and each.settings.sampling.num_logprobs is None and each.inputs is None
-                and each.joint is None and not each.followers and each.settings.adapter is None
-                for each in sequences
-            )
-        )  # fmt: skip
-        return (lambda tokens: self._launch(sequences, tokens)) if can_launch else None
+        if not self._serves or not can_go_ahead(self.pages, sequences):
+            return None
+        return lambda tokens: self._launch(sequences, tokens)
+
+    @property
+    def _serves(self) -> bool:
+        return bool(getattr(self.runner, "goes_ahead", False))
 
     def _launch(self, sequences: abc.Sequence[Sequence], tokens: Tensor) -> None:
-        given = self._prepare(sequences)
-        if given is not None:
-            ids = tokens if len(given.taken) == len(tokens) else tokens[sent(integers(given.taken), tokens)]
-            logits = self.runner(ids, given.positions, given.step, list(range(len(ids))))
-            self._launched = given, logits
+        """What it raises is not raised here: perhaps no token needs that pass. If one does, it is computed once more."""
+        try:
+            given = self._prepare(sequences)
+            if given is not None:
+                ids = tokens if len(given.taken) == len(tokens) else tokens[sent(integers(given.taken), tokens)]
+                logits = self.runner(ids, given.positions, given.step, list(range(len(ids))))
+                self._launched = given, logits
+        except Exception:
+            self._launched = None
 
     def _prepare(self, sequences: abc.Sequence[Sequence]) -> NextPass | None:
         """Prepare the next pass of those of the sequences that go on unless a token ends them.
 
         None if there are none, or no blocks for them. The slots are given back: the scheduler asks for them once more.
         """
-        taken = [row for row, sequence in enumerate(sequences) if sequence.num_left > 1]
+        most = getattr(self.runner, "most_positions", None)  # behind them, a device would fail and not recover
+        taken = [
+            row
+            for row, sequence in enumerate(sequences)
+            if sequence.num_left > 1 and (most is None or sequence.num_computed < most)
+        ]
         longer: list[CachedSequence] = []
         rows: dict[Sequence, tuple[int, Where]] = {}
         try:
@@ -113,8 +122,26 @@ class PassAhead:
     def drop(self, *, wait: bool = False) -> None:
         """Forget the launched pass. wait: until it has ended, as what it reads and writes may be given back."""
         launched, self._launched = self._launched, None
-        if wait and launched is not None and self.runner.device.type == "cuda":
-            torch.cuda.current_stream(self.runner.device).synchronize()
+        if wait and launched is not None:
+            wait_for(self.runner.device)
+
+
+def can_go_ahead(pages: Pages, sequences: abc.Sequence[Sequence]) -> bool:
+    """Return whether the next pass of these sequences can be prepared without the tokens of this one.
+
+    A recurrent state could not be taken back; other settings than greedy search may read the tokens on the host.
+    """
+    return all(type(group) is PageGroup and group.context is None for group in pages.groups) and all(
+        each.settings.sampling.plain and each.settings.sampling.num_logprobs is None and each.inputs is None
+        and each.joint is None and not each.followers and each.settings.adapter is None
+        for each in sequences
+    )  # fmt: skip
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done what this thread has launched."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _where(sequence: Sequence) -> Where | None:

@@ -17,6 +17,7 @@ from ...cache.group import PageGroup
 from ...cache.hf import PagedCache, page_groups
 from ...cache.step import Step
 from ...config import CacheConfig
+from ...linear.adapters import PassAdapters
 from ...recognition.unchanged import Hooks, has_own_forward
 from ...tensors import autocast_dtype, integers, packed, plain_tensors, views
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
@@ -69,8 +70,6 @@ class GraphedRunner(ModelRunner):
     invariant_rows: no pass is padded to more rows than these, see Speculation; None for any number.
     """
 
-    goes_ahead = True  # what the host does between passes takes long compared with a replay
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -92,6 +91,8 @@ class GraphedRunner(ModelRunner):
         self._model_refusal: str | None = None  # why no pass of the model can be captured
         self._full: str | None = None  # why no more graphs are captured
         self._pages: list[int] = []
+        config = model.config.get_text_config(decoder=True)
+        self.most_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.settings: CacheConfig | None = None  # of the pages, where the runner is kept
         for group in groups:
             group.add_scratch()
@@ -99,6 +100,16 @@ class GraphedRunner(ModelRunner):
     def check_model(self) -> None:
         """Compare the model with the one that was captured before the next pass. Its weights may have moved."""
         self._is_checked = False
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Return whether a pass may be launched before the host has read the tokens of the last one, and be taken.
+
+        What the host does between passes takes long compared with a replay. A hook is to see no other passes than those
+        that count.
+        """
+        known = self._dependencies
+        return known is not None and self._model_refusal is None and known.hook_refusal is None
 
     def __call__(
         self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
@@ -130,6 +141,8 @@ class GraphedRunner(ModelRunner):
             return self._model_refusal
         if autocast_dtype(self.device.type) is not None:
             return "torch.autocast is on"
+        if PassAdapters.running() is not None:
+            return "some of its rows have adapters"
         storages = [storage for group in self.groups for storage in group.storages.values()]
         if len(storages) < sum(map(len, self.groups_of_layer)):
             return "the first pass makes the pages"

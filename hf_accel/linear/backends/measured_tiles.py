@@ -166,12 +166,7 @@ def place() -> str:
 @functools.cache
 def _kernels() -> str:
     """Another word if a kernel of a linear changes."""
-    from ...kernels.triton.programs import (
-        integers,
-        multiply,
-        multiply_integers,
-        rounded,
-    )  # fmt: skip
+    from ...kernels.triton.programs import integers, multiply, multiply_integers, multiply_row, rounded, stored_weight
     from . import tiles
 
     modules = (integers, multiply, multiply_integers, multiply_row, rounded, stored_weight, tiles)

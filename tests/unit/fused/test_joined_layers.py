@@ -26,6 +26,7 @@ from hf_accel.fused.hf.layer_calls import TracedForward
 from hf_accel.fused.hf.sites import JOINED
 from hf_accel.fused.modules import ACTIVATIONS, form_of_rotation, rms_norm, rope
 from hf_accel.fused.norms import NativeNorm
+from hf_accel.fused.row_products import products_of_row
 from hf_accel.kernels import cpu, triton
 from hf_accel.kernels.cpu.attention import write_pages
 from hf_accel.kernels.layouts import KV
@@ -244,6 +245,108 @@ def test_the_plan_says_what_shares_a_launch_and_why_other_layers_do_not(device: 
     [(choice, reason)] = lines(of_class("Mixtral", device))
     assert choice == "module by module" and reason
     assert lines(small(device), fuse=False) == lines(small(device), cache=None) == []
+
+
+# -- several weights in one launch ---------------------------------------------------------------------
+
+TOGETHER = ("multiply_row_by_some", "multiply_by_some")
+
+
+@pytest.fixture
+def on_triton(request: pytest.FixtureRequest) -> None:
+    if "triton" not in request.node.name:
+        pytest.skip("the library launches nothing")
+
+
+def quantized(device: str, weights: Any = "int8", **options: Any) -> PreTrainedModel:
+    return hf_accel.patch(small(device, attention_bias=True), weights=weights, attention="triton", **options)
+
+
+def behind(model: PreTrainedModel, rows: int = 1, *, by_module: bool = False) -> tuple[Tensor, Counter[str]]:
+    """The logits of a token of each row behind a prompt, and the launches of that step."""
+    cache = hf_accel.PagedCache(model.config)
+    numbers = torch.arange(2 * rows, device=model.device).view(2, rows, 1) % 89 + 3
+    with torch.no_grad(), counted(by_module=by_module):
+        model(numbers[0], past_key_values=cache)
+        with launched() as counts:
+            logits = model(numbers[1], past_key_values=cache).logits
+    return logits, counts
+
+
+def in_one_launch(model: PreTrainedModel, rows: int = 1) -> int:
+    """How many launches of a step are of several weights; its logits are those of the modules one by one."""
+    got, counts = behind(model, rows)
+    expected, alone = behind(model, rows, by_module=True)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # a sum may be in another order
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+    together = sum(counts[name] for name in TOGETHER)
+    assert not any(alone[name] for name in TOGETHER)
+    assert not together or counts.total() < alone.total() - together  # next to those that a rotation and a sum save
+    return together
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_several_weights_share_a_launch(device: str) -> None:
+    model = quantized(device)
+    # Of q, k and v, and of gate and up, in each of two layers.
+    assert [in_one_launch(model, rows) for rows in (1, 3, 65)] == [4, 4, 0]
+
+
+def hook(model: Any) -> None:
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def peft_adapter(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False, layers_to_transform=[0]
+    )
+    peft.get_peft_model(model, config)
+
+
+def float_linear(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = nn.Linear(32, attention.k_proj.out_features, device=model.device)
+
+
+def other_layout(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = quantized(str(model.device), INT4).model.layers[1].self_attn.v_proj
+
+
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize(("change", "left"), [(hook, 2), (peft_adapter, 2), (float_linear, 3), (other_layout, 3)])
+def test_a_weight_that_cannot_share_has_its_own_launch(change: Any, left: int, device: str) -> None:
+    """One less of the two of a layer, or none where the layer's own code runs."""
+    model = quantized(device)
+    before, _ = behind(model)
+    change(model)
+    assert in_one_launch(model) == left
+    assert not torch.equal(behind(model)[0], before)
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_deterministic_products_gradients_and_autocast_are_one_by_one(device: str) -> None:
+    assert in_one_launch(quantized(device, deterministic=True)) == 0
+    model = quantized(device)
+    with torch.autocast(device, torch.bfloat16):
+        _, counts = behind(model)
+    assert not any(counts[name] for name in TOGETHER)
+    x = torch.randn(1, 1, 32, device=device)
+    linears = [getattr(model.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj")]
+    with torch.no_grad():
+        assert products_of_row(linears, x) is not None
+    assert products_of_row(linears, x) is None
+
+
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
+def test_a_weight_that_is_written_is_seen(name: str, device: str) -> None:
+    model = quantized(device)
+    before, _ = behind(model)
+    with torch.no_grad():
+        model.model.layers[1].get_submodule(name).weight.mul_(-3)
+    assert in_one_launch(model) == 4 and not torch.equal(behind(model)[0], before)
 
 
 # -- what changes after patch() ------------------------------------------------------------------------

@@ -29,8 +29,8 @@ def norm(
     start = tl.program_id(0).to(tl.int64) * size
     place = tl.arange(0, BLOCK)
     is_there = place < size
+    wait_for_the_one_before(OVERLAPS)  # which may have made the weight contiguous
     factor = tl.load(weight + place, mask=is_there, other=0).to(tl.float32) + offset
-    wait_for_the_one_before(OVERLAPS)
     row = tl.load(x + start + place, mask=is_there, other=0).to(tl.float32)
     if added is not None:
         row += tl.load(added + start + place, mask=is_there, other=0).to(tl.float32)
