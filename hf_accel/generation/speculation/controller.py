@@ -9,21 +9,25 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from functools import partial
+from math import sqrt
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from ...keywords import positive_int
 from ..sequence import NO_SHAPE, Draft, Sequence, Shape
 from .acceptance import Tally, gains, likeliest_tree
-from .costs import CostTable, Seconds, allocate_trees
+from .costs import CostTable, DraftCost, DraftSeconds, allocate_trees
 
 # Times are in decoding passes of the model.
 FIRST_BALANCE, MAX_BALANCE = 0.25, 16.0  # the time that drafts may lose at first, and the most that is kept of gains
 EARNED = 0.01  # the share of all time that drafts may lose later
+CREDIT = 1.0  # the time that drafts may owe which are expected to pay
+HORIZON, INVESTED = 64, 1.5  # in at most so many passes drafts must pay for reading sequences, of so much time
 MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
-UNMEASURED_DRAFT = 0.3  # the assumed time of a drafter's pass before it was measured
-FIRST_WAIT, LAST_WAIT = 1, 512  # the passes from one trial to the next while none was right, which double
-WAIT = 8  # the passes from one trial to the next once a draft was right
+UNMEASURED_DRAFT = 0.3  # the assumed time of a draft of one token before any was measured
+FIRST_WAIT, LAST_WAIT = 1, 512  # the passes from one trial to the next where no hope is left, which double
+WAIT = 8  # those of a drafter with a model where there is hope, and of another one where a draft was right
+HOPE = 1.5  # the standard errors by which the acceptance may be better than it looks
 AHEAD = 32  # the passes before the next possible draft from which on hidden states are kept
 MANY = 64  # the passes after which it is known whether drafts pay
 REFRESH = 64  # the number of passes after which draft lengths other than the best are tried
@@ -55,8 +59,10 @@ class DraftSource:
     ranks: list[Tally] = field(default_factory=lambda: [Tally(SOURCE_MEMORY) for _ in range(1, MOST_SIBLINGS)])
     sequences: WeakKeyDictionary[Sequence, Drafted] = field(default_factory=WeakKeyDictionary)
     deepest: int = 0  # the most accepted tokens of one draft
-    costs: CostTable = field(default_factory=CostTable)  # of passes of the drafter's model
+    cost: DraftCost = field(default_factory=DraftCost)
     reading: float = 0.0  # seconds to read a sequence for the first time
+    is_free: bool = True
+    has_hope: bool = False  # whether drafts would pay if they were as often accepted as may still be
     is_tried: bool = False  # whether this pass has a trial
     wait: int = FIRST_WAIT
     next_trial: int = 0  # the pass from which on there may be trials
@@ -90,8 +96,9 @@ class Controller:
 
     The loss against decoding without drafts is small, whatever the acceptance is. All time that drafts take is paid
     from `balance`, which starts with FIRST_BALANCE and grows by gains and by EARNED of all time; when it is used up,
-    there are no drafts. Where none was ever right, or none pays, there are only trials of one token. While none was
-    ever right, the waits between trials double. A drafter reads a sequence when it is first asked for a draft of it (a
+    there are no drafts. Where none was ever right, or none pays, there are only trials of one token, and the waits
+    between them double until drafts pay; those without a model cost so little that they are tried as often as the
+    balance pays for. A drafter reads a sequence when it is first asked for a draft of it (a
     draft model computes the prompt), and it is asked for no sequence that the balance cannot pay to read.
     """
 
@@ -139,6 +146,7 @@ class Controller:
             depths = (max(0, min(self.num_draft, limit)) for limit in limits)
             return [Shape(depth, max(depth, most_nodes) if depth else 0) for depth in depths]
         known, costs, rows = self._source(source), self.verify_costs, len(sequences) + other_rows
+        known.is_free = is_free
         bounds = [max(0, min(limit, self.max_draft, max(1, 2 * known.deepest))) for limit in limits]
         shapes = [NO_SHAPE] * len(bounds)
         # To find that nothing can be drafted takes as long as a draft does in a small model. So it is remembered.
@@ -146,33 +154,56 @@ class Controller:
         if idle or not any(bounds) or not costs.is_measured(rows):
             return shapes
         one = costs.seconds(count)
-        left = self.balance = FIRST_BALANCE * one if self.balance is None else self.balance
-        if left <= 0:
+        self.balance = FIRST_BALANCE * one if self.balance is None else self.balance
+        if self.balance <= (-CREDIT * one if known.deepest else 0.0):
             return shapes
         records = [known.of(sequence) for sequence in sequences]
-        for i, record in enumerate(records):
-            left -= known.reading if bounds[i] and not record.is_read else 0.0
-            bounds[i] = bounds[i] if record.is_read or left >= 0 else 0
-        if not is_free and not known.costs.widths:
-            known.costs.observe(1, UNMEASURED_DRAFT * one)
-        draft = None if is_free else known.costs.seconds
+        draft = None if is_free else known.cost.seconds if known.cost.count else lambda *shape: UNMEASURED_DRAFT * one
         is_refreshed = known.deepest > 0 and self.num_passes % REFRESH == 0
         if known.deepest:
-            gains = expected_trees(known, records, bounds, most_nodes)
-            shapes = allocate_trees(gains, costs.seconds, draft, other_rows=rows - count, least=costs.doubt(rows))
-            known.has_paid = known.has_paid or any(shape.nodes for shape in shapes)
+            trees = expected_trees(known, records, bounds, most_nodes)
+            settings: Any = {"other_rows": rows - count, "least": costs.doubt(rows)}
+            shapes, gained = allocate_trees(trees, costs.seconds, draft, **settings)
+            missing = sum(
+                bool(shape.nodes) and not record.is_read for shape, record in zip(shapes, records, strict=True)
+            )
+            earned = min(gained * min(HORIZON, max(limits)), INVESTED * one)
+            if missing * known.reading > max(self.balance, earned):
+                self._leave_unread(known, records, bounds)
+                trees = expected_trees(known, records, bounds, most_nodes)
+                shapes, _ = allocate_trees(trees, costs.seconds, draft, **settings)
+            if any(shape.nodes for shape in shapes):
+                known.has_paid, known.wait = True, FIRST_WAIT
             if self.num_passes % REFRESH == 0:  # so that times without drafts, or with longer ones, stay new
                 shapes = [_larger(*pair, most_nodes) for pair in zip(shapes, bounds, strict=True)]
                 shapes = shapes if self.num_passes // REFRESH % 2 else [NO_SHAPE] * len(bounds)
+        self._leave_unread(known, records, bounds)
         lacking = known.reading - self.balance
         if self.num_passes >= known.next_trial:
             several = zip(records, bounds, shapes, strict=True)
+            known.has_hope = self._has_hope(known, count, rows, draft)
             open_to = [record if bound and not shape.nodes else None for record, bound, shape in several]
             lacking = self._add_trials(open_to, shapes, rows, draft)
         affordable = self.num_passes + int(lacking / (EARNED * one))
         drafts = any(shape.nodes for shape in shapes)
         known.idle = (0, 0) if drafts or is_refreshed else (count, max(known.next_trial, affordable))
         return shapes
+
+    def _leave_unread(self, known: DraftSource, records: list[Drafted], bounds: list[int]) -> None:
+        """Set the bounds of sequences to 0 that the balance cannot pay to read."""
+        left = self.balance or 0.0
+        for i, record in enumerate(records):
+            left -= known.reading if bounds[i] and not record.is_read else 0.0
+            bounds[i] = bounds[i] if record.is_read or left >= 0 else 0
+
+    def _has_hope(self, known: DraftSource, count: int, rows: int, draft: DraftSeconds | None) -> bool:
+        """Return whether drafts would pay if they were accepted as often as what was seen leaves possible."""
+        rate = known.tally.acceptances([PRIOR], WEIGHT)[0]
+        seen = WEIGHT + (known.tally.verified[0] if known.tally.verified else 0.0)
+        chain = gains([min(1.0, rate + HOPE * sqrt(rate * (1 - rate) / seen))] * self.max_draft)
+        every = [[(gain, depth) for depth, gain in enumerate(chain)]] * count
+        shapes, _ = allocate_trees(every, self.verify_costs.seconds, draft, other_rows=rows - count)
+        return any(shape.nodes for shape in shapes)
 
     def rests(self, source: str) -> bool:
         """Return whether it is known that nothing will be drafted soon, so that no hidden states are needed for it."""
@@ -186,15 +217,15 @@ class Controller:
         known = self.sources.get(source)
         if self.num_draft != "auto" or known is None or known.has_paid or self.num_passes < MANY:
             return None
-        if not known.tally.verified or not known.costs.widths or not self.verify_costs.is_measured(1):
+        if not known.tally.verified or not known.cost.count or not self.verify_costs.is_measured(1):
             return None
-        cost, rate = known.costs.seconds(1) / self.verify_costs.seconds(1), known.tally.acceptances([None], 0)[0]
+        cost, rate = known.cost.seconds(1, 1) / self.verify_costs.seconds(1), known.tally.acceptances([None], 0)[0]
         if rate > cost + self.verify_costs.seconds(2) / self.verify_costs.seconds(1) - 1:
             return None  # the few trials say that they would
         return f"drafts of {source!r} do not pay: a token costs {cost:.2f} of a pass, and {rate:.0%} are accepted"
 
     def _add_trials(
-        self, records: list[Drafted | None], shapes: list[Shape], rows: int, draft: Seconds | None
+        self, records: list[Drafted | None], shapes: list[Shape], rows: int, draft: DraftSeconds | None
     ) -> float:
         """Add a token for sequences without a draft, those without one for longest first, as the balance pays for.
 
@@ -203,26 +234,26 @@ class Controller:
         assert self.balance is not None
         rows += sum(shape.nodes for shape in shapes)
         width, price = sum(shape.nodes > 0 for shape in shapes), 0.0
-        costs, seconds = self.verify_costs, draft or (lambda width: 0.0)
+        costs, seconds = self.verify_costs, draft or (lambda levels, tokens: 0.0)
         tried = sorted((record.last_pass, i, record) for i, record in enumerate(records) if record)
         for count, (_, i, record) in enumerate(tried, 1):
             price = costs.seconds(rows + count) - costs.seconds(rows)
-            price += seconds(width + count) - (seconds(width) if width else 0.0)
+            price += seconds(1, width + count) - (seconds(1, width) if width else 0.0)
             if price > self.balance:
                 break
             shapes[i], record.is_trial = Shape(1, 1), True
         return price - self.balance
 
-    def observe_drafting(self, tokens: int, passes: int, seconds: float, source: str = "") -> None:
-        """Learn the cost of drafting: `passes` passes of a drafter gave `tokens` tokens in all, in `seconds`.
+    def observe_drafting(self, tokens: int, levels: int, seconds: float, source: str = "") -> None:
+        """Learn the cost of drafting: `tokens` tokens in all, of which `levels` follow each other, took `seconds`.
 
-        Passes that only computed earlier tokens, such as a prompt, must not be counted.
+        What only computed earlier tokens, such as a prompt, must not be counted.
         """
-        if passes < 1:
+        if levels < 1:
             return
-        width, costs = max(1, round(tokens / passes)), self._source(source).costs
-        costs.observe(width, seconds / passes)
-        self._pass.seconds += passes * costs.seconds(width)
+        cost = self._source(source).cost
+        cost.observe(levels, tokens, seconds)
+        self._pass.seconds += cost.seconds(levels, tokens)
 
     def observe_asking(self, sequences: abc.Sequence[Sequence], seconds: float, source: str = "") -> None:
         """Learn that it took `seconds` to get drafts of these sequences, besides what `observe_drafting` gets.
@@ -274,7 +305,8 @@ class Controller:
         costs.observe(rows, seconds)
         for source in self.sources.values():
             if source.is_tried:
-                source.next_trial = self.num_passes + (WAIT if source.deepest else source.wait)
+                often = source.deepest > 0 if source.is_free else source.has_hope
+                source.next_trial = self.num_passes + (WAIT if often else source.wait)
                 source.is_tried, source.wait = False, min(2 * source.wait, LAST_WAIT)
         self.num_passes += 1
         if not record.sequences or self.balance is None:
