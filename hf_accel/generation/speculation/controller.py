@@ -161,8 +161,8 @@ class Controller:
         draft = None if is_free else known.cost.seconds if known.cost.count else lambda *shape: UNMEASURED_DRAFT * one
         is_refreshed = known.deepest > 0 and self.num_passes % REFRESH == 0
         if known.deepest:
-            trees = expected_trees(known, records, bounds, most_nodes)
             settings: Any = {"other_rows": rows - count, "least": costs.doubt(rows)}
+            trees = expected_trees(known, records, bounds, most_nodes)
             shapes, gained = allocate_trees(trees, costs.seconds, draft, **settings)
             missing = sum(
                 bool(shape.nodes) and not record.is_read for shape, record in zip(shapes, records, strict=True)
@@ -190,8 +190,7 @@ class Controller:
         return shapes
 
     def _leave_unread(self, known: DraftSource, records: list[Drafted], bounds: list[int]) -> None:
-        """Set the bounds of sequences to 0 that the balance cannot pay to read."""
-        left = self.balance or 0.0
+        left = self.balance or 0.0  # what it cannot pay to read gets no draft
         for i, record in enumerate(records):
             left -= known.reading if bounds[i] and not record.is_read else 0.0
             bounds[i] = bounds[i] if record.is_read or left >= 0 else 0
@@ -311,8 +310,7 @@ class Controller:
         self.num_passes += 1
         if not record.sequences or self.balance is None:
             return
-        # A reading that takes longer than the balance pays for is not paid later, because it is done only once.
-        balance = max(self.balance - record.reading, min(self.balance, 0.0)) - record.seconds
+        balance = max(self.balance - record.reading, min(self.balance, 0.0)) - record.seconds  # once
         bare, one = max(1, rows - record.drafted), costs.seconds(record.sequences)
         balance += EARNED * costs.seconds(bare) + record.accepted * one / record.sequences
         balance -= costs.extra(bare, record.drafted) if record.drafted else 0.0
