@@ -193,9 +193,13 @@ class Unread(Generic[T]):
         """Apply `function` to the result."""
         return Unread(self.numbers, lambda numbers: function(self.finish(numbers)))
 
-    def read(self) -> T:
-        """The result. The host waits for the device."""
-        return self.finish(self.numbers.tolist())
+    def read(self, meanwhile: Callable[[Tensor], None] | None = None) -> T:
+        """The result. The host waits for the device. meanwhile: called with the numbers while they are copied."""
+        if meanwhile is None:
+            return self.finish(self.numbers.tolist())
+        copy = HostCopy(self.numbers)
+        meanwhile(self.numbers)
+        return self.finish(copy.tolist())
 
 
 def known(result: T) -> Unread[T]:

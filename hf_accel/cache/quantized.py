@@ -72,16 +72,21 @@ def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype is INT4:
         return _quantize_range(rotate(states.float()), scale_dtype)
     numbers = states.float()
-    scales = (numbers.abs().amax(-1) / largest).to(scale_dtype)
+    scales = _divided(numbers.abs().amax(-1), largest).to(scale_dtype)
     levels = numbers / scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
     levels = levels.round() if dtype == torch.int8 else levels
     return levels.clamp(-largest, largest).nan_to_num(0).to(dtype), scales
 
 
+def _divided(x: Tensor, number: float) -> Tensor:
+    """Divide as a CPU does: by a number, torch multiplies on a GPU, by its rounded inverse."""
+    return x / torch.full_like(x, number)
+
+
 def _quantize_range(numbers: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     low, high = numbers.aminmax(dim=-1)
     middle = (low + high) * 0.5
-    scales = ((high - low) / 15).to(scale_dtype)
+    scales = _divided(high - low, 15).to(scale_dtype)
     # Equal numbers have no range: they are all at the level 0.5, which with a shift of 0.5 is 1.
     equal = scales == 0
     scales = torch.where(equal, middle.to(scale_dtype), scales)

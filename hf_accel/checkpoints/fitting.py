@@ -20,11 +20,11 @@ from ..config.fit import Fit
 from ..errors import UnsupportedError
 from ..estimate.result import in_units, room_in
 from ..keywords import positive_number
-from ..patching.calibration.bit_budget import best_within, numbers_and_bytes, rounding_errors
-from ..patching.plan import LinearPlan, Plan
+from ..patching.calibration.bit_budget import best_within, budget_of, rounding_errors
+from ..patching.plan import Plan
 from ..patching.planning import plan_linears
 from ..patching.printed import Line
-from ..patching.survey import LinearSite
+from ..patching.weight_plan import WeightPlan
 from .contents import own_names
 from .ladder import LEAST_TOKENS, Counter, Rung, Sized
 from .readers.reader import are_safe, headers_of
@@ -151,9 +151,7 @@ def _mixed(
     base, left = size.rung.weights, room - size.size
     assert base is not None
     planned = plan_linears(shapes, base, device_type=device_type)
-    plain = [p for p in planned if type(p.site) is LinearSite and p.choice is not None and not p.site.is_head]
-    numbers, stored = numbers_and_bytes(plain)
-    linears = {p.site.name: p for p in plain if p.config.bits < 8}  # where a group divides the inputs
+    linears, numbers, stored = budget_of(planned)
     calibration = fit.kept.get("calibration")
     if calibration is not None:
         average = math.floor(1000 * min(7.99, 8 * (stored + left) / max(1, numbers))) / 1000
@@ -173,7 +171,7 @@ def _mixed(
     return replace(base, eight_bits=tuple(sorted(names))), line
 
 
-def _weight(linear: LinearPlan, read: Read) -> Tensor | None:
+def _weight(linear: WeightPlan, read: Read) -> Tensor | None:
     found = read(linear.site.tensor_name)
     return None if found is None else linear.site.matrices(found)[0]
 

@@ -19,7 +19,7 @@ from ..estimate.shapes import DECODER_TOKENS, decoder_config, has_both, held_spe
 from ..estimate.workload import Workload
 from ..linear.embedding import QuantEmbedding
 from ..patching.check import check_linear_names
-from ..patching.survey import sites_for
+from ..patching.weight_plan import weight_plans
 
 LEAST_TOKENS = 512  # of a cache whose tokens nobody has asked for
 
@@ -154,8 +154,7 @@ def _rungs(shapes: Any, settings: PatchConfig, fit: Fit, *, is_stored: bool) -> 
 def _with_table(shapes: Any, config: WeightConfig, word: Any) -> WeightConfig:
     """Return the config with a quantized embedding, or unchanged where this model's has to stay."""
     wanted = replace(config, embedding=word)
-    _, stays = sites_for(shapes, wanted)
-    return wanted if stays is None else config
+    return wanted if weight_plans(shapes, wanted).embedding_stays is None else config
 
 
 # -- shapes ------------------------------------------------------------------------------------------------

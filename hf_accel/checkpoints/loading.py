@@ -24,16 +24,16 @@ from ..errors import HfAccelError, UnsupportedError
 from ..hardware import release, trim
 from ..hardware.collecting import collecting_later
 from ..hardware.file_pages import MappedFiles, staying
-from ..linear import LinearSpec, QuantModule, Workers
+from ..linear import QuantModule, Workers
 from ..linear.backends.cpu import maps_weights
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer
 from ..parallel.tensor import split_sizes
 from ..patching.originals import Source, Stored, stored_tensors
 from ..patching.pack import Packed, pack_weight
 from ..patching.patch import apply_plan
-from ..patching.plan import LinearPlan
 from ..patching.planning import find_on_disk, make_plan, plan_linears, planned
 from ..patching.printed import Line
+from ..patching.weight_plan import WeightPlan
 from ..tensors import torchs_defaults
 from ..undo.state import state_of
 from .checkpoint import is_ours, prepare, reader_of
@@ -63,7 +63,7 @@ def finish_loading(
 
 
 def _originals(
-    packed: Mapping[str, Packed], model: PreTrainedModel, linears: Sequence[LinearPlan]
+    packed: Mapping[str, Packed], model: PreTrainedModel, linears: Sequence[WeightPlan]
 ) -> dict[str, Stored] | None:
     """Return where the originals are stored; None unless all are stored."""
     wanted = [linear for linear in linears if linear.replaces]
@@ -207,7 +207,7 @@ def register_quantization() -> None:
 class Packer:
     """Takes the weights that the plan quantizes, in a few threads, and gives them back packed."""
 
-    def __init__(self, linears: Sequence[LinearPlan], *, device_type: str, files: Mapping[str, Path], lose: bool):
+    def __init__(self, linears: Sequence[WeightPlan], *, device_type: str, files: Mapping[str, Path], lose: bool):
         """files: where tensors are stored, by their names there. lose: pack also what cannot be read back."""
         self._linears = {linear.site.tensor_name: linear for linear in linears}
         self._device_type, self._files, self._lose = device_type, files, lose
@@ -241,14 +241,11 @@ class Packer:
             self._packed += workers.finish()
         return {packed.name: packed for packed in self._packed}
 
-    def _pack(self, linear: LinearPlan, tensor: Tensor, file: Path | None, stored_as: str | None) -> Packed:
+    def _pack(self, linear: WeightPlan, tensor: Tensor, file: Path | None, stored_as: str | None) -> Packed:
         source = None
         if file is not None and stored_as is not None:
             source = None if self._lose else Source.of(tensor, file, stored_as)
-        assert linear.choice is not None
-        spec = LinearSpec.of(linear.site.matrices(tensor)[0], linear.config)
-        choice = linear.site.choose(spec, linear.config, row_invariant=linear.choice.row_invariant)
-        packed = pack_weight(linear, tensor, choice, source=source)
+        packed = pack_weight(linear, tensor, linear.choice_for(tensor), source=source)
         release(tensor)  # transformers holds its mapping until the whole model is loaded
         return packed
 

@@ -19,8 +19,9 @@ from ..estimate.shapes import load_config, on_meta, stored_config
 from ..linear.hf import stored_experts
 from ..patching.check import is_patched_with, transformers_model
 from ..patching.originals import Stored, checkpoint_files
-from ..patching.plan import LinearPlan, Plan
+from ..patching.plan import Plan
 from ..patching.planning import planned
+from ..patching.weight_plan import WeightPlan
 from ..tensors import torchs_defaults
 from .fitting import fit_into, parameters_in
 from .readers.reader import headers_of
@@ -73,7 +74,7 @@ def _plan_of(path: str | os.PathLike[str], settings: PatchConfig, dtype: torch.d
         raise UnsupportedError("which layers a calibrated plan changes is known by their weights; load the model")
     stored = checkpoint_files(os.fspath(path))
 
-    def find_originals(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
+    def find_originals(model: PreTrainedModel, linears: Sequence[WeightPlan]) -> dict[str, Stored] | None:
         return _stored_equally(model, linears, stored)
 
     model = outline(described, dtype=dtype)
@@ -108,7 +109,7 @@ def _untouched(like: Tensor) -> Tensor:
 
 
 def _stored_equally(
-    model: PreTrainedModel, linears: Sequence[LinearPlan], stored: dict[str, Path]
+    model: PreTrainedModel, linears: Sequence[WeightPlan], stored: dict[str, Path]
 ) -> dict[str, Stored] | None:
     """Return where each weight to be replaced is stored; None unless all are there, in the dtype that they are loaded
     in.

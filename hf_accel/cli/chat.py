@@ -24,6 +24,9 @@ def chat(
     *,
     system: Annotated[str | None, typer.Option(help="The system message, before the first one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 1024,
+    adapter: Annotated[
+        str | None, typer.Option(help="The PATH of a PEFT LoRA that the answers are made with.")
+    ] = None,
     dtype: Dtype = "auto",
     fit: Fit = None,
     asked: Asked,
@@ -37,6 +40,7 @@ def chat(
     Examples:
       hf-accel chat Qwen/Qwen3-0.6B
       hf-accel chat Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
+      hf-accel chat Qwen/Qwen3-0.6B --adapter loras/support
       echo "Why is the sky blue?" | hf-accel chat Qwen/Qwen3-0.6B
     """
     keywords = with_fit(asked.keywords(), fit)
@@ -57,6 +61,9 @@ def chat(
     settings |= {"stop": [stops] if isinstance(stops, str) else list(stops)}
     settings |= {} if seed is None else {"seed": seed}
     with hf_accel.Engine(model, tokenizer=tokenizer) as engine:
+        if adapter is not None:
+            engine.load_adapter(adapter, adapter)
+            settings["adapter"] = adapter
         conversation = Conversation(engine, settings, system)
         write = _nothing if asked.output.json else partial(asked.output.print, end="")
         for message in lines():

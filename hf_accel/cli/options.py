@@ -133,12 +133,13 @@ class Asked:
     """The options that several commands share, as the user gave them.
 
     given: the options of PATCH_OPTIONS that were given, by name. tokens: how tokens are chosen, for what writes text.
-    output: where answers and progress go.
+    output: where answers and progress go. others: the values of the options that one command alone has from a table.
     """
 
     output: Output
     given: Mapping[str, Any] = field(default_factory=dict)
     tokens: TokenChoice = field(default_factory=TokenChoice)
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> dict[str, Any]:
         """Return keywords of patch(), plan() or load().
@@ -230,10 +231,13 @@ def texts_in_file(path: Path) -> list[str]:
 # -- commands ------------------------------------------------------------------------------------------
 
 
-def common(*keywords: str, writes: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def common(
+    *keywords: str, writes: bool = False, others: Sequence[inspect.Parameter] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Give a command --json, --debug and the options of these keywords of patch(); all of them for none.
 
-    writes: whether it writes text, and takes the options of how tokens are chosen.
+    writes: whether it writes text, and takes the options of how tokens are chosen. others: options of a table of its
+    own, whose values are `asked.others`.
     The function gets what was asked for as `asked`. Whatever it raises becomes one line and exit code 2.
     """
     options = [option for option in PATCH_OPTIONS if not keywords or option.keyword in keywords]
@@ -246,7 +250,7 @@ def common(*keywords: str, writes: bool = False) -> Callable[[Callable[..., Any]
         own = inspect.signature(function, eval_str=True).parameters.values()
         kept = [one for one in own if one.name != "asked"]
         chosen = token_parameters() if writes else []
-        parameters = [*kept, *chosen, *(option.parameter for option in options), *switches]
+        parameters = [*kept, *others, *chosen, *(option.parameter for option in options), *switches]
         names = [one.name for one in parameters]
 
         @wraps(function)
@@ -254,9 +258,10 @@ def common(*keywords: str, writes: bool = False) -> Callable[[Callable[..., Any]
             json, debug = values.pop("json"), values.pop("debug")
             given = {option.name: values.pop(option.name) for option in options}
             tokens = TokenChoice.of({one.name: values.pop(one.name) for one in chosen})
+            own_table = {one.name: values.pop(one.name) for one in others}
             given = {name: value for name, value in given.items() if value not in (None, [])}
             with one_line_errors(names, debug=debug), Output.opened(json=json, debug=debug) as output:
-                function(**values, asked=Asked(output, given, tokens))
+                function(**values, asked=Asked(output, given, tokens, own_table))
 
         vars(command)["__signature__"] = inspect.Signature(parameters)
         command.__annotations__ = {one.name: one.annotation for one in parameters}

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from hf_accel.config import DRAFTERS
-from hf_accel.serving.limits import Limits
 
+from .limit_options import limit_parameters, limits_of
 from .models import check_text_model, checked_path, explained, is_row_path, is_sound_path, named_dtype
 from .options import Asked, Dtype, Fit, common, texts_in_file, with_fit
 from .output import BadInputError, say
@@ -23,7 +23,7 @@ NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 NEEDED_FOR_SOUNDS = ("python_multipart", "soundfile", "soxr")
 
 
-@common()
+@common(others=limit_parameters())
 def serve(
     path: Annotated[
         str | None, typer.Argument(metavar="[PATH]", help="A model's folder, a .gguf file, or a name on the hub.")
@@ -47,27 +47,13 @@ def serve(
         list[str] | None,
         typer.Option(help="A site whose pages may ask, as https://chat.example; may be repeated; '*' is any."),
     ] = None,
-    ignore_unknown_fields: Annotated[
-        bool, typer.Option("--ignore-unknown-fields", help="Leave fields of requests out that are not known here.")
-    ] = False,
     chat_template: Annotated[Path | None, typer.Option(help="A file with a Jinja template.")] = None,
-    max_running: Annotated[int, typer.Option(min=1, help="Choices computed at a time.")] = Limits.max_running,
-    max_queue: Annotated[int, typer.Option(min=0, help="Choices that may wait; more get 429.")] = Limits.max_queue,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a choice.")] = None,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = Limits.max_body_bytes,
-    allow_image_host: Annotated[
-        list[str] | None, typer.Option(help="A host to fetch images of messages from; may be repeated; '*' is any.")
-    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
             help="NAME=PATH of a PEFT LoRA that clients name as model, MODEL:NAME=PATH where several models write "
             "text; may be repeated."
         ),
-    ] = None,
-    adapter_folder: Annotated[
-        Path | None, typer.Option(help="Clients may load the adapters in this folder, and unload any.")
     ] = None,
     cache_dir: Annotated[
         Path | None, typer.Option(help="A folder where what prompts begin with stays for the next start.")
@@ -120,14 +106,9 @@ def serve(
     def load() -> Any:
         from hf_accel.serving.hf.loaded_models import load_models
 
-        limits = Limits(
-            max_running, max_queue, max_prompt_tokens, max_new_tokens, max_body_bytes,
-            image_hosts=tuple(allow_image_host or ()), adapter_folder=adapter_folder,
-            ignore_unknown_fields=ignore_unknown_fields,
-        )  # fmt: skip
         models = load_models(
-            places, limits=limits, chat_template=template, dtype=wanted or "auto", engine={"relay": relay},
-            within=explained, **keywords,
+            places, limits=limits_of(asked.others), chat_template=template, dtype=wanted or "auto",
+            engine={"relay": relay}, within=explained, **keywords,
         )  # fmt: skip
         for of, adapter_name, adapter_path in adapters:
             models.load_adapter(adapter_name, adapter_path, model=of)

@@ -1,5 +1,6 @@
 """The configs: frozen, keyword-only, and validated where they are made. Nothing writes into a config."""
 
+from .layout import Activations, Format, Layout
 from .patch_config import (
     DRAFTERS,
     CacheConfig,
@@ -19,11 +20,8 @@ from .weight_config import (
     METHODS,
     NF4_BLOCK,
     WEIGHTS,
-    Activations,
     Bits,
-    Format,
     GroupSize,
-    Layout,
     Method,
     WeightConfig,
     WeightFormat,

@@ -21,8 +21,8 @@ from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
-from ..patching.layer_groups import fitted
-from ..patching.survey import linear_sites, sites_for, sites_named
+from ..patching.survey import linear_sites, sites_named
+from ..patching.weight_plan import weight_plans
 from ..patching.weight_sites import LinearSite
 from .layer_bytes import AttendsToSource, StatefulLayer
 from .roofline import Work
@@ -245,9 +245,11 @@ def weight_tensors(
                 f"{name} of this model holds no plain weight but what another library makes of it; pass model.config, "
                 "and the model is counted before that"
             )
-    found = list(linear_sites(model, ())) if config is None else sites_for(model, config)[0]
+    found = [] if config is None else weight_plans(model, config).weights
+    specs = {id(planned.site.parameter): planned.whole for planned in found}
     sites = {id(site.parameter): site for site in sites_named(model, held or ()).values()}
-    sites |= {id(site.parameter): site for site in found}
+    plain = linear_sites(model, ()) if config is None else [planned.site for planned in found]
+    sites |= {id(site.parameter): site for site in plain}
     seen: set[int] = set()
     of_source = source_modules(model)
     for name, module in model.named_modules():
@@ -255,22 +257,24 @@ def weight_tensors(
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 site = sites.get(id(parameter))
-                counted = _tensor(model, module, parameter) if site is None else _weight(model, site, config)
+                counted = (
+                    _tensor(model, module, parameter)
+                    if site is None
+                    else _weight(model, site, specs.get(id(parameter)))
+                )
                 if held:
                     spec = None if site is None else held.get(site.name)
                     counted = replace(counted, spec=spec, tied=counted.tied and not tables)
                 yield replace(counted, of_source=True) if module in of_source else counted
 
 
-def _weight(model: PreTrainedModel, site: LinearSite, config: WeightConfig | None) -> WeightTensor:
-    """Count the weight of a site."""
-    asked = None if config is None or site.skip is not None else site.config_in(config)
-    kept = None if asked is None else fitted(asked, site.inputs)[0]
+def _weight(model: PreTrainedModel, site: LinearSite, spec: LinearSpec | None) -> WeightTensor:
+    """Count the weight of a site. spec: how it is quantized, if it is."""
     return WeightTensor(
         kind=site.counted_as,
         shape=tuple(site.weight.shape),
         itemsize=site.parameter.itemsize,
-        spec=None if kept is None or site.refusal(kept) is not None else site.whole(site.spec(kept)),
+        spec=spec,
         tied=site.keeps_original,
         top_k=_experts_per_token(model) if site.of_experts else 0,
     )

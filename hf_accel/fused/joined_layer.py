@@ -20,6 +20,7 @@ from ..recognition.trace import Trace
 from ..undo.state import FUSED
 from .modules import add_rms_norm, gate_and_multiply, rope, rope_and_write
 from .norms import NativeNorm, NormForms
+from .row_products import gated_product_of_row, products_of_row
 from .traced_layer import Attention, TracedLayer
 
 # Computes attention: (module, (q, k, v), options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
@@ -45,6 +46,20 @@ def with_partners(operations: list[Operation]) -> Iterator[tuple[Operation, Oper
         if operation is not taken:
             taken = partner(operation, behind)
             yield operation, taken
+
+
+def beside(operations: list[Operation]) -> dict[int, list[Operation]]:
+    """Return the linear layers that follow one at once and have its input, by the id of that one."""
+    found: dict[int, list[Operation]] = {}
+    first: Operation | None = None
+    for operation in operations:
+        if operation.kind != "linear" or operation.values.keys() & {"activation", "vector"}:
+            first = None
+        elif first is not None and operation.inputs == first.inputs:
+            found.setdefault(id(first), []).append(operation)
+        else:
+            first = operation
+    return found
 
 
 JOINABLE = ("linear", "gated", "norm", "rope", "write", "attend", "add")
@@ -83,7 +98,9 @@ class JoinedLayer(TracedLayer):
         if self.others:
             raise UntraceableError("it returns more than its hidden states")
         self.following = following
-        self._steps = list(with_partners(trace.operations))
+        self._beside = beside(trace.operations)
+        taken = {id(operation) for others in self._beside.values() for operation in others}
+        self._steps = [step for step in with_partners(trace.operations) if id(step[0]) not in taken]
         for operation in trace.operations:
             match operation.kind:
                 case "norm":
@@ -104,8 +121,10 @@ class JoinedLayer(TracedLayer):
         held = Held(x)
         for operation, behind in self._steps:
             match operation.kind:
-                case "linear" | "gated":
-                    held.put(operation.outputs[0], _product(held, operation))
+                case "linear":
+                    _put_products(held, [operation, *self._beside.get(id(operation), ())])
+                case "gated":
+                    held.put(operation.outputs[0], _gated(held, operation))
                 case "norm":
                     held.put(operation.outputs[0], _normed(held, operation))
                 case "rope":
@@ -176,12 +195,26 @@ class Held:
         return x.view(*x.shape[:2], count, dim).transpose(1, 2)
 
 
-def _product(held: Held, operation: Operation) -> Tensor:
-    """Compute one linear layer, or the gate and the other half of a gated MLP, [B, T, out]."""
+def _put_products(held: Held, operations: list[Operation]) -> None:
+    """Compute linear layers of one input, each [B, T, out]; of one row in one launch."""
+    linears: list[Any] = [operation.modules[0] for operation in operations]
+    x = held.columns(operations[0].inputs[0], linears[0].in_features)
+    products = products_of_row(linears, x) or [linear(x) for linear in linears]
+    for operation, product in zip(operations, products, strict=True):
+        held.put(operation.outputs[0], product)
+
+
+def _gated(held: Held, operation: Operation) -> Tensor:
+    """Compute the gate and the other half of a gated MLP, [B, T, out]; of one row in one launch."""
     linears: Any = operation.modules
     x = held.columns(operation.inputs[0], linears[0].in_features)
-    first: Tensor = linears[0](x)
-    return gate_and_multiply(first, linears[1](x), operation.values["epilogue"]) if linears[1:] else first
+    if not linears[1:]:
+        only: Tensor = linears[0](x)
+        return only
+    product = gated_product_of_row(linears, x, operation.values["epilogue"])
+    return (
+        gate_and_multiply(linears[0](x), linears[1](x), operation.values["epilogue"]) if product is None else product
+    )
 
 
 def _normed(held: Held, operation: Operation) -> Tensor:

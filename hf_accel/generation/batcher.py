@@ -17,6 +17,7 @@ from ..errors import HfAccelError, HfAccelWarning
 from ..linear.adapters import pass_adapters
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
+from .ahead import Ahead, can_go_ahead, prepared, wait_for
 from .joint_passes import continue_joint, end_joint
 from .prompt_inputs import PassRows, Rows
 from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
@@ -65,6 +66,7 @@ class Batcher:
         self.token_budget = token_budget
         self.num_passes = self.num_computed = self.peak_blocks = 0
         self.num_out_of_memory = self._rows = 0  # passes that did not fit; rows of the last pass
+        self._ahead: Ahead | None = None  # the next pass, if it was launched
         self.in_pass: list[Sequence] = []  # the sequences of the last pass, even if it failed
 
     def add(self, sequence: Sequence, cached: CachedSequence | None = None) -> None:
@@ -88,6 +90,9 @@ class Batcher:
 
     def close(self) -> None:
         """End all sequences."""
+        if self._ahead is not None:  # it writes to blocks, and may read weights, that are given back now
+            self._ahead = None
+            wait_for(self.runner.device)
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             self.remove(sequence, "cancelled")
 
@@ -163,6 +168,7 @@ class Batcher:
                 self._rows += sum(len(draft.tokens) for draft in drafts)
             progress = self._choose(chunks, drafts, self._forward(chunks, drafts))
         except BaseException:
+            self._ahead = None
             self.scheduler.restart()
             for sequence in self.in_pass:
                 # A draft model may count tokens as computed that it has not computed.
@@ -206,6 +212,11 @@ class Batcher:
 
         Each such chunk has a row for its last token and one for each drafted token.
         """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not any(len(draft) for draft in drafts):
+            launched = ahead.taken_for(chunks)
+            if launched is not None:
+                return launched
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
@@ -269,11 +280,27 @@ class Batcher:
             sequences, proposed = [sequences[at] for at in others], [proposed[at] for at in others]
             logits = logits[sent(integers(others), logits)]
         verifier = TOKEN_VERIFIER if self.speculation is None else self.speculation.verifier
-        chosen = choose_tokens(logits, sequences, proposed, verifier)
+        goes_ahead = self._may_go_ahead and can_go_ahead(self.pages, sequences) and len(logits) == len(sequences)
+        meanwhile = (lambda tokens: self._go_ahead(sequences, tokens)) if goes_ahead else None
+        chosen = choose_tokens(logits, sequences, proposed, verifier, meanwhile=meanwhile)
         if self.agreement.size > 1:
             # A rank that rounds otherwise, or draws without a seed, would go on with other tokens than the others.
             chosen = self.agreement.agree(chosen)
         return progress + [self._commit(*pair) for pair in zip(sequences, chosen, strict=True)]
+
+    @property
+    def _may_go_ahead(self) -> bool:
+        """Whether the next pass can be launched before the tokens of this one are read, and would pay."""
+        is_alone = self.speculation is None and self.agreement.size == 1 and not self.scheduler.waiting
+        return is_alone and bool(getattr(self.runner, "goes_ahead", False))
+
+    def _go_ahead(self, sequences: abc.Sequence[Sequence], tokens: Tensor) -> None:
+        """Launch the next pass. tokens: [n] int64 on the device, one of each sequence, which the host has not read."""
+        given = prepared(self.pages, sequences)
+        if given is not None:
+            ids = given.ids(tokens)
+            logits = self.runner(ids, given.positions, given.step, list(range(len(ids))))
+            self._ahead = Ahead(given.places, logits)
 
     def _commit(self, sequence: Sequence, chosen: Chosen | BaseException) -> Progress:
         """Append the chosen tokens to a sequence. An error ends this sequence only, so others keep their tokens."""

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from ..kernels.triton import overlapping
+
 DEVICES = ("cuda",)  # where there may be graphs
 SWITCH = "HF_ACCEL_CUDA_GRAPHS"  # "0" in the environment turns them off
 WARM_UPS = 2  # calls before a capture: kernels are compiled, and libraries take their memory, in these
@@ -63,7 +65,7 @@ class CudaGraphs:
         stream, graph = self._stream, torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream), overlapping():
             for _ in range(WARM_UPS):
                 function()
             stream.synchronize()

@@ -324,6 +324,12 @@ class QuantLinear(QuantModule, Replacement, nn.Linear):
             out = choice.backend.run(rows, self._packed, self.added_bias)
         return out.view(*x.shape[:-1], self.out_features).to(product_dtype(x))
 
+    def packed_for(self, x: Tensor) -> Any:
+        """Return the packed weight by which forward multiplies x [..., in] as it is; None if it changes x before."""
+        self.settle()
+        choice = self.choice or self.pack().chosen
+        return self._packed if self._input_order is None and x.dtype is choice.spec.dtype else None
+
     @property
     def added_bias(self) -> nn.Parameter | None:
         """The tensor that forward adds to the product."""

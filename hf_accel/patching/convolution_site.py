@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class ConvolutionSite(LinearSite):
     """
 
     is_within: ClassVar[bool] = True
+    unreached: ClassVar[str | None] = "convolutions"
     takes_order: ClassVar[bool] = False
 
     @staticmethod
@@ -39,16 +40,8 @@ class ConvolutionSite(LinearSite):
     def matrices(self, tensor: Tensor) -> list[Tensor]:
         return [as_matrix(tensor)]
 
-    def config_in(self, config: WeightConfig, eight_bits: Collection[str] = ()) -> WeightConfig | None:
-        """Return `config` without calibration, which does not reach convolutions."""
-        kept = super().config_in(config, eight_bits)
-        return kept and replace(kept, method="rtn", average_bits=None, calibration=None, resume=None)
-
     def refusal(self, config: WeightConfig) -> str | None:
         return "bitsandbytes has no convolutions" if config.is_nf4 else None
-
-    def remarks(self, config: WeightConfig) -> list[str]:
-        return ["rounded to nearest: calibration does not reach convolutions"] if config.needs_data else []
 
     def replacements(self, model: nn.Module, layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
         yield self.replaced, QuantConvolution(self.module, layers[self.key])

@@ -9,6 +9,7 @@ where the tokens behind padding stand.
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import cache, partial
 from typing import Any
 
@@ -47,8 +48,25 @@ MOST_TOKENS = 4096  # of a trial of experts
 CLOSE = Tolerance(of_largest=1e-4)
 
 
+def generating_part(model: PreTrainedModel) -> tuple[str, PreTrainedModel] | None:
+    """Return the part whose generate() that of the model's class calls, and its name; None for none, or several."""
+    own = getattr(type(model), "generate", None)
+    if own is None or own is GenerationMixin.generate:
+        return None
+    code = getattr(inspect.unwrap(own), "__code__", None)
+    names = () if code is None else code.co_names
+    parts = [(n, each) for n, each in model.named_children() if n in names and isinstance(each, GenerationMixin)]
+    if len(parts) != 1 or "generate" not in names:
+        return None
+    name, part = parts[0]
+    return (name, part) if isinstance(part, PreTrainedModel) and part.can_generate() else None
+
+
 def decoder_refusal(model: PreTrainedModel) -> str | None:
     """Return why the decoder cannot read pages, as one clause; None if it can."""
+    called = generating_part(model)
+    if called is not None and called[1].config.is_encoder_decoder:  # the model itself takes no encoder's output
+        return decoder_refusal(called[1])
     name = type(model).__name__
     if model_device(model).type == "meta":
         return None  # nothing can be tried before the weights are there

@@ -17,8 +17,9 @@ from ..parallel.tensor import TensorParallel
 from ..recognition.known_modules import other_calls
 from ..tensors import model_device
 from .originals import whereabouts
-from .plan import LinearPlan, Plan
+from .plan import Plan
 from .printed import Line
+from .weight_plan import WeightPlan
 
 
 def explain(plan: Plan) -> Iterator[Line]:
@@ -82,9 +83,10 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
         rest, why = ("the rest", "they are no quantized layers") if held else ("all", "weights=None: read in place")
         yield Line("weights", rest, "as they are", why)
         return
-    groups: dict[tuple[str, str, str], list[LinearPlan]] = {}
+    groups: dict[tuple[str, str, str], list[WeightPlan]] = {}
     for linear in plan.linears:
-        groups.setdefault((linear.site.kind, _format(linear), linear.reason), []).append(linear)
+        by = "" if linear.choice is None else f" by {linear.choice.backend.name}"
+        groups.setdefault((linear.site.kind, f"{linear.label}{by}", linear.reason), []).append(linear)
     for (what, choice, reason), members in groups.items():
         yield Line("weights", f"{len(members)} {what}{_shapes(members)}", choice, reason)
     yield from _fold_lines(plan)
@@ -94,8 +96,7 @@ def _weight_lines(plan: Plan) -> Iterator[Line]:
 
 def _held(layer: QuantModule) -> tuple[str, str]:
     """Return what a layer that a checkpoint holds quantized is, and its format with the backend."""
-    group = f" group {layer.layout.group_size}" if layer.layout.group_size else ""
-    return layer.plural, f"{layer.layout.label}{group} by {layer.chosen.backend.name}"
+    return layer.plural, f"{layer.layout.grouped_label} by {layer.chosen.backend.name}"
 
 
 def _fold_lines(plan: Plan) -> Iterator[Line]:
@@ -111,16 +112,7 @@ def _fold_lines(plan: Plan) -> Iterator[Line]:
         yield Line("weights", f"{len(left)} linears, awq", "clips only", f"no exact place for scales is known: {ends}")
 
 
-def _format(linear: LinearPlan) -> str:
-    if linear.choice is None:
-        return "as is"
-    group_size = None if linear.config.is_nf4 else linear.config.layout.group_size
-    group = f" group {group_size}" if group_size else ""
-    method = f" {linear.config.method}" if linear.config.is_calibrated else ""
-    return f"{linear.config.label}{group}{method} by {linear.choice.backend.name}"
-
-
-def _shapes(members: list[LinearPlan]) -> str:
+def _shapes(members: list[WeightPlan]) -> str:
     shapes = {tuple(m.site.weight.shape) for m in members}
     return f" [{'x'.join(map(str, shapes.pop()))}]" if len(shapes) == 1 else ""
 

@@ -4,12 +4,11 @@ forward of ours.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..attention.hf.stock import EAGER, stock_implementation
 from ..config import PatchConfig
@@ -34,6 +33,7 @@ from .attention_survey import (
 )
 from .decoder_survey import (
     counts_padding,
+    generating_part,
     leaves_cache_out,
     most_tokens,
     reads_ahead,
@@ -41,8 +41,9 @@ from .decoder_survey import (
     rows_hidden_in,
     sees_whole_prompts,
 )
-from .plan import FusedPlan, LinearPlan
+from .plan import FusedPlan
 from .sequence_survey import state_sites
+from .weight_plan import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -62,23 +63,15 @@ class InnerGenerator:
 
 def inner_generator(model: PreTrainedModel, config: PatchConfig) -> InnerGenerator | None:
     """Return the part whose generate() that of the model's class calls; None if it calls none, or several."""
-    own = getattr(type(model), "generate", None)
-    if own is None or own is GenerationMixin.generate:
+    found = generating_part(model)
+    if found is None:
         return None
-    names = _names_in(inspect.unwrap(own))
-    parts = {
-        name: part for name, part in model.named_children() if name in names and isinstance(part, GenerationMixin)
-    }
-    if len(parts) != 1 or "generate" not in names:
-        return None
-    (name, part), *_ = parts.items()
-    if not isinstance(part, PreTrainedModel) or not part.can_generate():
-        return None
+    name, part = found
     if config.speculative is not None:
         refuse_drafts(model, config.speculative, f"its generate() calls that of {name!r}")
     given = given_decoder(model, part)
-    found = [_inner(name, each, config) for each in (given, part) if each is not None]
-    return next((each for each in found if each.stock_loop is None), found[-1])
+    planned = [_inner(name, each, config) for each in (given, part) if each is not None]
+    return next((each for each in planned if each.stock_loop is None), planned[-1])
 
 
 def no_pages(model: PreTrainedModel, config: PatchConfig) -> str | None:
@@ -94,11 +87,6 @@ def _inner(name: str, part: Any, config: PatchConfig) -> InnerGenerator:
     stock_loop = stock_cache or loop_refusal(part)
     given = part if isinstance(part, GivenDecoder) else None
     return InnerGenerator(name, stock_cache, stock_loop, decoder_form(part, stock_cache, stock_loop), given)
-
-
-def _names_in(function: Any) -> tuple[str, ...]:
-    code = getattr(function, "__code__", None)
-    return () if code is None else code.co_names
 
 
 def decoder_form(model: PreTrainedModel, stock_cache: str | None, stock_loop: str | None) -> DecoderForm:
@@ -167,7 +155,7 @@ def with_given(config: PatchConfig, fused: FusedPlan, inner: InnerGenerator | No
     return replace(fused, sites=tuple(sites))
 
 
-def with_readers(model: PreTrainedModel, linears: Iterable[LinearPlan], fused: FusedPlan, *, ours: bool) -> FusedPlan:
+def with_readers(model: PreTrainedModel, linears: Iterable[WeightPlan], fused: FusedPlan, *, ours: bool) -> FusedPlan:
     """Add what asks for the dtype of a weight that is quantized, which would be made in floating point for it.
 
     ours: whether the model's attention, and with it its masks, are ours; then what reads masks is added too.

@@ -22,7 +22,8 @@ from ..recognition.unchanged import ALL_HOOKS
 from ..tensors import model_device
 from ..undo.journal import Journal
 from .originals import Originals, Source, Stored
-from .plan import LinearPlan, Plan
+from .plan import Plan
+from .weight_plan import WeightPlan
 
 PROGRESS_SECONDS = 1.0  # seconds without a progress bar
 TRIM = 2**26  # bytes freed before malloc is asked for them: it keeps them for threads that pack no more
@@ -91,7 +92,7 @@ def replace_parameters(model: nn.Module, new: Mapping[str, Mapping[str, Tensor]]
             journal.item(module, "_parameters", parameter, nn.Parameter(value, before.requires_grad))
 
 
-def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Packed], None]) -> None:
+def _pack_all(linears: Sequence[WeightPlan], todo: Plan, replace: Callable[[Packed], None]) -> None:
     # transformers' own bar, which logging.disable_progress_bar() turns off
     with (
         Workers[Packed](None if model_device(todo.model).type == "cpu" else 1) as workers,
@@ -106,7 +107,7 @@ def _pack_all(linears: Sequence[LinearPlan], todo: Plan, replace: Callable[[Pack
             bar.update()
 
 
-def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Packed:
+def _pack_linear(linear: WeightPlan, on_disk: Mapping[str, Stored] | None) -> Packed:
     assert linear.choice is not None
     tensor = linear.site.read()
     packed = pack_weight(linear, tensor, linear.choice, source=_source(linear, on_disk))
@@ -115,7 +116,7 @@ def _pack_linear(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Pa
 
 
 def pack_quantized(
-    linear: LinearPlan, weight: QuantizedWeight, on_disk: Mapping[str, Stored] | None, *, bias: Tensor | None
+    linear: WeightPlan, weight: QuantizedWeight, on_disk: Mapping[str, Stored] | None, *, bias: Tensor | None
 ) -> Packed:
     """Pack a weight that was quantized already, in the form that `replace_linears` takes.
 
@@ -126,7 +127,7 @@ def pack_quantized(
     return Packed(linear.site.name, choice, choice.backend.pack(weight), source, bias)
 
 
-def _source(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Source | None:
+def _source(linear: WeightPlan, on_disk: Mapping[str, Stored] | None) -> Source | None:
     """Return where the original can be read again; None if it is kept."""
     stored = linear.site.stored_name
     if on_disk is None or not linear.frees or stored not in on_disk:
@@ -135,7 +136,7 @@ def _source(linear: LinearPlan, on_disk: Mapping[str, Stored] | None) -> Source 
 
 
 @torch.no_grad()
-def pack_weight(linear: LinearPlan, tensor: Tensor, choice: BackendChoice, *, source: Source | None) -> Packed:
+def pack_weight(linear: WeightPlan, tensor: Tensor, choice: BackendChoice, *, source: Source | None) -> Packed:
     """Quantize the float parameter of a site. Raises UnsupportedError for NaN and infinity, with the layer's name."""
     name, config = linear.site.name, linear.config
     try:
@@ -144,7 +145,7 @@ def pack_weight(linear: LinearPlan, tensor: Tensor, choice: BackendChoice, *, so
         raise UnsupportedError(f"{name!r} cannot be quantized: {error}") from error
 
 
-def _check_finite(linear: LinearPlan) -> None:
+def _check_finite(linear: WeightPlan) -> None:
     """Raise UnsupportedError for NaN and infinity, as quantizing would, before the first weight is freed for good."""
     tensor = linear.site.read()
     low, high = tensor.aminmax()
@@ -166,7 +167,7 @@ def _put_in(layer: nn.Module, full_name: str, model: nn.Module, journal: Journal
     journal.item(model.get_submodule(parent_name), "_modules", name, layer)
 
 
-def _let_go(packed: Packed, linear: LinearPlan, todo: Plan, originals: Originals) -> int:
+def _let_go(packed: Packed, linear: WeightPlan, todo: Plan, originals: Originals) -> int:
     """Free the weight of the Linear that was replaced, if it may go; returns the bytes."""
     site = linear.site
     size = site.tensor.nbytes

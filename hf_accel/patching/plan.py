@@ -11,54 +11,19 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionBackend
-from ..config import PatchConfig, WeightConfig
+from ..config import PatchConfig
 from ..fused.projections import UNLIMITED
 from ..fused.site import Dropped, FusedSite
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
-from ..linear import BackendChoice, QuantLinear, QuantModule
+from ..linear import QuantLinear, QuantModule
 from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
 from .attention_survey import AttentionSite
 from .originals import Stored
 from .place_rounding import placed_functions
 from .printed import Line, Printed, Row, row_of, table
-from .weight_sites import LinearSite
-
-
-@dataclass(frozen=True)
-class LinearPlan:
-    """The plan of one weight. choice None: it stays, because of `reason`."""
-
-    site: LinearSite
-    config: WeightConfig
-    reason: str
-    choice: BackendChoice | None = None
-
-    @property
-    def replaces(self) -> bool:
-        """True if nothing in the model needs the float weight any more."""
-        return self.choice is not None and not self.site.keeps_original
-
-    @property
-    def frees(self) -> bool:
-        """True if the float weight is in memory, where only unpatch() may need it from now on."""
-        return self.replaces and not self.site.is_offloaded
-
-    @property
-    def bytes_read(self) -> int:
-        """Change of the weight bytes that a decode step reads."""
-        kept = 0 if self.replaces else self.site.weight.nbytes
-        return 0 if self.choice is None or not self.site.is_read_whole else self.bytes_held - kept
-
-    @property
-    def bytes_held(self) -> int:
-        """Change of the weight bytes in memory: where the embedding keeps the original, a tied head is a copy."""
-        freed = self.site.weight.nbytes if self.replaces else 0
-        return 0 if self.choice is None else self.site.count * self.choice.spec.weight_bytes - freed
-
-
-# Sites of modules of which our kernels compute all activations.
+from .weight_plan import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -76,7 +41,7 @@ class Fold:
         return Fold(f"{layer}.{self.producer}", tuple(f"{layer}.{name}" for name in self.consumers), self.offset)
 
 
-FindOriginals = Callable[[PreTrainedModel, Sequence[LinearPlan]], dict[str, Stored] | None]
+FindOriginals = Callable[[PreTrainedModel, Sequence[WeightPlan]], dict[str, Stored] | None]
 
 
 @dataclass(frozen=True)
@@ -120,7 +85,7 @@ class Plan(Printed):
     model: PreTrainedModel
     title: str
     config: PatchConfig
-    linears: tuple[LinearPlan, ...]
+    linears: tuple[WeightPlan, ...]
     attention: tuple[AttentionPlan, ...]
     fused: FusedPlan
     stock_attention: str | None
@@ -147,11 +112,11 @@ class Plan(Printed):
         return ALONE if shared is None else shared.ranks
 
     @property
-    def quantized(self) -> tuple[LinearPlan, ...]:
+    def quantized(self) -> tuple[WeightPlan, ...]:
         return tuple(p for p in self.linears if p.choice is not None)
 
     @property
-    def calibrated(self) -> tuple[LinearPlan, ...]:
+    def calibrated(self) -> tuple[WeightPlan, ...]:
         """The linears that are rounded by what calibration data says of their inputs."""
         return tuple(p for p in self.quantized if p.config.is_calibrated)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -47,19 +46,17 @@ from .calibration.folds import find_folds
 from .calibration.windows import check_takes_ids
 from .check import check_calibration, check_in_memory, check_model
 from .explain import explain
-from .layer_groups import fitted
 from .nf4_model import check_takes_nf4
 from .originals import Stored, checkpoint_files, parameter_bytes, readable
 from .over_pages import InnerGenerator, decoder_form, inner_generator, no_pages, with_given, with_pages, with_readers
-from .plan import AttentionPlan, FindOriginals, FusedPlan, LinearPlan, Plan
+from .plan import AttentionPlan, FindOriginals, FusedPlan, Plan
 from .sequence_survey import kept_states
 from .servers import Server, servers_of
-from .survey import check_other_quantizer, input_embedding, sites_for, split_of
+from .survey import check_other_quantizer, input_embedding, split_of
 from .twin import twin
-from .weight_sites import LinearSite
+from .weight_plan import Backends, WeightPlan, weight_plans
 
 OWN_FORWARD = "the forward of a linear layer in it is not nn.Linear's"
-NF4_HEAD = "a checkpoint of bitsandbytes holds no INT8 head"
 
 
 @reading_once
@@ -179,10 +176,11 @@ def plan_linears(
     device_type: str | None = None,
     eight_bits: Collection[str] = (),
     row_invariant: bool = False,
-) -> Iterable[LinearPlan]:
+) -> Iterable[WeightPlan]:
     """Decide about each Linear. device_type: where the weights will be, if the model is on meta still.
 
-    row_invariant: whether backends that are row-invariant come before the others.
+    row_invariant: whether backends that are row-invariant come before the others. Raises UnsupportedError if
+    embedding= was asked for and cannot be met.
     """
     has_tiles = (device_type or model_device(model).type) in triton.DEVICES
     measuring = None if row_invariant or not has_tiles else Measuring()
@@ -190,71 +188,21 @@ def plan_linears(
         for module in model.modules():
             if isinstance(module, QuantModule):  # of a quantized checkpoint
                 measuring.measure(module.chosen, of_experts=isinstance(module, ExpertWeights))
-    where = _Where(device_type, row_invariant, measuring)
-    yield from _plan_sites(model, config, where, eight_bits) if config is not None else ()
+    if config is not None:
+        found = weight_plans(
+            model, config, device_type=device_type, eight_bits=eight_bits, backends=Backends(row_invariant, measuring)
+        )
+        if found.embedding_stays is not None and config.embedding != "auto":
+            raise UnsupportedError(
+                f"embedding={config.embedding!r} is not possible for {type(model).__name__}: {found.embedding_stays}; "
+                "leave embedding= out"
+            )
+        yield from found.weights
     if measuring is not None:
         measuring.finish()
 
 
-def _plan_sites(
-    model: PreTrainedModel, config: WeightConfig, where: _Where, eight_bits: Collection[str]
-) -> Iterable[LinearPlan]:
-    """Plan each site. Raises UnsupportedError if embedding= was asked for and cannot be met."""
-    sites, embedding_stays = sites_for(model, config, device_type=where.device_type)
-    planned = []
-    for site in sites:
-        kept = site.config_in(config, eight_bits)
-        if kept is None:
-            planned.append(LinearPlan(site, config, NF4_HEAD if config.is_nf4 else "head=None"))
-            continue
-        planned.append(_plan_site(site, kept, where, config))
-        if site.embeddings and planned[-1].choice is None:
-            embedding_stays = f"its head stays as it is: {planned[-1].reason}"
-    if embedding_stays is not None and config.embedding != "auto":
-        raise UnsupportedError(
-            f"embedding={config.embedding!r} is not possible for {type(model).__name__}: {embedding_stays}; leave "
-            "embedding= out"
-        )
-    return _put_in_together(planned)
-
-
-def _put_in_together(linears: Sequence[LinearPlan]) -> Iterable[LinearPlan]:
-    """Let all weights that are put in together stay if one of them stays."""
-    kept = {name: p.reason for p in linears if p.choice is None for name in p.site.together}
-    for planned in linears:
-        stays = kept.get(planned.site.name)
-        yield planned if stays is None else replace(planned, choice=None, reason=stays)
-
-
-class _Where(NamedTuple):
-    """The conditions of a layer: its device, whether a row is rounded as if alone, and measurements of tiles."""
-
-    device_type: str | None
-    row_invariant: bool
-    measuring: Measuring | None
-
-
-def _plan_site(site: LinearSite, kept: WeightConfig, where: _Where, asked: WeightConfig) -> LinearPlan:
-    """Decide about a weight. kept: what is asked of it. asked: of the model."""
-    config, why = fitted(kept, site.inputs)
-    refusal = site.skip or site.refusal(config)
-    if refusal is not None:
-        return LinearPlan(site, config, refusal)
-    spec = site.spec(config, device_type=where.device_type)
-    refusal = site.layer_refusal(spec, config)
-    if refusal is not None:
-        return LinearPlan(site, config, refusal)
-    choice = site.choose(spec, config, row_invariant=where.row_invariant)
-    measured = None if where.measuring is None else where.measuring.measure(choice, of_experts=site.of_experts)
-    if config.only_if_faster and choice.seconds > choice.stock_seconds:
-        return LinearPlan(site, config, f"{config.label} was measured to be slower than stock")
-    refusals = [f"{name} refused: {why}" for name, why in choice.refusals]
-    notes = [note for note in (choice.note, measured, site.note) if note]
-    reason = site.reason or "; ".join([*refusals, *notes]) or "first choice"
-    return LinearPlan(site, config, "; ".join([reason, *filter(None, [why]), *site.remarks(asked)]), choice)
-
-
-def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
+def _bytes_read(model: PreTrainedModel, linears: Iterable[WeightPlan]) -> int:
     """Count the weight bytes that a decode step reads: all but the input embedding, unless it is the head too."""
     embedding = input_embedding(model)
     table = None if embedding is None else embedding._parameters.get("weight")
@@ -266,7 +214,7 @@ def _bytes_read(model: PreTrainedModel, linears: Iterable[LinearPlan]) -> int:
     return read + sum(linear.bytes_read for linear in linears)
 
 
-def find_on_disk(model: PreTrainedModel, linears: Sequence[LinearPlan]) -> dict[str, Stored] | None:
+def find_on_disk(model: PreTrainedModel, linears: Sequence[WeightPlan]) -> dict[str, Stored] | None:
     """Return where the checkpoint has every weight to be replaced, bit for bit; None unless all can be read back."""
     replaced = [p for p in linears if p.replaces]
     sites = [p.site for p in replaced if p.frees and not p.site.embeddings]
@@ -309,7 +257,7 @@ def _plan_attention(model: PreTrainedModel, config: PatchConfig) -> Iterable[Att
 
 
 def _plan_fused(
-    model: PreTrainedModel, config: PatchConfig, linears: Sequence[LinearPlan], *, attention: Iterable[AttentionPlan],
+    model: PreTrainedModel, config: PatchConfig, linears: Sequence[WeightPlan], *, attention: Iterable[AttentionPlan],
     operators: OperatorModel | None, states: Mapping[nn.Module, Recorded],
 ) -> FusedPlan:  # fmt: skip
     """Plan the native calls. attention, states: the modules that keep keys and values, or states, in pages, whose

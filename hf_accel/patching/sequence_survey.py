@@ -21,6 +21,8 @@ from ..attention.hf.forward import register
 from ..attention.hf.stock import set_implementation, settable_parts, stock_implementation
 from ..cache.hf import model_kinds
 from ..cache.kinds import CompressedKeys, ConvolutionInputs, IndexKeys, RecurrentStates, SourceKind
+from ..cache.kinds.state_sizes import WITHOUT_LIMITS
+from ..cache.pass_rows import Passes
 from ..errors import UnsupportedError
 from ..fused.hf.compressed import compressed_sites
 from ..fused.hf.counted_positions import counted_sites
@@ -39,7 +41,7 @@ from ..recurrent.hf.recurrences import known_recurrence, recurrence_sites
 from ..undo.journal import mixed_class, original_class
 from ..undo.state import FUSED, STOCK_ATTRIBUTE
 from .decoder_survey import CLOSE, PADDING
-from .tried_passes import PASSES, paged_together, stock_alone
+from .tried_passes import PARTED, PASSES, paged_together, stock_alone
 
 MOST_LAYERS = 24  # of a trial: each kind of layer has to be among the first ones
 
@@ -90,6 +92,8 @@ def _own_code(model: PreTrainedModel) -> dict[str, OwnCode]:
     modules = [each for each in own_code_modules(model) if _is_unknown(model, each[1])]
     if not modules or isinstance(answer_once(operator_model, model), OperatorModel):
         return {}
+    if any(_has_limits(part) for _, module, _ in modules for part in module.modules()):
+        return {}
     try:
         model_kinds(model.config)
     except UnsupportedError:
@@ -111,8 +115,18 @@ def _is_unknown(model: PreTrainedModel, module: nn.Module) -> bool:
     return any(code.refusal is not None or code.unpaged is not None for code in codes)
 
 
+def _has_limits(module: Any) -> bool:
+    """Return whether a module's steps have limits, which transformers keeps in prompts alone. A trial might not reach
+    them.
+    """
+    limits = getattr(module, "time_step_limit", None)
+    return limits is not None and tuple(limits) != WITHOUT_LIMITS
+
+
 def _tried(model: PreTrainedModel, found: dict[str, OwnCode]) -> dict[str, OwnCode] | None:
-    """Return the modules with what a trial says of padding in front of tokens; None if passes over pages differ."""
+    """Return the modules with what a trial says of padding in front of tokens; None if passes over pages differ, or if
+    transformers computes a token of a prompt otherwise than one by itself, which pages may need.
+    """
     register()
     count = _layers_to_try(model, found)
     if count is None:
@@ -132,13 +146,19 @@ def _tried(model: PreTrainedModel, found: dict[str, OwnCode]) -> dict[str, OwnCo
         logits: Tensor = tried(input_ids=ids, use_cache=False, return_dict=True).logits
         return logits
 
-    if not agree(partial(alone, padding=0), paged, CLOSE) or not agree(
-        partial(dense, stock), partial(dense, ours), CLOSE
-    ):
+    def joined(passes: Passes) -> Tensor:
+        return torch.cat(alone(passes, padding=0))
+
+    pairs = (
+        (partial(alone, padding=0), paged), (partial(dense, stock), partial(dense, ours)),
+        (partial(joined, PASSES), partial(joined, PARTED)),
+    )  # fmt: skip
+    if not all(agree(theirs, others, CLOSE) for theirs, others in pairs):
         return None
     if agree(partial(alone, padding=PADDING), paged, CLOSE):
         return found
-    return {name: replace(known, moves_from=0) for name, known in found.items()}
+    keeps = model_kinds(model.config).has(RecurrentStates)
+    return {name: replace(known, moves_from=0, computes_padding=keeps) for name, known in found.items()}
 
 
 def _layers_to_try(model: PreTrainedModel, found: dict[str, OwnCode]) -> int | None:

@@ -12,7 +12,7 @@ from ..linear.backends.cpu import Cpu
 from ..models import modules_by_name
 from ..parallel.tensor import TensorParallel
 from ..recognition.unchanged import has_own_forward
-from .plan import LinearPlan
+from .weight_plan import WeightPlan
 
 
 class Server(Enum):
@@ -26,7 +26,7 @@ class Server(Enum):
 
 
 def servers_of(
-    model: nn.Module, planned: Mapping[nn.Module, LinearPlan], floats: Container[nn.Module],
+    model: nn.Module, planned: Mapping[nn.Module, WeightPlan], floats: Container[nn.Module],
     split: TensorParallel | None,
 ) -> dict[nn.Module, Server]:  # fmt: skip
     """Return the Server of each linear layer. planned: the replaced ones. floats: those with a native forward."""

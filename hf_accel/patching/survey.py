@@ -29,8 +29,7 @@ from ..tensors import is_plain_tensor, is_sharded, model_device
 from ..undo.journal import original_class
 from .check import MOVED, check_linear_names, hook_refusal, is_offloaded
 from .convolution_site import ConvolutionSite
-from .encoder_groups import with_finer_groups
-from .layer_groups import fitted
+from .weight_groups import with_groups
 from .weight_sites import EmbeddingSite, ExpertsSite, LinearSite, OffloadedSite
 
 SCALED_LOOK_UP = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
@@ -90,41 +89,10 @@ def sites_for(
     Raises UnsupportedError for names in skip= and for groups that do not fit.
     """
     check_linear_names(model, config)
-    sites = list(linear_sites(model, config.skip))
     on_cpu = (device_type or model_device(model).type) in ("cpu", "meta")
-    if config.bits == 8 and config.leaves_groups and on_cpu and not model.can_generate():
-        sites = with_finer_groups(model, sites)
+    sites = with_groups(model, list(linear_sites(model, config.skip)), config, on_cpu=on_cpu)
     experts = list(experts_sites(model, config.skip))
-    named_size = None if config.leaves_groups else config.layout.group_size
-    if named_size is not None and not config.is_nf4:  # whose blocks go over the ends of rows
-        _check_groups(sites, config.bits, named_size)
-    head = config.for_head
-    if head is not None and head.layout.group_size is not None and not head.leaves_groups:
-        _check_head(sites, head.layout.group_size)
     return with_embedding(model, config, [*sites, *experts])
-
-
-def _check_groups(sites: Iterable[LinearSite], bits: int, group_size: int) -> None:
-    """Raise UnsupportedError unless groups of this size divide the inputs of every Linear that would be quantized."""
-    cut = [site for site in sites if not site.is_head and site.skip is None and site.inputs % group_size]
-    if not cut:
-        return
-    ends = sorted({site.name.rpartition(".")[2] for site in cut})
-    raise UnsupportedError(
-        f"group_size={group_size} does not divide the {cut[0].inputs} inputs of {cut[0].name!r}; leave it out, and "
-        f"each layer gets groups that fit: weights={{'bits': {bits}}}, or leave such layers as they are: "
-        f"weights={{'bits': {bits}, 'group_size': {group_size}, 'skip': {ends}}}"
-    )
-
-
-def _check_head(sites: Iterable[LinearSite], group_size: int) -> None:
-    """Raise UnsupportedError unless groups of this size divide the inputs of the head."""
-    head = next((site for site in sites if site.is_head and site.skip is None), None)
-    if head is not None and head.inputs % group_size:
-        raise UnsupportedError(
-            f"group_size={group_size} does not divide the {head.inputs} inputs of {head.name!r}; leave group_size= "
-            "or head= out"
-        )
 
 
 def split_of(model: PreTrainedModel) -> TensorParallel | None:
@@ -288,8 +256,7 @@ def _head_refusal(model: PreTrainedModel, head: LinearSite, config: WeightConfig
 
 def _own_refusal(model: PreTrainedModel, site: EmbeddingSite, config: WeightConfig) -> str | None:
     """Return why an embedding gets no quantized weight of its own."""
-    kept = config.for_embedding
-    if kept is None:
+    if config.for_embedding is None:
         return "it shares no weight with a head"
     other = other_quantizer(model)
     if other is not None:
@@ -299,8 +266,7 @@ def _own_refusal(model: PreTrainedModel, site: EmbeddingSite, config: WeightConf
         return "its weight is no plain float tensor"
     if lost_on_saving(model)(site.name):
         return "it is renamed or joined with others when it is saved, so that it would not be found again"
-    size = fitted(kept, site.inputs)[0].layout.group_size or 1
-    return f"group_size={size} does not divide its {site.inputs} numbers" if site.inputs % size else None
+    return None
 
 
 def _refusal(model: PreTrainedModel, name: str, embedding: nn.Embedding, owners: set[nn.Module]) -> str | None:

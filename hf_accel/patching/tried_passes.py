@@ -36,9 +36,12 @@ from ..undo.journal import original_class
 TRIED_LAYERS = 2  # the first one can differ from all others
 LENGTHS = (5, 3)  # of the encoder's output of two sequences
 PASSES: Passes = (((0, 3),), ((0, 1), (1, 2)), ((0, 1), (1, 1)))
+PARTED: Passes = (((0, 2),), ((0, 1),), *PASSES[1:])  # the same tokens, the last one of a prompt by itself
 
 
-def stock_alone(model: PreTrainedModel, *, padding: int, tried: Any = None) -> tuple[Tensor, ...]:
+def stock_alone(
+    model: PreTrainedModel, passes: Passes = PASSES, *, padding: int, tried: Any = None
+) -> tuple[Tensor, ...]:
     """Compute the passes of each sequence alone in a model without an encoder, with padding in front of it.
 
     tried: the small copy that computes them; None for one of its first layers.
@@ -49,7 +52,7 @@ def stock_alone(model: PreTrainedModel, *, padding: int, tried: Any = None) -> t
     for number in range(len(LENGTHS)):
         cache = DynamicCache(config=layers_config(tried.config))
         mask = torch.zeros(1, padding, dtype=torch.int64)
-        for ids in _tokens(model, number, PASSES):
+        for ids in _tokens(model, number, passes):
             shown = ids if mask.any() else [padding_token(model)] * padding + ids
             mask = torch.nn.functional.pad(mask, (0, len(ids)), value=1)
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -len(shown) :]

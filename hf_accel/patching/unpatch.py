@@ -19,7 +19,8 @@ from ..undo.journal import Journal, Write
 from ..undo.state import PART_OF, PatchState, find_state
 from .check import is_offloaded, transformers_model
 from .nf4_model import check_nf4
-from .weight_sites import takes_a_place
+from .weight_plan import weight_plan
+from .weight_sites import EmbeddingSite, takes_a_place
 
 Model = TypeVar("Model")
 # Settings that patch(), and save_pretrained() of a patched model, write into its copy of a config.
@@ -168,8 +169,10 @@ def give_tokens(journal: Journal, write: Write, config: WeightConfig | None) -> 
     head: Any = next(
         (w.new for w in journal.writes if isinstance(w.new, QuantLinear) and w.old.weight is weight), None
     )
-    own = None if config is None or head is not None else config.for_embedding
-    stored = head.quantized if own is None else quantize(weight, own)
+    if config is None or head is not None or config.for_embedding is None:
+        stored = head.quantized
+    else:
+        stored = quantize(weight, weight_plan(EmbeddingSite("", write.old), config).config)
     made = resized.weight.detach().to(weight.dtype, copy=True)
     _give_numbers(made, weight, stored, resized.weight.dtype)
     weight.data = made

@@ -58,6 +58,7 @@ class LinearSite:
     is_within: ClassVar[bool] = False  # whether the layer is a part of the module that takes the place
     is_read_whole: ClassVar[bool] = True  # by a decode step
     of_experts: ClassVar[bool] = False
+    unreached: ClassVar[str | None] = None  # what it is called, if calibration data does not reach it
     takes_order: ClassVar[bool] = True  # whether a checkpoint may hold its inputs in an order of their own
     is_offloaded: ClassVar[bool] = False  # whether the weight is not in memory between calls
     reason: ClassVar[str | None] = None  # that the plan gives for the backend, if it is always the same
@@ -119,6 +120,11 @@ class LinearSite:
         return self.weight.shape[-1]
 
     @property
+    def width(self) -> str:
+        """The inputs of a matrix, as errors name them."""
+        return f"the {self.inputs} inputs"
+
+    @property
     def count(self) -> int:
         """Matrices in the parameter: one for each expert."""
         return 1
@@ -149,8 +155,11 @@ class LinearSite:
         if self.is_head:
             return config.for_head
         kept = config.for_linear(self.name, also=eight_bits)
-        is_left = kept.bits == 8 and kept.leaves_groups
-        return replace(kept, group_size=self.group_size) if self.group_size and is_left else kept
+        if self.group_size and kept.bits == 8 and kept.leaves_groups:
+            kept = replace(kept, group_size=self.group_size)
+        if self.unreached is not None:
+            kept = replace(kept, method="rtn", average_bits=None, calibration=None, resume=None)
+        return kept
 
     def refusal(self, config: WeightConfig) -> str | None:
         """Return why such a weight cannot be held as its `config` says, as one clause; None if it can."""
@@ -176,6 +185,8 @@ class LinearSite:
 
     def remarks(self, config: WeightConfig) -> list[str]:
         """Return what else the plan says if the weight is quantized by `config`, as clauses."""
+        if self.unreached is not None and config.needs_data:
+            return [f"rounded to nearest: calibration does not reach {self.unreached}"]
         return [] if self.remark is None else [self.remark]
 
     @property
@@ -251,6 +262,7 @@ class ExpertsSite(LinearSite):
     """A parameter of fused experts. module: the experts, which are replaced with all of their weights."""
 
     kind: ClassVar[str] = "weights of experts"
+    unreached: ClassVar[str | None] = "experts"
     counted_as: ClassVar[str] = "experts"
     is_within: ClassVar[bool] = True
     of_experts: ClassVar[bool] = True
@@ -276,19 +288,8 @@ class ExpertsSite(LinearSite):
     def bias(self) -> None:
         """Biases of experts stay where they are."""
 
-    def config_in(self, config: WeightConfig, eight_bits: Collection[str] = ()) -> WeightConfig:
-        """Return `config` without calibration, which does not reach experts."""
-        kept = config.for_linear(self.name, also=eight_bits)
-        return replace(kept, method="rtn", average_bits=None, calibration=None, resume=None)
-
     def refusal(self, config: WeightConfig) -> str | None:
-        if config.is_nf4:
-            return "bitsandbytes has no experts"
-        size = config.layout.group_size or 1
-        return f"group_size={size} does not divide the {self.inputs} inputs" if self.inputs % size else None
-
-    def remarks(self, config: WeightConfig) -> list[str]:
-        return ["rounded to nearest: calibration does not reach experts"] if config.needs_data else []
+        return "bitsandbytes has no experts" if config.is_nf4 else None
 
     def pack(self, tensor: Tensor, config: WeightConfig, choice: BackendChoice) -> Any:
         return [choice.backend.quantize(weight, config) for weight in self.matrices(tensor)]
@@ -313,6 +314,10 @@ class EmbeddingSite(LinearSite):
     is_read_whole: ClassVar[bool] = False
     takes_order: ClassVar[bool] = False
     reason: ClassVar[str | None] = "rows are looked up"
+
+    @property
+    def width(self) -> str:
+        return f"its {self.inputs} numbers"
 
     def config_in(self, config: WeightConfig, eight_bits: Collection[str] = ()) -> WeightConfig | None:
         return config.for_embedding

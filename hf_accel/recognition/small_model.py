@@ -47,20 +47,25 @@ def _settings_of(module: nn.Module) -> Iterator[Hashable]:
 
 
 class SparseLinear(nn.Module):
-    """A linear layer of which each output has one input, so that it costs nothing."""
+    """A linear layer of which each output has one input, so that it costs nothing.
+
+    has_bias: it gives something for zeros, as those that hide padding are.
+    """
 
     place: Tensor
     factor: Tensor
+    shift: Tensor | None
 
-    def __init__(self, inputs: int, outputs: int, numbers: RandomNumbers) -> None:
+    def __init__(self, inputs: int, outputs: int, numbers: RandomNumbers, *, has_bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = inputs, outputs
         self.register_buffer("place", (numbers(outputs) * 1e4).long().remainder(inputs), persistent=False)
         self.register_buffer("factor", numbers(outputs), persistent=False)
+        self.register_buffer("shift", numbers(outputs) if has_bias else None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x[..., self.place] * self.factor
-        return result
+        return result if self.shift is None else result + self.shift
 
     @property
     def weight(self) -> Tensor:
@@ -151,7 +156,8 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
     """Copy a module and all in it, with small parts instead of linear layers and tables."""
     own: Any = module
     if isinstance(getattr(own, "in_features", None), int) and isinstance(getattr(own, "out_features", None), int):
-        return SparseLinear(own.in_features, own.out_features, copying.numbers)
+        has_bias = getattr(own, "bias", None) is not None
+        return SparseLinear(own.in_features, own.out_features, copying.numbers, has_bias=has_bias)
     if copying.plain and any(each is not None and each.ndim == 3 for each in own._parameters.values()):
         width = next((size for name in EXPERT_WIDTHS if isinstance(size := getattr(own, name, None), int)), None)
         if width is not None:

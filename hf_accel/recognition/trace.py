@@ -34,6 +34,7 @@ from .call_form import (
     CallForm,
 )
 from .code import ROTATIONS, with_functions
+from .complex_rotation import ROTATION_BY_COMPLEX, ComplexTable, rotate_by_complex
 from .expanded_keys import expand_latents
 from .folding import folded
 from .known_modules import known_module
@@ -170,7 +171,7 @@ class Trace(AttentionRecord):
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
         tensors |= {SOURCE_BIAS: self.source_bias}
         if form.one_table:
-            tensors[TABLES] = Opaque(TABLES)
+            tensors[TABLES] = ComplexTable(self.device)
         self.given = {name: tensors[name] for name in form.tensors}
         if SOURCE_STATES in form.tensors and self.cache_class is None:
             raise UntraceableError("it attends to an encoder's output without a cache")
@@ -289,9 +290,12 @@ class Trace(AttentionRecord):
         """The functions of the code's file that are recorded where it calls them: a rotation, and activations."""
         for name in forward.__code__.co_names:
             function = forward.__globals__.get(name)
-            activation = None if name in ROTATIONS else name_of_function(function)
+            rotates = name in (*ROTATIONS, ROTATION_BY_COMPLEX)
+            activation = None if rotates else name_of_function(function)
             if name in ROTATIONS:
                 yield name, partial(self.rotate, function)
+            elif rotates and function is not None:
+                yield name, partial(rotate_by_complex, self, function)
             elif activation is not None:
                 self.note(forward.__globals__, name, function)
                 yield name, partial(self.activate, activation)

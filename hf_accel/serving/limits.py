@@ -16,6 +16,11 @@ LONGEST_RETRY = 60  # seconds that a client is asked to wait at most
 MEMORY = 0.9  # how much of the mean time of a choice comes from those before the last one
 
 
+def least_of(name: str) -> int:
+    """Return the least that a number of Limits may be."""
+    return 0 if name == "max_queue" else 1
+
+
 @dataclass(frozen=True)
 class Limits:
     """The most that one client may ask for, and the number of requests at a time.
@@ -42,10 +47,9 @@ class Limits:
     ignore_unknown_fields: bool = False
 
     def __post_init__(self) -> None:
-        least = {"max_queue": 0}
         for name, value in vars(self).items():
-            if type(value) is int and value < least.get(name, 1):
-                raise UnsupportedError(f"{name}={value} must be at least {least.get(name, 1)}")
+            if type(value) is int and value < least_of(name):
+                raise UnsupportedError(f"{name}={value} must be at least {least_of(name)}")
 
     @property
     def most_choices(self) -> int:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_accel
 from hf_accel.cli.chat import Conversation
+from tests.serving.adapters import save_adapter
 
 from .conftest import TINY, Run, one_line
 from .test_commands import PROMPT, answer
@@ -53,6 +54,21 @@ def test_a_conversation_keeps_what_was_said(run: Run, folder: Path) -> None:
     assert result.stdout == f"{first}\n{second}\n{third}\n"
     document = answer(run("chat", folder, *WORDS, "--json", input="import re\n"))
     assert [message["role"] for message in document["messages"]] == ["user", "assistant"]
+
+
+def test_answers_of_an_adapter(run: Run, folder: Path, tmp_path: Path) -> None:
+    path, messages = tmp_path / "lora", [{"role": "user", "content": "import re"}]
+    save_adapter(path, folder, seed=1)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with hf_accel.Engine(hf_accel.patch(model, weights=None), tokenizer=tokenizer) as engine:
+        engine.load_adapter("lora", path)
+        new = [*engine.submit(inputs["input_ids"][0].tolist(), adapter="lora", max_new_tokens=6, temperature=0.0)]
+    result = run("chat", folder, *WORDS, "--adapter", path, input="import re\n")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{tokenizer.decode(new, skip_special_tokens=True)}\n"
+    assert result.stdout != f"{expected(folder, messages)}\n"
+    assert "lora" in one_line(run("chat", folder, *WORDS, "--adapter", tmp_path / "no lora", input="x\n"))
 
 
 def test_a_chat_that_is_full(run: Run, folder: Path) -> None:

@@ -281,11 +281,12 @@ def test_a_changed_expansion_is_run_by_its_own_code(how: str) -> None:
     (torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"),
     (torch.float32, {"bits": 4, "group_size": 32}),
 ])  # fmt: skip
-@pytest.mark.parametrize("kind", ["MiniCPM3", "DeepseekV3"])
+@pytest.mark.parametrize("kind", ["MiniCPM3", "DeepseekV3", "DeepseekV2"])
 def test_a_native_call_has_the_bits_of_the_modules(kind: str, dtype: torch.dtype, weights: Any) -> None:
     if hf_accel.kernels.cpu.refusal() is not None:
         pytest.skip("a layer runs module by module without the kernels")
-    model = hf_accel.patch(model_of(kind, **WIDE).to(dtype), weights=weights)
+    # torch rounds the products of a complex table once where it takes fewer at once
+    model = hf_accel.patch(model_of(kind, **WIDE, qk_rope_head_dim=16).to(dtype), weights=weights)
     layers, ids = model.model.layers, torch.randint(1, VOCABULARY, (3, 24))
 
     def logits() -> Tensor:

@@ -17,6 +17,8 @@ if not hasattr(transformers, "MistralLarge4Config"):
 from transformers import (
     DogeConfig,
     DogeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     InklingForCausalLM,
     InklingTextConfig,
     MistralLarge4Config,
@@ -221,3 +223,51 @@ def test_everything_comes_back() -> None:
     alone(model, PROMPTS[0], 3)
     hf_accel.unpatch(model)
     assert snapshot(model) == before
+
+
+def granite(**settings: Any) -> Any:
+    """A model whose scans have a bias in front of them, so that no forward of ours knows them."""
+    own = {
+        "intermediate_size": 48, "shared_intermediate_size": 48, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+        "mamba_n_groups": 1, "mamba_proj_bias": True, "mamba_chunk_size": 4, "mamba_expand": 2,
+    }  # fmt: skip
+    model = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**USUAL, **own, num_hidden_layers=2, **settings))
+    nn.init.normal_(model.model.layers[0].mamba.in_proj.bias)
+    return model.eval()
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    given = {"attention_mask": (ids != 0).long(), "max_new_tokens": 4, "do_sample": False}
+    found: list[torch.Tensor] = model.generate(ids, **given, return_dict_in_generate=True, output_logits=True).logits
+    return found
+
+
+def test_padded_rows_are_stocks_where_a_bias_makes_tokens_of_padding() -> None:
+    torch.manual_seed(3)
+    model, ids = granite(), torch.tensor([[0, 0, 5, 6, 9], [7, 8, 9, 3, 4]])
+    expected, alone_expected = logits_of(model, ids), logits_of(model, ids[1:])
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(logits_of(model, ids), expected, rtol=0, atol=1e-4)
+    assert hf_accel.stats(model)["loop"] == "stock: its recurrent layers compute padding as they compute tokens"
+    torch.testing.assert_close(logits_of(model, ids[1:]), alone_expected, rtol=0, atol=1e-4)
+    assert hf_accel.stats(model)["loop"] == "ragged"
+    with pytest.raises(UnsupportedError, match="computes padding"):
+        model(ids, attention_mask=(ids != 0).long(), past_key_values=PagedCache(model.config))
+
+
+@pytest.mark.parametrize("limits", [(0.01, 0.1), (1e-4, float("inf"))])
+def test_code_whose_steps_have_limits_in_prompts_alone_stays_with_transformers(limits: tuple[float, float]) -> None:
+    """Over pages tokens of a prompt may be computed one by one, as in stock's loop, which this rotation asks for."""
+    torch.manual_seed(3)
+    rotation = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    usual = granite(rope_parameters=rotation, position_embedding_type="rope")
+    model = granite(rope_parameters=rotation, position_embedding_type="rope", time_step_limit=limits)
+    ids = torch.tensor([[7, 8, 9, 3, 4]])
+    assert own_code(usual) and not own_code(model)
+    with torch.no_grad():
+        model.model.layers[0].mamba.dt_bias.fill_(-12.0 if limits[0] < 0.01 else 1.0)
+        model.model.layers[0].mamba.in_proj.weight[-8:] *= 0.1
+    expected = logits_of(model, ids)
+    hf_accel.patch(model, weights=None)
+    torch.testing.assert_close(logits_of(model, ids), expected, rtol=0, atol=1e-4)

@@ -199,7 +199,12 @@ def _refusals(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, str, st
 
 def _reads_biases(model: PreTrainedModel) -> bool:
     """Return whether our attention reads a bias of positions in a model: over pages, which others have no need of."""
-    return bool(model.config.is_encoder_decoder and model.can_generate())
+    return has_encoder(model) and bool(model.can_generate())
+
+
+def has_encoder(model: PreTrainedModel) -> bool:
+    """Return whether the decoder of a model, or of the part that generates its tokens, has an encoder."""
+    return bool(model.config.is_encoder_decoder or getattr(layers_config(model.config), "is_encoder_decoder", False))
 
 
 def stock_parts(model: PreTrainedModel) -> dict[str, str]:
@@ -213,7 +218,7 @@ def stock_parts(model: PreTrainedModel) -> dict[str, str]:
 
 def _stock_parts(model: PreTrainedModel) -> dict[str, str]:
     parts: dict[str, str] = {}
-    decoder = {*model.get_decoder().modules()} if model.config.is_encoder_decoder else set()
+    decoder = {*model.get_decoder().modules()} if has_encoder(model) else set()
     for part, name, refusal, _ in attention_refusals(model):
         if part in decoder:  # which may have a copy of the config
             continue
@@ -231,7 +236,7 @@ LOOKED_UP = ("_attn_implementation", "_mask(")  # what the code of a model calls
 
 def _looks_nothing_up(model: PreTrainedModel, part: PreTrainedModel) -> bool:
     """Return whether a part is an encoder that makes its own masks and computes all its attention by itself."""
-    if not model.config.is_encoder_decoder or part is not model.get_encoder():
+    if not has_encoder(model) or part is not model.get_encoder():
         return False
     sources = [source_of(original_class(each)) for each in part.modules() if isinstance(each, PreTrainedModel)]
     known = not any(source is None or name in source for source in sources for name in LOOKED_UP)

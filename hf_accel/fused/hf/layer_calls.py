@@ -23,6 +23,7 @@ from ...kernels.cpu.library import FLOATS
 from ...linear.adapters import PassAdapters
 from ...linear.experts import is_mixture
 from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
+from ...recognition.complex_rotation import cos_and_sin
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ...recognition.unchanged import Read, is_same_value
@@ -131,6 +132,8 @@ class LayerCalls(ABC, Generic[Layer]):
         x: what it is called with, for which `computes` holds. kwargs: its other arguments, with a CacheOverPages.
         """
         tables = kwargs.get("position_embeddings")
+        if type(tables) is Tensor and tables.is_complex():
+            tables = cos_and_sin(tables)
         if tables is not None and (type(tables) is not tuple or list(map(type, tables)) != [Tensor, Tensor]):
             return "its position embeddings are not two tensors"
         if output_capturing._active_collector.get():
@@ -170,7 +173,7 @@ class LayerCalls(ABC, Generic[Layer]):
             states, of_states = layer_of_states.group, whole.groups[layer_of_states.group_index]
             if of_states.written is not None or len(of_states.slots) != tokens:
                 return "its pass has padding"
-        return LayerPlace(kwargs, self.kind, group, whole, step, whole_cache if has_source else None, states)
+        return LayerPlace(kwargs, self.kind, tables, group, whole, step, whole_cache if has_source else None, states)
 
     def _ready(
         self, layer: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor] | None, kwargs: dict[str, Any]

@@ -19,7 +19,8 @@ from ..traced_layer import TracedLayer
 class LayerPlace:
     """The place where a pass writes K and V, or states, of the layers of one group, and what it gives to each of them.
 
-    kwargs: the arguments of a layer's call, by name. kind: the `kind` of that layer. step: the Step of all groups.
+    kwargs: the arguments of a layer's call, by name. kind: the `kind` of that layer. tables: cos and sin, [B or 1, T,
+    head_dim]; None if the layer is given none. step: the Step of all groups.
     fields: the part of a native call that all layers of the group share; it is made with the first call. whole: the
     cache that also keeps keys of an encoder's output; None for one without. source_fields: as fields, of its pages.
     state_group: of the states that the layers keep, with K and V or alone; None if they keep none. state_fields: as
@@ -28,6 +29,7 @@ class LayerPlace:
 
     kwargs: dict[str, Any]
     kind: tuple[object, ...]
+    tables: tuple[Tensor, Tensor] | None
     group: PageGroup
     step: Step
     group_step: GroupStep
@@ -36,11 +38,6 @@ class LayerPlace:
     fields: CallFields | None = None
     source_fields: SourceFields | None = None
     state_fields: StateFields | None = None
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor] | None:
-        """cos and sin, [B or 1, T, head_dim]; None if the layer is given none."""
-        return self.kwargs.get("position_embeddings")
 
 
 PlaceKey = tuple[int, tuple[bool, bool] | None]  # the mask, which the place keeps; and TracedLayer.keeps

@@ -21,7 +21,7 @@ from ...attention.hf.mask import CausalMask, Meaning
 from ...cache.hf import CacheOverPages
 from ...cache.hf.pass_sequences import EqualLengths, PassSequences, columns_of_tokens
 from ...cache.hf.sequence_cache import SequenceCache
-from ...errors import NotRaggedError
+from ...errors import NotRaggedError, UnsupportedError
 from ...models import modules_by_name
 from ...recognition.cache_code import CACHE_NAMES
 from ...recognition.call_form import parameter_names
@@ -47,6 +47,7 @@ class OwnCode:
     tokens before. selects: whether it chooses some of them. moves_from: the number of columns in a batch of
     transformers' from which on padding in front of a token may change what its code computes; None for any number.
     whole: whether it is given the tables of the positions of all tokens so far, and not of those of a pass alone.
+    computes_padding: whether padding changes its states in transformers.
     """
 
     cache: str
@@ -54,6 +55,7 @@ class OwnCode:
     selects: bool
     moves_from: int | None
     whole: bool = False
+    computes_padding: bool = False
 
 
 class PagedSequences(Mixin):
@@ -66,6 +68,14 @@ class PagedSequences(Mixin):
         if not isinstance(given.get(known.cache), CacheOverPages):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return _Calls(self, known, given).results(super().forward)  # type: ignore[misc]
+
+
+def padding_refusal(module: object, layer_idx: int) -> str:
+    """Return the message about padded rows over pages, for a layer whose states change with padding."""
+    return (
+        f"{type(module).__name__} {layer_idx} computes padding as it computes tokens; give rows of one length, or "
+        "take generate_batch()"
+    )
 
 
 class OfSequences(dict[Hashable, Any]):
@@ -82,6 +92,8 @@ class _Calls:
         self.module, self.known, self.given = module, known, given
         self.cache: Any = given[known.cache]
         self.sequences = PassSequences.of(self.cache, module)
+        if known.computes_padding and self.sequences.step.token_columns is not None:
+            raise UnsupportedError(padding_refusal(module, module.layer_idx))
         hidden = next(value for value in given.values() if isinstance(value, Tensor) and value.ndim == 3)
         self.shape = hidden.shape[:2]
         layer = self.cache.layers[module.layer_idx]

@@ -21,6 +21,7 @@ from ...linear.hf import experts_refusal
 from ...models import is_within, layers_config, modules_by_name
 from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
+from ...recognition.complex_rotation import rotates_by_complex
 from ...recognition.expanded_keys import ROTATED
 from ...recognition.known_modules import known_module
 from ...recognition.operation import INPUT, Span, UntraceableError
@@ -286,7 +287,8 @@ def layer_sites(
             trace.tried = bool(inner) and inner[0] in tried
             if linears is not None:
                 trace.is_called, trace.states_of, trace.expands = is_mixture, states.get, is_known_expansion
-            trace.decoder_layer(module, _width(module), usual_pass(type(module), has_encoder=has_encoder))
+            form = usual_pass(type(module), has_encoder=has_encoder)
+            trace.decoder_layer(module, _width(module), replace(form, one_table=rotates_by_complex(module)))
             if inner:
                 attention_of(trace, _spec_of(trace, attention))
             source_attention(trace, attention.get)

@@ -128,7 +128,7 @@ class LoopCall:
     @property
     def prompt_columns(self) -> int:
         """Return T, the columns of the prompts; these have no ids where the prompts are embeddings."""
-        embeddings = self.inputs.get("inputs_embeds")
+        embeddings = None if self.has_encoder else self.inputs.get("inputs_embeds")  # which are the encoder's
         return self.num_columns if embeddings is None else int(embeddings.shape[1])
 
     @cached_property

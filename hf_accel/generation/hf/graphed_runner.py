@@ -69,6 +69,8 @@ class GraphedRunner(ModelRunner):
     invariant_rows: no pass is padded to more rows than these, see Speculation; None for any number.
     """
 
+    goes_ahead = True  # what the host does between passes takes long beside a replay
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,12 +56,14 @@ class Member:
 
 
 def choose_tokens(
-    logits: Tensor, sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verifier: Verifier
-) -> list[Chosen | Exception]:
+    logits: Tensor, sequences: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verifier: Verifier,
+    *, meanwhile: Callable[[Tensor], None] | None = None,
+) -> list[Chosen | Exception]:  # fmt: skip
     """Choose the new tokens of each sequence. An error of one sequence is returned instead of its tokens.
 
     logits: [sum(len(draft) + 1), V], any floating dtype, with a row for each row of a draft (see Draft). Raises
-    HfAccelError for another number of rows.
+    HfAccelError for another number of rows. meanwhile: called with what decides, on the logits' device, while it is on
+    its way to the host; if all sequences take the likeliest token and have no draft, these are the tokens.
     """
     logits = logits.detach()
     members = _members(sequences, drafts)
@@ -72,7 +74,7 @@ def choose_tokens(
     for index, sequence in enumerate(sequences):
         groups.setdefault(_group_key(sequence.settings.sampling), []).append(index)
     if len(groups) == 1:
-        return _with_logprobs(logits, members, _choose_group(logits, members, verifier).read())
+        return _with_logprobs(logits, members, _choose_group(logits, members, verifier).read(meanwhile))
     unread = []
     for indices in groups.values():
         own = [members[index] for index in indices]

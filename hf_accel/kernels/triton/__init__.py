@@ -8,11 +8,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
 OLDEST = (8, 0)  # compute capability: the first with bfloat16 and asynchronous copies
 FP8 = (8, 9)  # the first whose instructions multiply float8_e4m3fn
+
+
+OVERLAPPING = (9, 0)  # the first whose launches may begin while the one before them runs
 
 
 INTERPRETS = ("1", "true", "on", "yes", "y")  # what Triton takes for yes in TRITON_INTERPRET
@@ -67,3 +73,24 @@ def _gpu_refusal() -> str | None:
         needed, found = (f"{major}.{minor}" for major, minor in (OLDEST, capability()))
         return f"it needs compute capability {needed}, and this GPU has {found}"
     return None
+
+
+_OVERLAP: ContextVar[bool] = ContextVar("overlap", default=False)
+
+
+def overlap() -> bool:
+    """Return whether launches are made that begin while the one before them runs; see `overlapping`."""
+    return _OVERLAP.get()
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Make launches that begin while the one before them runs, on a GPU that can do so.
+
+    A launch reads weights before it waits for the one before it: nothing within may write them.
+    """
+    token = _OVERLAP.set(capability() >= OVERLAPPING)
+    try:
+        yield
+    finally:
+        _OVERLAP.reset(token)

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import triton as kernels
+
+OVERLAPS = "OVERLAPS"  # the constant by which a kernel begins while the launch before it runs
 REPEATED = 8  # calls that are timed
 CACHE_BYTES = 2**28  # more than the cache of any GPU holds
 
@@ -35,12 +38,17 @@ class Launch:
         if 0 in self.grid:
             return
         with self._on_device():
-            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+            self.kernel[self.grid](**self.arguments, **self.constants_for(overlaps=kernels.overlap()), **self.options)
+
+    def constants_for(self, *, overlaps: bool) -> dict[str, Any]:
+        """overlaps: whether it begins while the launch before it runs, if the kernel can do that."""
+        return self.constants | ({OVERLAPS: overlaps} if OVERLAPS in self.kernel.arg_names else {})
 
     @property
     def options(self) -> dict[str, Any]:
         """The compiler's options, with the one for fusing, whose default differs between versions of Triton."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fuses}
+        overlaps = {"launch_pdl": True} if OVERLAPS in self.kernel.arg_names and kernels.overlap() else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fuses, **overlaps}
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Make the tensors' GPU the current one, on which Triton launches."""

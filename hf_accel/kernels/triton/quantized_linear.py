@@ -21,13 +21,22 @@ from torch import Tensor
 from ...config import Layout
 from .. import ACTIVATION_GROUP
 from .launch import Launch
-from .programs.multiply import add_splits, multiply, multiply_row, numbers
+from .layer_parts import GATES
+from .programs.multiply import (
+    add_splits,
+    multiply,
+    multiply_by_some,
+    multiply_row,
+    multiply_row_by_some,
+    numbers,
+)  # fmt: skip
 from .programs.multiply_integers import multiply_integers, round_rows
 
 REDUCED = 1024  # numbers that one program adds up over the splits
 ROUNDED = 1024  # numbers that one program rounds
 MOST_BLOCKS = 64  # that a program of one row reads at a time; more would need more registers
 MOST_BLOCKS_OF_FLOATS = 8  # of 4 bits
+MOST_TOGETHER = 3  # weights that one launch multiplies a row by
 WRITTEN = 32  # outputs of which one program writes a block
 TENSORS = ("integers", "scale", "zero_point", "minimum", "divisor")  # of a BlockedWeight
 
@@ -187,19 +196,81 @@ def launches(
 
 
 def _row_launch(x: Tensor, weight: BlockedWeight, bias: Tensor | None, out: Tensor, *, tile: LinearTile) -> Launch:
-    assert tile.inputs is not None
-    most = MOST_BLOCKS_OF_FLOATS if weight.layout.is_float4 else MOST_BLOCKS
     return Launch(
         kernel=multiply_row,
         grid=(len(x), -(-weight.out_features // tile.outputs)),
         arguments={**weight.operands, "x": x, "bias": bias, "out": out},
-        constants={
-            **weight.constants, "IS_CUT": bool(weight.in_features % weight.block), "OUTPUTS": tile.outputs,
-            "BLOCKS": max(1, min(most, tile.inputs // weight.block)),
-        },
+        constants=_row_constants(weight, tile),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+    )
+
+
+def _row_constants(weight: BlockedWeight, tile: LinearTile) -> dict[str, Any]:
+    assert tile.inputs is not None
+    most = MOST_BLOCKS_OF_FLOATS if weight.layout.is_float4 else MOST_BLOCKS
+    return {
+        **weight.constants, "IS_CUT": bool(weight.in_features % weight.block), "OUTPUTS": tile.outputs,
+        "BLOCKS": max(1, min(most, tile.inputs // weight.block)),
+    }  # fmt: skip
+
+
+def go_together(weights: Sequence[BlockedWeight]) -> bool:
+    """Return whether one launch can multiply a row by these weights."""
+    first = weights[0]
+    return 2 <= len(weights) <= MOST_TOGETHER and all(
+        weight.constants == first.constants and weight.in_features == first.in_features
+        and weight.divisor is None and not weight.is_stacked
+        and all((getattr(weight, name) is None) == (getattr(first, name) is None) for name in TENSORS)
+        for weight in weights
     )  # fmt: skip
+
+
+def together_launch(
+    x: Tensor, weights: Sequence[BlockedWeight], biases: Sequence[Tensor | None], outs: Sequence[Tensor], *,
+    tile: LinearTile, activation: str | None = None,
+) -> Launch:  # fmt: skip
+    """Return the launch that computes x [rows, in] @ W^T + bias for weights that `go_together`, each in its out.
+
+    activation: a name of GATES: outs[0] becomes activation(the first) * the second, of two weights of one shape.
+    """
+    first = weights[0]
+    arguments = _of_several([*weights, *[None] * (MOST_TOGETHER - len(weights))], biases)
+    for i in range(MOST_TOGETHER):
+        arguments[f"out{_suffix(i)}"] = outs[i] if i < len(outs) else None
+        arguments[f"outputs{_suffix(i)}"] = weights[i].out_features if i < len(outs) else 0
+    tiles = sum(-(-out.shape[1] // tile.outputs) for out in outs)
+    constants = {"ACTIVATION": -1 if activation is None else GATES[activation]}
+    arguments |= {"x": x, "inputs": first.in_features, "blocks": first.num_blocks}
+    if tile.inputs is not None:
+        return Launch(
+            kernel=multiply_row_by_some, grid=(len(x), tiles), arguments=arguments,
+            constants={**_row_constants(first, tile), **constants}, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+    return Launch(
+        kernel=multiply_by_some, grid=(-(-len(x) // tile.rows), tiles), arguments={**arguments, "rows": len(x)},
+        constants={
+            **first.constants, "IS_CUT": bool(first.in_features % first.block), "OUTPUTS": tile.outputs,
+            "ROWS": tile.rows, **constants,
+        },
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _suffix(number: int) -> str:
+    return f"_{number}" if number else ""
+
+
+def _of_several(weights: Sequence[BlockedWeight | None], biases: Sequence[Tensor | None]) -> dict[str, Any]:
+    """Return the arguments by which a program reads several weights; those of None are None."""
+    found: dict[str, Any] = {}
+    for i, weight in enumerate(weights):
+        names = ("integers", "scale", "zero_point", "minimum")
+        operands = dict.fromkeys(names) if weight is None else weight.operands
+        found |= {f"{name}{_suffix(i)}": operands[name] for name in names}
+        found[f"bias{_suffix(i)}"] = None if weight is None else biases[i]
+    return found
 
 
 def numbers_launch(weight: BlockedWeight, out: Tensor) -> Launch:

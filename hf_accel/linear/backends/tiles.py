@@ -32,11 +32,13 @@ INPUTS = 512  # of a split at least: partial sums of smaller ones are more than 
 INPUTS_PER_ROW = 64  # of a split at least: partial sums stay in the cache, but they take time as well
 
 ROW = {  # of one row, without products of tiles
-    bits: LinearTile(outputs=4, rows=1, inputs=256 * bits, num_warps=2, num_stages=1) for bits in (4, 8)
+    4: LinearTile(outputs=4, rows=1, inputs=1024, num_warps=4, num_stages=1),
+    8: LinearTile(outputs=4, rows=1, inputs=512, num_warps=1, num_stages=1),
 }
 ROW_NUMBERS = 2**24  # of a weight up to which ROW is faster on an H200 than FEW, where nothing was measured
 ONE_TILE = LinearTile(outputs=64, rows=32, num_stages=3)  # for any number of rows
 FEW = LinearTile(outputs=32, rows=16, num_warps=2, num_stages=6)  # memory is far: much of it must be asked for at once
+DEEP = replace(FEW, num_stages=10)  # for 4 bits: fewer bytes are in a block
 SOME = LinearTile(outputs=32, rows=32, num_stages=6)
 WIDE = LinearTile(outputs=64, rows=32, num_stages=6)
 MANY = {bits: LinearTile(outputs=128, rows=64, num_warps=8, num_stages=stages) for bits, stages in ((4, 4), (8, 3))}
@@ -157,7 +159,7 @@ def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> Til
 def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> list[LinearTile]:
     """Return all tiles for a weight and rows of `dtype`, from that for the fewest rows to that for any number."""
     row = ROW[weight.bits]
-    floats = [row, FLOAT32] if dtype is torch.float32 else [row, FEW, SOME, WIDE, ONE_TILE]
+    floats = [row, FLOAT32] if dtype is torch.float32 else [row, FEW, DEEP, SOME, WIDE, ONE_TILE]
     if dtype is not torch.float32:
         floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
     # Over blocks of 32 bytes the compiler of Triton 3.6 gives the widest one a few registers too few.

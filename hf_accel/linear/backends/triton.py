@@ -27,6 +27,7 @@ BLOCKS = {
 }  # inputs that one product takes
 FEWER_BITS: dict[EightBits, tuple[str, ...]] = {"int8": ("int4",), "fp8": ()}  # that rounded rows multiply as well
 WITHOUT_GROUPS = (64, 32)  # of 8 bits with a scale for each output: the second for inputs that the first would cut
+MOST_SHARED_ROWS = 64  # that one launch multiplies by several weights: with more, a launch is a small part
 LEAST_BYTES = 32  # of a block: integers that one product of integers takes
 
 
@@ -58,6 +59,22 @@ def _tile(rows: int, weight: Any, dtype: torch.dtype, backend: Triton) -> Any:
 
     only = one_tile(weight, dtype, backend.rounding) if backend.row_invariant else None
     return only or tile_for(rows, weight, dtype, backend.rounding)
+
+
+def shared_tile(rows: int, weights: Sequence[Any], dtype: torch.dtype, backend: Triton) -> Any:
+    """Return the tile by which one launch multiplies so many rows by several weights; None if each has its own launch.
+
+    It is the tile of one of them, without splits.
+    """
+    from ...kernels.triton.quantized_linear import LinearTile
+
+    if backend.row_invariant:
+        return None
+    tiles = [_tile(rows, weight, dtype, backend) for weight in weights]
+    chosen = next((tile for tile in tiles if getattr(tile, "inputs", None) is not None), tiles[0])
+    if not isinstance(chosen, LinearTile) or chosen.rounded or rows > MOST_SHARED_ROWS:
+        return None
+    return replace(chosen, splits=1)
 
 
 def _multiply(x: Tensor, weight: Any, bias: Tensor | None, backend: Triton) -> Tensor:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...config import WeightConfig
 from ...errors import UnsupportedError
 from ...fused.hf.sites import projection_sites
-from ...linear import LinearSpec
 from ...linear.methods import rtn
 from ...models import evaluating
-from ..plan import LinearPlan, Plan
+from ..plan import Plan
 from ..twin import twin
+from ..weight_plan import WeightPlan
 from .finished import Rounded
 from .streaming import RoundingLinear
 from .windows import check_takes_ids, windows_of
@@ -47,13 +46,11 @@ def eight_bit_names(todo: Plan) -> frozenset[str]:
     are more than that.
     """
     config = todo.config.weights
-    # Neither the head nor experts, which get 4 bits, are part of the budget. What has 8 bits already, since no group
-    # divides its inputs, is counted, and cannot get more.
-    linears = {p.site.name: p for p in todo.quantized if not p.site.is_head and p.config.average_bits is not None}
-    if config is None or config.average_bits is None or not linears:
+    if config is None or config.average_bits is None:
         return frozenset()
-    fixed = (p for p in todo.quantized if p.site.kind == "linears" and p.config.bits == 8)
-    count, size = numbers_and_bytes([*linears.values(), *fixed])
+    linears, count, size = budget_of(todo.quantized)
+    if not linears:
+        return frozenset()
     left = config.average_bits * count / 8 - size
     if left < 0:
         raise UnsupportedError(
@@ -74,15 +71,28 @@ def best_within(units: Iterable[Unit], left: float) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def numbers_and_bytes(linears: Iterable[LinearPlan]) -> tuple[int, int]:
-    """Return how many weights Linears have, and their bytes as planned."""
-    planned = list(linears)
-    return sum(p.site.weight.numel() for p in planned), sum(_bytes(p, p.config) for p in planned)
+class Budget(NamedTuple):
+    """The linears that a budget of bits is spent on, by name, and all numbers and bytes that it counts."""
+
+    linears: dict[str, WeightPlan]
+    numbers: int
+    nbytes: int
+
+
+def budget_of(weights: Iterable[WeightPlan]) -> Budget:
+    """Return what a budget of bits is spent on.
+
+    Neither the head nor what calibration does not reach is part of it. What has 8 bits already, since no group divides
+    its inputs, is counted, and cannot get more.
+    """
+    counted = [p for p in weights if p.spec is not None and p.site.kind == "linears" and p.site.unreached is None]
+    linears = {p.site.name: p for p in counted if p.config.bits < 8}
+    return Budget(linears, sum(p.numbers for p in counted), sum(p.stored_bytes for p in counted))
 
 
 @torch.no_grad()
 def rounding_errors(
-    model: PreTrainedModel, linears: Mapping[str, LinearPlan], read: Callable[[LinearPlan], Tensor | None]
+    model: PreTrainedModel, linears: Mapping[str, WeightPlan], read: Callable[[WeightPlan], Tensor | None]
 ) -> list[Unit]:
     """Return each unit of the Linears with what rounding to 4 bits does to its weights, which needs no data.
 
@@ -96,7 +106,7 @@ def rounding_errors(
     ]
 
 
-def _rounding_error(linears: Sequence[LinearPlan], read: Callable[[LinearPlan], Tensor | None]) -> float | None:
+def _rounding_error(linears: Sequence[WeightPlan], read: Callable[[WeightPlan], Tensor | None]) -> float | None:
     changed = total = 0.0
     for linear in linears:
         weight = read(linear)
@@ -109,7 +119,7 @@ def _rounding_error(linears: Sequence[LinearPlan], read: Callable[[LinearPlan], 
 
 
 @torch.no_grad()
-def sensitivities(model: PreTrainedModel, linears: Mapping[str, LinearPlan], windows: Tensor) -> list[Unit]:
+def sensitivities(model: PreTrainedModel, linears: Mapping[str, WeightPlan], windows: Tensor) -> list[Unit]:
     """Return each unit of the Linears, with the loss when it alone is rounded to 4 bits, to nearest."""
     copy = twin(model)
     length = min(WINDOW_TOKENS, windows.shape[1])
@@ -123,7 +133,7 @@ def sensitivities(model: PreTrainedModel, linears: Mapping[str, LinearPlan], win
         ]
 
 
-def units_of(model: PreTrainedModel, linears: Mapping[str, LinearPlan]) -> Iterator[tuple[str, ...]]:
+def units_of(model: PreTrainedModel, linears: Mapping[str, WeightPlan]) -> Iterator[tuple[str, ...]]:
     """Yield the Linears in groups that are called on one tensor, and the others one by one."""
     joined: dict[str, tuple[str, ...]] = {}
     for site in projection_sites(model):
@@ -132,11 +142,11 @@ def units_of(model: PreTrainedModel, linears: Mapping[str, LinearPlan]) -> Itera
     yield from dict.fromkeys(joined.get(name, (name,)) for name in linears)
 
 
-def _to_nearest(linear: LinearPlan, inputs: Tensor) -> Rounded:
+def _to_nearest(linear: WeightPlan, inputs: Tensor) -> Rounded:
     return Rounded(rtn.quantize(linear.site.weight, linear.config), None)
 
 
-def _divergence(copy: PreTrainedModel, ids: Tensor, expected: Tensor, linears: Sequence[LinearPlan]) -> float:
+def _divergence(copy: PreTrainedModel, ids: Tensor, expected: Tensor, linears: Sequence[WeightPlan]) -> float:
     before: dict[str, Any] = {linear.site.name: copy.get_submodule(linear.site.name) for linear in linears}
     for linear in linears:
         copy.set_submodule(linear.site.name, RoundingLinear(linear, _to_nearest))
@@ -153,10 +163,5 @@ def _predictions(model: Any, ids: Tensor) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
-def _bytes(linear: LinearPlan, config: WeightConfig) -> int:
-    return LinearSpec.of(linear.site.weight, config).weight_bytes
-
-
-def _extra(linears: Mapping[str, LinearPlan], names: tuple[str, ...]) -> int:
-    chosen = [linears[name] for name in names]
-    return sum(_bytes(linear, linear.config.with_eight_bits()) - _bytes(linear, linear.config) for linear in chosen)
+def _extra(linears: Mapping[str, WeightPlan], names: tuple[str, ...]) -> int:
+    return sum(linears[name].with_eight_bits().stored_bytes - linears[name].stored_bytes for name in names)

@@ -18,7 +18,7 @@ from ...errors import UnsupportedError
 from ...hardware.atomic import replaced_file
 from ...linear.formats import QuantizedWeight, from_state, kind_of, state
 from ..originals import fingerprint
-from ..plan import LinearPlan
+from ..weight_plan import WeightPlan
 
 SCALES = "input_scales"  # stored next to the tensors of the weight
 RECORD = "calibration.json"  # what the layers in the folder were made from
@@ -41,7 +41,7 @@ class Finished:
     files: Mapping[str, str]
 
     @classmethod
-    def of(cls, config: WeightConfig, windows: Tensor, linears: Mapping[str, LinearPlan]) -> Finished:
+    def of(cls, config: WeightConfig, windows: Tensor, linears: Mapping[str, WeightPlan]) -> Finished:
         """Raises UnsupportedError if config.resume holds layers of another model, of other data or settings."""
         folder = None if config.resume is None else Path(config.resume)
         files = {name: f"{number:05d}.safetensors" for number, name in enumerate(linears)}
@@ -70,7 +70,7 @@ class Finished:
                 save_file(tensors, unfinished)
 
 
-def _record(config: WeightConfig, windows: Tensor, linears: Mapping[str, LinearPlan]) -> dict[str, str]:
+def _record(config: WeightConfig, windows: Tensor, linears: Mapping[str, WeightPlan]) -> dict[str, str]:
     """Return the settings that the numbers depend on, by the words that an error names."""
     weights = [f"{name} {fingerprint(linear.site.parameter)}" for name, linear in linears.items()]
     formats = [f"{p.config.method} {p.config.label} {p.config.group_size}" for p in linears.values()]

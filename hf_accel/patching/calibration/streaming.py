@@ -22,8 +22,9 @@ from ...linear.formats import QuantizedWeight
 from ...linear.input_statistics import CHUNK_ROWS, Statistics
 from ...linear.methods import awq, quantize
 from ..pack import Packed, pack_quantized
-from ..plan import Fold, LinearPlan, Plan
+from ..plan import Fold, Plan
 from ..twin import twin
+from ..weight_plan import WeightPlan
 from .finished import Finished, Rounded
 from .folds import foldable, folded_parameters
 from .windows import check_takes_ids, feed, windows_of
@@ -72,7 +73,7 @@ def _warn_of_missed(names: list[str]) -> None:
 class CalibrationPass:
     """The state of one pass of the data."""
 
-    def __init__(self, todo: Plan, linears: Mapping[str, LinearPlan], finished: Finished, bar: Any) -> None:
+    def __init__(self, todo: Plan, linears: Mapping[str, WeightPlan], finished: Finished, bar: Any) -> None:
         self._todo, self._linears, self._finished, self._bar = todo, linears, finished, bar
         self._fold_of = {name: fold for fold in todo.folds for name in fold.consumers}
         self.quantized: dict[str, Rounded] = {}
@@ -81,7 +82,7 @@ class CalibrationPass:
         self._version = 0
         self._statistics: Statistics | None = None
 
-    def quantize(self, linear: LinearPlan, inputs: Tensor) -> Rounded:
+    def quantize(self, linear: WeightPlan, inputs: Tensor) -> Rounded:
         """Return the quantized weight of a Linear that is called on `inputs`."""
         name = linear.site.name
         rounded = self._finished.read(name)
@@ -99,7 +100,7 @@ class CalibrationPass:
         self._bar.update()
         return rounded
 
-    def _quantize(self, linear: LinearPlan, inputs: Tensor) -> Rounded:
+    def _quantize(self, linear: WeightPlan, inputs: Tensor) -> Rounded:
         statistics, fold = self._statistics_of(inputs), self._fold_of.get(linear.site.name)
         if fold is None:
             return Rounded(quantize(linear.site.weight, statistics, linear.config), None)
@@ -148,7 +149,7 @@ def with_outputs_divided(weight: QuantizedWeight, scales: Tensor) -> QuantizedWe
 class RoundingLinear(nn.Module):
     """Replaces a Linear of the copy: quantizes its weight on the first call, and multiplies by that."""
 
-    def __init__(self, linear: LinearPlan, quantized: Callable[[LinearPlan, Tensor], Rounded]) -> None:
+    def __init__(self, linear: WeightPlan, quantized: Callable[[WeightPlan, Tensor], Rounded]) -> None:
         """quantized: makes the weight, of a linear and the inputs of its first call."""
         super().__init__()
         self._linear, self._quantized = linear, quantized

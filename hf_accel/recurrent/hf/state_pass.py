@@ -21,6 +21,7 @@ from ...cache.kinds.states import StateGroup
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...errors import UnsupportedError
+from ...fused.hf.own_code import padding_refusal
 from ...fused.kept_states import KeptStates
 from ...kernels import cpu
 from ...kernels.cpu import short_conv, state_scan
@@ -70,10 +71,7 @@ def over_pages(module: Any, hidden_states: Tensor, cache: CacheOverPages, given:
         columns = positions.expand(hidden_states.shape[:2])[:, None, :, None]
         found = replace(found, positions=found.step.tokens(columns).view(-1))
     if known.computes_padding and found.step.token_columns is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} {known.layer_of(module)} computes padding as it computes tokens; give rows of "
-            "one length, or take generate_batch()"
-        )
+        raise UnsupportedError(padding_refusal(module, known.layer_of(module)))
     whole = known.in_one_call(module, hidden_states, found)
     if whole is not None:
         layer.pass_done(found.step)

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from hf_accel import plan
 from hf_accel.config import WeightConfig
 from hf_accel.errors import UnsupportedError
 from hf_accel.estimate import estimate
@@ -108,3 +109,19 @@ def test_experts_without_a_number_per_token_are_refused():
     model.config = TINY["llama"]
     with pytest.raises(UnsupportedError, match="LlamaConfig does not say how many experts a token takes"):
         list(weight_tensors(model, None))
+
+
+@pytest.mark.parametrize(
+    "weights", ["int4", {"bits": 4, "group_size": 64}, {"bits": 8, "head": "int4", "embedding": "int4"}]
+)
+def test_weights_are_counted_as_the_plan_holds_them(weights):
+    """Of the second config, groups fit one weight of each layer's experts, and the others stay with it."""
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=50, num_local_experts=2, num_experts_per_tok=1, num_key_value_heads=1, **sizes)
+    model = MixtralForCausalLM(config)
+    planned = plan(model, weights=weights)
+    counted = estimate(model, context=8, weights=weights, bandwidth=1e9, compute=1e9)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert sum(counted.weights_by_kind.values()) == planned.bytes_after - buffers
+    stays = {p.site.name for p in planned.linears if p.site.of_experts and p.choice is None}
+    assert len(stays) == (2 if isinstance(weights, dict) and weights.get("group_size") else 0)

@@ -177,6 +177,16 @@ def test_a_resized_embedding_is_a_float_one_and_undo_keeps_the_tie(kind: str, ro
     assert torch.equal(model.get_input_embeddings().weight[:kept], before[:kept])
 
 
+def test_a_resized_table_whose_groups_were_left_to_its_width_is_undone() -> None:
+    sizes = {"hidden_size": 160, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=130, head_dim=16, **sizes)).eval()
+    before = model.get_input_embeddings().weight.detach().clone()
+    hf_accel.patch(model, weights=WeightConfig(4, embedding="int4"))
+    model.resize_token_embeddings(140, mean_resizing=False)
+    hf_accel.unpatch(model)
+    assert torch.equal(model.get_input_embeddings().weight[:130], before)
+
+
 TIED: dict[str, tuple[Any, WeightConfig]] = {
     "shared": (lambda: tied_model(), ONE_TABLE),
     "float embedding": (lambda: tied_model(), replace(ONE_TABLE, embedding=None)),

@@ -15,7 +15,7 @@ from hf_accel.linear import LinearSpec, QuantExperts, QuantLinear, QuantModule, 
 from hf_accel.linear.experts import parts_of
 from hf_accel.linear.formats import readable, state
 from hf_accel.linear.hf import experts_refusal
-from hf_accel.patching.layer_groups import fitted
+from hf_accel.patching.weight_groups import fitted
 from hf_accel.undo.state import state_of
 
 SIZES = {

@@ -14,7 +14,7 @@ import hf_accel
 from hf_accel.linear import QuantModule
 from hf_accel.linear.backends.reference import REFERENCES
 from hf_accel.linear.methods import rtn
-from hf_accel.patching.layer_groups import fitted
+from hf_accel.patching.weight_groups import fitted
 
 IDS = torch.randint(0, 90, (2, 7), generator=torch.Generator().manual_seed(1))
 SHAPE: dict[str, Any] = {

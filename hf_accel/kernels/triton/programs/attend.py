@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .order import let_the_next_begin, wait_for_the_one_before
 from .rounded import fp8_numbers
 
 # These change from pass to pass. Triton would compile the kernel again where one is 1, or a multiple of 16.
@@ -70,9 +71,10 @@ def attend(
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, KIND: tl.constexpr, FP8: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of rows of one sequence and key head; axis 1 of the grid goes over the parts of its keys."""
+    wait_for_the_one_before(OVERLAPS)
     row_block, place = tl.program_id(0) % num_row_blocks, tl.program_id(0) // num_row_blocks
     kv_heads = num_heads // GROUP
     sequence, kv_head = place // kv_heads, place % kv_heads
@@ -188,6 +190,7 @@ def attend(
         else:
             low += tl.dot(weights.to(dtype), v_tile, input_precision=product)
 
+    let_the_next_begin(OVERLAPS)
     # Normalized, with the log (base 2) of what they were divided by: so are parts merged, and a whole is one part.
     divisor = tl.where(total == 0, 1.0, total)
     row_lse = tl.where(total == 0, -float("inf"), largest + tl.log2(divisor))
@@ -223,8 +226,10 @@ def merge(
     parts, part_lse, out, lse, sinks, cu_q, kv_len,
     num_heads, num_splits, first_query, rows_of_part, most_queries, window,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLIT_KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of one query and head in the order of their keys."""
+    wait_for_the_one_before(OVERLAPS)
     head, place = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     sequence, row = place // rows_of_part, place % rows_of_part
     query = first_query + row
@@ -252,6 +257,7 @@ def merge(
         total += weight
         more = tl.load(parts + (part + split) * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
         numbers += weight[:, None] * more[None, :]
+    let_the_next_begin(OVERLAPS)
     divisor = tl.where(total == 0, 1.0, total)
     row_lse = tl.where(total == 0, -float("inf"), safe + tl.log2(divisor))
     sink = tl.full([1], -float("inf"), tl.float32)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from .integers import floats, nibbles
+from .order import let_the_next_begin, wait_for_the_one_before
+from .pointwise import activated
 from .rounded import fp8_numbers
 
 VARYING = ["rows"]  # Triton would compile the kernel again where it is 1, or a multiple of 16
@@ -84,50 +86,22 @@ def rows_of_expert(starts, row_tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, 
     return chosen, row, row < own_end
 
 
-@triton.jit(do_not_specialize=VARYING)
-def multiply(
-    x, integers, scale, zero_point, minimum, divisor, bias, out, starts, rows, outputs, inputs, blocks, groups, share,
+@triton.jit
+def _tile_sums(
+    from_x, integers, scale, zero_point, minimum, divisor, bias, is_row, output, outputs, inputs, first, last,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
-    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
+    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile; the program is (row tile, output tile, split).
+    """Compute the products of rows with the weight's outputs, float32 [OUTPUTS, ROWS], over blocks first to last.
 
-    out: [splits, rows, outputs]. share: blocks of inputs of a split. IS_HALVED: whether each half of a block of 4 bits
-    is a group.
-
-    starts: int64 [EXPERTS + 1], the first row of each expert, whose weights lie one after the other; or None.
-    EXPERTS_2: EXPERTS up to a power of 2.
+    from_x: where block 0 of the rows is, [BYTES, ROWS]; see `multiply`.
     """
-    DTYPE: tl.constexpr = x.dtype.element_ty
     BYTES: tl.constexpr = BLOCK * BITS // 8
     IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
-    row_tile = tl.program_id(0)
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     byte = tl.arange(0, BYTES)
-    is_row = row < rows
     is_output = output < outputs
-    part = tl.program_id(2)
-    first = part * share
-    last = tl.minimum(first + share, blocks)
-    from_x = x + row.to(tl.int64)[None, :] * inputs + byte[:, None]
     here = output[:, None] * BYTES + byte[None, :]
     wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
-    if starts is not None:
-        expert, row, is_row = rows_of_expert(starts, row_tile, ROWS, EXPERTS, EXPERTS_2)
-        last = tl.where(expert < EXPERTS, last, first)  # there may be more tiles than any expert needs
-        expert = tl.minimum(expert, EXPERTS - 1)
-        from_x = x + row[None, :] * inputs + byte[:, None]
-        integers += expert * blocks * wide * BYTES
-        scale += expert * groups * wide
-        if zero_point is not None:
-            zero_point += expert * groups * ((wide + 1) // 2)
-        if minimum is not None:
-            minimum += expert * groups * wide
-        if divisor is not None:
-            divisor += expert
-        if bias is not None:
-            bias += expert * wide
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for block in range(first, last):
         stored = tl.load(integers + block * BYTES * wide + here, mask=is_output[:, None], other=0)
@@ -171,13 +145,126 @@ def multiply(
         total = total / tl.load(divisor)
     if bias is not None:
         total = total + tl.load(bias + output, mask=is_output, other=0).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=VARYING)
+def multiply(
+    x, integers, scale, zero_point, minimum, divisor, bias, out, starts, rows, outputs, inputs, blocks, groups, share,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
+    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile; the program is (row tile, output tile, split).
+
+    out: [splits, rows, outputs]. share: blocks of inputs of a split. IS_HALVED: whether each half of a block of 4 bits
+    is a group.
+
+    starts: int64 [EXPERTS + 1], the first row of each expert, whose weights lie one after the other; or None.
+    EXPERTS_2: EXPERTS up to a power of 2.
+    """
+    wait_for_the_one_before(OVERLAPS)
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    row_tile = tl.program_id(0)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    byte = tl.arange(0, BYTES)
+    is_row = row < rows
+    is_output = output < outputs
+    part = tl.program_id(2)
+    first = part * share
+    last = tl.minimum(first + share, blocks)
+    from_x = x + row.to(tl.int64)[None, :] * inputs + byte[:, None]
+    wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
+    if starts is not None:
+        expert, row, is_row = rows_of_expert(starts, row_tile, ROWS, EXPERTS, EXPERTS_2)
+        last = tl.where(expert < EXPERTS, last, first)  # there may be more tiles than any expert needs
+        expert = tl.minimum(expert, EXPERTS - 1)
+        from_x = x + row[None, :] * inputs + byte[:, None]
+        integers += expert * blocks * wide * BYTES
+        scale += expert * groups * wide
+        if zero_point is not None:
+            zero_point += expert * groups * ((wide + 1) // 2)
+        if minimum is not None:
+            minimum += expert * groups * wide
+        if divisor is not None:
+            divisor += expert
+        if bias is not None:
+            bias += expert * wide
+    total = _tile_sums(
+        from_x, integers, scale, zero_point, minimum, divisor, bias, is_row, output, outputs, inputs, first, last,
+        BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, x.dtype.element_ty,
+    )  # fmt: skip
+    let_the_next_begin(OVERLAPS)
     to = out + (part.to(tl.int64) * rows + row)[None, :] * outputs + output[:, None]
     tl.store(to, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
 
 
+@triton.jit(do_not_specialize=VARYING)
+def multiply_by_some(
+    x, integers, scale, zero_point, minimum, bias, out, outputs,
+    integers_1, scale_1, zero_point_1, minimum_1, bias_1, out_1, outputs_1,
+    integers_2, scale_2, zero_point_2, minimum_2, bias_2, out_2, outputs_2, rows, inputs, blocks,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
+    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Compute `multiply` for two weights of one layout, or three; the tiles of one come after those of another.
+
+    ACTIVATION: -1, or that of a gate: out is activation(first) * second then, both rounded as if they were written.
+    """
+    wait_for_the_one_before(OVERLAPS)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(1)
+    is_row = row < rows
+    from_x = x + row.to(tl.int64)[None, :] * inputs + tl.arange(0, BLOCK * BITS // 8)[:, None]
+    tiles = tl.cdiv(outputs, OUTPUTS)
+    if tile < tiles:
+        output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+        total = _tile_sums(
+            from_x, integers, scale, zero_point, minimum, None, bias, is_row, output, outputs, inputs, 0, blocks,
+            BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
+        )  # fmt: skip
+        if ACTIVATION >= 0:
+            second = _tile_sums(
+                from_x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, is_row, output, outputs, inputs,
+                0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
+            )  # fmt: skip
+            total = activated(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
+            total *= second.to(DTYPE).to(tl.float32)
+        _store_tile(out, total, row, is_row, output, outputs)
+    elif ACTIVATION < 0:
+        tile -= tiles
+        tiles = tl.cdiv(outputs_1, OUTPUTS)
+        if tile < tiles:
+            output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+            total = _tile_sums(
+                from_x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, is_row, output, outputs_1, inputs,
+                0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
+            )  # fmt: skip
+            _store_tile(out_1, total, row, is_row, output, outputs_1)
+        elif integers_2 is not None:
+            output = (tile - tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
+            total = _tile_sums(
+                from_x, integers_2, scale_2, zero_point_2, minimum_2, None, bias_2, is_row, output, outputs_2, inputs,
+                0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
+            )  # fmt: skip
+            _store_tile(out_2, total, row, is_row, output, outputs_2)
+    let_the_next_begin(OVERLAPS)
+
+
 @triton.jit
-def add_splits(partial, bias, out, numbers, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _store_tile(out, total, row, is_row, output, outputs):
+    to = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[None, :] & (output < outputs)[:, None])
+
+
+@triton.jit
+def add_splits(
+    partial, bias, out, numbers, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """Add partial float32 [SPLITS, numbers], numbers = rows * outputs, to out [numbers]."""
+    wait_for_the_one_before(OVERLAPS)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_there = number < numbers
     total = tl.zeros((BLOCK,), tl.float32)
@@ -185,38 +272,43 @@ def add_splits(partial, bias, out, numbers, outputs, SPLITS: tl.constexpr, BLOCK
         total += tl.load(partial + part * numbers + number, mask=is_there, other=0)
     if bias is not None:
         total += tl.load(bias + number % outputs, mask=is_there, other=0).to(tl.float32)
+    let_the_next_begin(OVERLAPS)
     tl.store(out + number, total.to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
-def multiply_row(
-    x, integers, scale, zero_point, minimum, divisor, bias, out, outputs, inputs, blocks,
+def _row_sums(
+    x, integers, scale, zero_point, minimum, divisor, bias, outputs, inputs, blocks, tile,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
-    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr,
+    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTPUTS outputs of one row, without a product of tiles; the program is (row, output tile).
+    """Compute OUTPUTS outputs of the row x, float32.
 
     Memory is the limit: what counts is how much is asked of it at once. BLOCKS blocks of inputs are read at a time, in
-    pieces of 16 bytes, and the threads of a program wait for each other at its end alone.
+    pieces of 16 bytes, the next ones while these are multiplied, and the threads of a program wait for each other at
+    its end alone. The first blocks of the weight are asked for before the launch waits for the one that writes x.
     """
     BYTES: tl.constexpr = BLOCK * BITS // 8
     IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
     PARTS: tl.constexpr = BYTES // 16
-    row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCKS * OUTPUTS * PARTS)  # block, output, part: neighbours read neighbours
     part = lane % PARTS
-    output = tl.program_id(1) * OUTPUTS + lane // PARTS % OUTPUTS
+    output = tile * OUTPUTS + lane // PARTS % OUTPUTS
     step = lane // (PARTS * OUTPUTS)
     byte = part[:, None] * 16 + tl.arange(0, 16)[None, :]
     wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
     here = (step * wide + output)[:, None] * BYTES + byte
     there = step[:, None] * BLOCK + byte
-    x += row * inputs
+    is_output = output < outputs
     total = tl.zeros((BLOCKS * OUTPUTS * PARTS,), tl.float32)
+    stored = tl.load(integers + here, mask=((step < blocks) & is_output)[:, None], other=0)
+    wait_for_the_one_before(OVERLAPS)
     for first in range(0, blocks, BLOCKS):
         block = first + step
-        is_lane = (block < blocks) & (output < outputs)
-        stored = tl.load(integers + first * BYTES * wide + here, mask=is_lane[:, None], other=0)
+        is_lane = (block < blocks) & is_output
+        behind = first + BLOCKS
+        is_behind = (behind + step < blocks) & is_output
+        coming = tl.load(integers + behind * BYTES * wide + here, mask=is_behind[:, None], other=0)
         is_there = is_lane[:, None]
         if IS_CUT:
             is_there = is_there & (first * BLOCK + there < inputs)
@@ -250,17 +342,86 @@ def multiply_row(
             total += added
         else:
             total += added * factor
+        stored = coming
+    let_the_next_begin(OVERLAPS)
     sums = tl.sum(tl.sum(tl.reshape(total, (BLOCKS, OUTPUTS, PARTS)), 2), 0)
-    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_output = output < outputs
+    one = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     if PER_GROUP == 0:
-        factor = tl.load(scale + output, mask=is_output, other=0).to(tl.float32)
+        factor = tl.load(scale + one, mask=one < outputs, other=0).to(tl.float32)
         sums = sums * (factor * 256.0 if NUMBERS == "fp8" else factor)
     if divisor is not None:
         sums = sums / tl.load(divisor)
     if bias is not None:
-        sums = sums + tl.load(bias + output, mask=is_output, other=0).to(tl.float32)
-    tl.store(out + row * wide + output, sums.to(out.dtype.element_ty), mask=is_output)
+        sums = sums + tl.load(bias + one, mask=one < outputs, other=0).to(tl.float32)
+    return sums
+
+
+@triton.jit
+def _store_row(out, sums, row, outputs, tile, OUTPUTS: tl.constexpr):
+    output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    tl.store(out + row * outputs + output, sums.to(out.dtype.element_ty), mask=output < outputs)
+
+
+@triton.jit
+def multiply_row(
+    x, integers, scale, zero_point, minimum, divisor, bias, out, outputs, inputs, blocks,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
+    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Compute OUTPUTS outputs of one row, without a product of tiles; the program is (row, output tile)."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sums = _row_sums(
+        x + row * inputs, integers, scale, zero_point, minimum, divisor, bias, outputs, inputs, blocks, tile,
+        BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, OVERLAPS,
+    )  # fmt: skip
+    _store_row(out, sums, row, outputs, tile, OUTPUTS)
+
+
+@triton.jit
+def multiply_row_by_some(
+    x, integers, scale, zero_point, minimum, bias, out, outputs,
+    integers_1, scale_1, zero_point_1, minimum_1, bias_1, out_1, outputs_1,
+    integers_2, scale_2, zero_point_2, minimum_2, bias_2, out_2, outputs_2, inputs, blocks,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
+    IS_CUT: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Compute `multiply_row` for two weights of one layout, or three; the tiles of one come after those of another.
+
+    ACTIVATION: see `multiply_by_some`.
+    """
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tiles = tl.cdiv(outputs, OUTPUTS)
+    x += row * inputs
+    if tile < tiles:
+        sums = _row_sums(
+            x, integers, scale, zero_point, minimum, None, bias, outputs, inputs, blocks, tile,
+            BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, OVERLAPS,
+        )  # fmt: skip
+        if ACTIVATION >= 0:
+            DTYPE: tl.constexpr = x.dtype.element_ty
+            second = _row_sums(
+                x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, outputs, inputs, blocks, tile,
+                BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, False,
+            )  # fmt: skip
+            sums = activated(sums.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
+            sums *= second.to(DTYPE).to(tl.float32)
+        _store_row(out, sums, row, outputs, tile, OUTPUTS)
+    elif ACTIVATION < 0:
+        tile -= tiles
+        tiles = tl.cdiv(outputs_1, OUTPUTS)
+        if tile < tiles:
+            sums = _row_sums(
+                x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, outputs_1, inputs, blocks, tile,
+                BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, OVERLAPS,
+            )  # fmt: skip
+            _store_row(out_1, sums, row, outputs_1, tile, OUTPUTS)
+        elif integers_2 is not None:
+            sums = _row_sums(
+                x, integers_2, scale_2, zero_point_2, minimum_2, None, bias_2, outputs_2, inputs, blocks, tile - tiles,
+                BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, BLOCKS, OVERLAPS,
+            )  # fmt: skip
+            _store_row(out_2, sums, row, outputs_2, tile - tiles, OUTPUTS)
 
 
 @triton.jit

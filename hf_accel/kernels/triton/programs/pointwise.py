@@ -5,9 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .order import let_the_next_begin, wait_for_the_one_before
+
 
 @triton.jit
-def norm(x, added, total, weight, out, size, eps, offset, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+def norm(
+    x,
+    added,
+    total,
+    weight,
+    out,
+    size,
+    eps,
+    offset,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     """Norm one row of x into out [rows, size].
 
     added: what is added to x before; total: where the sum goes. Both or none.
@@ -15,6 +29,8 @@ def norm(x, added, total, weight, out, size, eps, offset, ROUND_FIRST: tl.conste
     start = tl.program_id(0).to(tl.int64) * size
     place = tl.arange(0, BLOCK)
     is_there = place < size
+    factor = tl.load(weight + place, mask=is_there, other=0).to(tl.float32) + offset
+    wait_for_the_one_before(OVERLAPS)
     row = tl.load(x + start + place, mask=is_there, other=0).to(tl.float32)
     if added is not None:
         row += tl.load(added + start + place, mask=is_there, other=0).to(tl.float32)
@@ -25,7 +41,7 @@ def norm(x, added, total, weight, out, size, eps, offset, ROUND_FIRST: tl.conste
     row = row * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     if ROUND_FIRST:
         row = row.to(x.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + place, mask=is_there, other=0).to(tl.float32) + offset
+    let_the_next_begin(OVERLAPS)
     tl.store(out + start + place, (row * factor).to(out.dtype.element_ty), mask=is_there)
 
 
@@ -92,18 +108,25 @@ def rotate(
 
 
 @triton.jit
-def gate_and_multiply(gate, up, out, numbers, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out = activation(gate) * up, each [numbers]; the activation is rounded to their dtype, as in torch."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_there = place < numbers
-    x = tl.load(gate + place, mask=is_there, other=0).to(tl.float32)
+def activated(x, ACTIVATION: tl.constexpr):
+    """Compute the activation of float32 numbers; see GATES of ../layer_parts.py."""
     if ACTIVATION == 0:
-        x = tl.div_rn(x, 1 + tl.exp(-x))
+        return tl.div_rn(x, 1 + tl.exp(-x))
     elif ACTIVATION == 1:
-        x = x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        return x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
     else:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        x = tl.div_rn(x, 1 + tl.exp(-2 * inner))  # x (1 + tanh(inner)) / 2
+        return tl.div_rn(x, 1 + tl.exp(-2 * inner))  # x (1 + tanh(inner)) / 2
+
+
+@triton.jit
+def gate_and_multiply(gate, up, out, numbers, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Compute out = activation(gate) * up, each [numbers]; the activation is rounded to their dtype, as in torch."""
+    wait_for_the_one_before(OVERLAPS)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_there = place < numbers
+    x = activated(tl.load(gate + place, mask=is_there, other=0).to(tl.float32), ACTIVATION)
     x = x.to(gate.dtype.element_ty).to(tl.float32)
     x = x * tl.load(up + place, mask=is_there, other=0).to(tl.float32)
+    let_the_next_begin(OVERLAPS)
     tl.store(out + place, x.to(out.dtype.element_ty), mask=is_there)

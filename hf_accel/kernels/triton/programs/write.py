@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .order import wait_for_the_one_before
 from .pointwise import rotate_heads, rotated
 from .rounded import fp8_bits, round_to_even
 
@@ -96,9 +97,11 @@ def _head(states, DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_head(
-    x, out, x_token, x_head, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+    x, out, x_token, x_head, num_heads, DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Rotate one head of one token, as K and V are rotated for INT4 pages. out: contiguous, [tokens, heads, DIM]."""
+    wait_for_the_one_before(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     numbers = _head(x + row // num_heads * x_token + row % num_heads * x_head, DIM, BLOCK)
     rotated_numbers = _hadamard(numbers.to(tl.float32), BLOCK, STAGES)
@@ -111,9 +114,10 @@ def write(
     keys, values, k_pages, v_pages, k_scales, v_scales, slots,
     k_token, k_head, v_token, v_head, num_heads, block_size,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, KIND: tl.constexpr,
-    STAGES_K: tl.constexpr, STAGES_V: tl.constexpr,
+    STAGES_K: tl.constexpr, STAGES_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write K and V of one head of one token. A slot below 0 is none: nothing is written."""
+    wait_for_the_one_before(OVERLAPS)
     token, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -150,11 +154,13 @@ def rotate_and_write(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, KIND: tl.constexpr,
     STAGES_K: tl.constexpr, STAGES_V: tl.constexpr,
     INTERLEAVED: tl.constexpr, ROUND_EACH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Rotate HEADS heads of q of one token; after the heads of q, rotate and write one head of K, and write one of V.
 
     q, k, v: [batch, heads, tokens, dim]; q_out, k_out: [batch, tokens, heads, dim], contiguous. A slot < 0 is none.
     """
+    wait_for_the_one_before(OVERLAPS)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, token = row // tokens, row % tokens
     cos += batch * table_batch + token * table_token

@@ -41,9 +41,10 @@ class Usage:
 def compile_for(launch: Launch, capability: int) -> Usage:
     """Compile as `launch.run()` would on a GPU of this compute capability (80, 89, 90)."""
     names = launch.kernel.arg_names
-    signature, constants, attributes = {}, dict(launch.constants), {}
+    signature, attributes = {}, {}
+    constants = launch.constants_for(overlaps=capability >= 90)
     for name in names:
-        if name in launch.constants:
+        if name in constants:
             signature[name] = "constexpr"
             continue
         value = launch.arguments[name]

@@ -13,7 +13,7 @@ import hf_accel
 from hf_accel import UnsupportedError, WeightConfig
 from hf_accel.linear import QuantLinear
 from hf_accel.patching.calibration.bit_budget import rounding_errors, sensitivities, units_of
-from hf_accel.patching.plan import LinearPlan
+from hf_accel.patching.weight_plan import WeightPlan
 
 from ....parity.families import build, prompts
 from ....parity.snapshot import snapshot
@@ -25,7 +25,7 @@ def weights(bits: float, **settings: Any) -> WeightConfig:
     return WeightConfig(**{"average_bits": bits, "group_size": 32, "calibration": IDS, **settings})
 
 
-def linears(model: PreTrainedModel) -> dict[str, LinearPlan]:
+def linears(model: PreTrainedModel) -> dict[str, WeightPlan]:
     plan = hf_accel.plan(model, weights={"bits": 4, "group_size": 32, "head": None})
     return {p.site.name: p for p in plan.quantized}
 
