@@ -7,16 +7,15 @@ acceptance. Draft lengths are chosen for the whole batch together. A budget limi
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from math import sqrt
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 from ...keywords import positive_int
 from ..sequence import NO_SHAPE, Draft, Sequence, Shape
-from .acceptance import Tally, gains, likeliest_tree
-from .costs import CostTable, DraftCost, DraftSeconds, allocate_trees
+from .acceptance import gains
+from .costs import CostTable, DraftSeconds, allocate_trees
+from .draft_sources import FIRST_WAIT, MOST_SIBLINGS, PRIOR, WEIGHT, Drafted, DraftSource, expected_trees
 
 # Times are in decoding passes of the model.
 FIRST_BALANCE, MAX_BALANCE = 0.25, 16.0  # the time that drafts may lose at first, and the most that is kept of gains
@@ -25,52 +24,12 @@ CREDIT = 1.0  # the time that drafts may owe which are expected to pay
 HORIZON, INVESTED = 64, 1.5  # in at most so many passes drafts must pay for reading sequences, of so much time
 MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
 UNMEASURED_DRAFT = 0.3  # the assumed time of a draft of one token before any was measured
-FIRST_WAIT, LAST_WAIT = 1, 512  # the passes from one trial to the next where no hope is left, which double
+LAST_WAIT = 512  # the most passes from one trial to the next where no hope is left; from FIRST_WAIT on they double
 WAIT = 8  # those of a drafter with a model where there is hope, and of another one where a draft was right
 HOPE = 1.5  # the standard errors by which the acceptance may be better than it looks
 AHEAD = 32  # the passes before the next possible draft from which on hidden states are kept
 MANY = 64  # the passes after which it is known whether drafts pay
 REFRESH = 64  # the number of passes after which draft lengths other than the best are tried
-# The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
-# over all sequences, of about the last 96 drafts, is what is expected of each, of which the last 16 count.
-PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.5, 2.5, 96.0, 16.0
-# The siblings of a tree that count, and the part of what is left by those before it that one is expected to have.
-MOST_SIBLINGS, SIBLING = 6, 0.3
-
-
-@dataclass
-class Drafted:
-    """The latest drafts for one sequence. is_read: whether the source has read it, which costs time once."""
-
-    tally: Tally = field(default_factory=partial(Tally, SEQUENCE_MEMORY))
-    last_pass: int = -1
-    is_read: bool = False
-    is_trial: bool = False  # whether the draft of this pass only tests whether drafts pay now
-
-
-@dataclass
-class DraftSource:
-    """The acceptance and the costs of a drafter over all sequences, as far as they were observed.
-
-    tally: of chains, and of the likeliest of siblings in trees. ranks: of the second sibling, the third, and so on.
-    """
-
-    tally: Tally = field(default_factory=partial(Tally, SOURCE_MEMORY))
-    ranks: list[Tally] = field(default_factory=lambda: [Tally(SOURCE_MEMORY) for _ in range(1, MOST_SIBLINGS)])
-    sequences: WeakKeyDictionary[Sequence, Drafted] = field(default_factory=WeakKeyDictionary)
-    deepest: int = 0  # the most accepted tokens of one draft
-    cost: DraftCost = field(default_factory=DraftCost)
-    reading: float = 0.0  # seconds to read a sequence for the first time
-    is_free: bool = True
-    has_hope: bool = False  # whether drafts would pay if they were as often accepted as may still be
-    is_tried: bool = False  # whether this pass has a trial
-    wait: int = FIRST_WAIT
-    next_trial: int = 0  # the pass from which on there may be trials
-    idle: tuple[int, int] = (0, 0)  # for so many sequences nothing can be drafted before this pass
-    has_paid: bool = False  # whether drafts were ever chosen because they pay
-
-    def of(self, sequence: Sequence) -> Drafted:
-        return self.sequences.setdefault(sequence, Drafted())
 
 
 @dataclass
@@ -173,7 +132,7 @@ class Controller:
                 trees = expected_trees(known, records, bounds, most_nodes)
                 shapes, _ = allocate_trees(trees, costs.seconds, draft, **settings)
             if any(shape.nodes for shape in shapes):
-                known.has_paid, known.wait = True, FIRST_WAIT
+                known.wait = FIRST_WAIT
             if self.num_passes % REFRESH == 0:  # so that times without drafts, or with longer ones, stay new
                 shapes = [_larger(*pair, most_nodes) for pair in zip(shapes, bounds, strict=True)]
                 shapes = shapes if self.num_passes // REFRESH % 2 else [NO_SHAPE] * len(bounds)
@@ -190,7 +149,8 @@ class Controller:
         return shapes
 
     def _leave_unread(self, known: DraftSource, records: list[Drafted], bounds: list[int]) -> None:
-        left = self.balance or 0.0  # what it cannot pay to read gets no draft
+        """Set the bounds of sequences to 0 that the balance cannot pay to read."""
+        left = self.balance or 0.0
         for i, record in enumerate(records):
             left -= known.reading if bounds[i] and not record.is_read else 0.0
             bounds[i] = bounds[i] if record.is_read or left >= 0 else 0
@@ -210,11 +170,11 @@ class Controller:
         return self.num_draft == "auto" and known is not None and self.num_passes + AHEAD < known.idle[1]
 
     def verdict(self, source: str) -> str | None:
-        """Return why a drafter has drafted nothing but trials, as a clause; None if its drafts have paid, or if that
-        is not known after so few passes.
+        """Return why the drafts of a drafter do not pay, as a clause; None if they have gained time lately, or if
+        that is not known after so few passes.
         """
         known = self.sources.get(source)
-        if self.num_draft != "auto" or known is None or known.has_paid or self.num_passes < MANY:
+        if self.num_draft != "auto" or known is None or known.gained > 0 or self.num_passes < MANY:
             return None
         if not known.tally.verified or not known.cost.count or not self.verify_costs.is_measured(1):
             return None
@@ -252,7 +212,7 @@ class Controller:
             return
         cost = self._source(source).cost
         cost.observe(levels, tokens, seconds)
-        self._pass.seconds += cost.seconds(levels, tokens)
+        self._spend(cost.seconds(levels, tokens), source)
 
     def observe_asking(self, sequences: abc.Sequence[Sequence], seconds: float, source: str = "") -> None:
         """Learn that it took `seconds` to get drafts of these sequences, besides what `observe_drafting` gets.
@@ -268,7 +228,7 @@ class Controller:
             known.reading = min(each, (known.reading + each) / 2) if known.reading else each
             self._pass.reading += seconds
         else:
-            self._pass.seconds += seconds
+            self._spend(seconds, source if sequences else None)
 
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
         """Learn the acceptance: of `drafted` tokens the first `accepted` were accepted. No draft changes nothing."""
@@ -295,6 +255,7 @@ class Controller:
     def _observe(self, known: DraftSource, record: Drafted, drafted: int, accepted: int) -> None:
         known.is_tried, record.is_trial = known.is_tried or record.is_trial, False
         known.deepest, record.last_pass = max(known.deepest, accepted), self.num_passes
+        known.drafted, known.accepted = known.drafted + drafted, known.accepted + accepted
         self._pass.drafted += drafted
         self._pass.accepted += accepted
 
@@ -302,6 +263,7 @@ class Controller:
         """Learn that a pass of the model over `rows` rows, drafted tokens included, took `seconds`."""
         costs, record, self._pass = self.verify_costs, self._pass, PassRecord()
         costs.observe(rows, seconds)
+        self._count_gains(record, rows)
         for source in self.sources.values():
             if source.is_tried:
                 often = source.deepest > 0 if source.is_free else source.has_hope
@@ -310,48 +272,31 @@ class Controller:
         self.num_passes += 1
         if not record.sequences or self.balance is None:
             return
-        balance = max(self.balance - record.reading, min(self.balance, 0.0)) - record.seconds  # once
+        # A reading that takes longer than the balance pays for is not paid later, because it is done only once.
+        balance = max(self.balance - record.reading, min(self.balance, 0.0)) - record.seconds
         bare, one = max(1, rows - record.drafted), costs.seconds(record.sequences)
         balance += EARNED * costs.seconds(bare) + record.accepted * one / record.sequences
         balance -= costs.extra(bare, record.drafted) if record.drafted else 0.0
         self.balance = min(balance, max([MAX_BALANCE * one, *(source.reading for source in self.sources.values())]))
 
+    def _count_gains(self, record: PassRecord, rows: int) -> None:
+        sources = self.sources.values()
+        saved = self.verify_costs.seconds(record.sequences) / record.sequences if record.accepted else 0.0
+        added = 0.0
+        if record.drafted:  # what no drafter took alone is shared by the drafted tokens
+            added = record.seconds - sum(source.seconds for source in sources)
+            added += self.verify_costs.seconds(rows) - self.verify_costs.seconds(max(1, rows - record.drafted))
+            added /= record.drafted
+        for source in sources:
+            source.end_pass(saved, added)
+
+    def _spend(self, seconds: float, source: str | None) -> None:
+        self._pass.seconds += seconds
+        if source is not None:
+            self._source(source).seconds += seconds
+
     def _source(self, source: str) -> DraftSource:
         return self.sources.setdefault(source, DraftSource())
-
-
-def expected_gains(
-    source: DraftSource, drafted: abc.Sequence[Drafted], bounds: abc.Sequence[int]
-) -> list[list[float]]:
-    """Return the gains of the next draft of each sequence, of at most bounds[i] tokens."""
-    first: list[float | None] = [PRIOR]
-    expected: list[float | None] = list(source.tally.acceptances(first + [None] * (max(bounds) - 1), WEIGHT))
-    # A position that the source has rarely drafted is expected to be like the sequence's own position before it.
-    seen = sum(verified >= SEQUENCE_MEMORY for verified in source.tally.verified)
-    expected = [rate if position < max(1, seen) else None for position, rate in enumerate(expected)]
-    pairs = zip(drafted, bounds, strict=True)
-    return [gains(one.tally.acceptances(expected[:bound], WEIGHT)) for one, bound in pairs]
-
-
-def expected_trees(
-    source: DraftSource, drafted: abc.Sequence[Drafted], bounds: abc.Sequence[int], most_nodes: int
-) -> list[list[tuple[float, int]]]:
-    """Return the tokens of the next draft of each sequence, as allocate_trees takes them. most_nodes: 0 for chains."""
-    chains = expected_gains(source, drafted, bounds)
-    if not most_nodes:
-        return [[(gain, depth) for depth, gain in enumerate(chain)] for chain in chains]
-    trees = []
-    for chain in chains:
-        rates = [[gain / before if before else 0.0 for gain, before in zip(chain, [1.0, *chain], strict=False)]]
-        left = [1 - rate for rate in rates[0]]
-        for tally in source.ranks:
-            if chain:
-                # What a sibling has of what those before it have left is the same at all depths.
-                seen = tally.acceptances([SIBLING * left[0], *[None] * (len(chain) - 1)], WEIGHT)
-                rates.append([min(pair) for pair in zip(seen, left, strict=True)])
-                left = [max(0.0, all - rate) for all, rate in zip(left, rates[-1], strict=True)]
-        trees.append(likeliest_tree(rates, most_nodes))
-    return trees
 
 
 def _larger(shape: Shape, bound: int, most_nodes: int) -> Shape:

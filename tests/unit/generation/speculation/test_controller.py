@@ -200,9 +200,10 @@ def test_what_makes_no_sense_is_refused(number: int, most: int) -> None:
         Controller(number, most)
 
 
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("acceptance", "drafting", "says"), [(0.2, 0.8, True), (0.9, 0.05, False)])
-def test_a_drafter_that_does_not_pay_is_named(acceptance: float, drafting: float, says: bool) -> None:
-    run = Simulation(CURVES["rising"], [acceptance], drafting=drafting, seed=2)
+def test_a_drafter_that_does_not_pay_is_named(acceptance: float, drafting: float, says: bool, seed: int) -> None:
+    run = Simulation(CURVES["rising"], [acceptance], drafting=drafting, seed=seed)
     run.run(20)
     assert run.controller.verdict("") is None  # too early to say
     run.run(200)
