@@ -47,8 +47,8 @@ class Controller:
     """Chooses draft lengths.
 
     For each pass, call `lengths` (once for each source of drafts), `observe_drafting` if a model drafted,
-    `observe_asking` for all other time that the drafts took, `observe_drafts` for each sequence that had a draft, and
-    `observe_pass` last.
+    `observe_asking` for all other time that the drafts took, `observe_keeping` if states were kept for a drafter,
+    `observe_drafts` for each sequence that had a draft, and `observe_pass` last.
 
     num_draft: a fixed draft length, which only the limits reduce; or "auto", which chooses the lengths from 0 to
     max_draft with the most new tokens per second, and at most twice the longest accepted draft.
@@ -131,7 +131,7 @@ class Controller:
                 self._leave_unread(known, records, bounds)
                 trees = expected_trees(known, records, bounds, most_nodes)
                 shapes, _ = allocate_trees(trees, costs.seconds, draft, **settings)
-            if any(shape.nodes for shape in shapes):
+            if known.gained > 0:
                 known.wait = FIRST_WAIT
             if self.num_passes % REFRESH == 0:  # so that times without drafts, or with longer ones, stay new
                 shapes = [_larger(*pair, most_nodes) for pair in zip(shapes, bounds, strict=True)]
@@ -140,7 +140,7 @@ class Controller:
         lacking = known.reading - self.balance
         if self.num_passes >= known.next_trial:
             several = zip(records, bounds, shapes, strict=True)
-            known.has_hope = self._has_hope(known, count, rows, draft)
+            known.has_hope = self._has_hope(known, records, rows, draft)
             open_to = [record if bound and not shape.nodes else None for record, bound, shape in several]
             lacking = self._add_trials(open_to, shapes, rows, draft)
         affordable = self.num_passes + int(lacking / (EARNED * one))
@@ -155,14 +155,18 @@ class Controller:
             left -= known.reading if bounds[i] and not record.is_read else 0.0
             bounds[i] = bounds[i] if record.is_read or left >= 0 else 0
 
-    def _has_hope(self, known: DraftSource, count: int, rows: int, draft: DraftSeconds | None) -> bool:
-        """Return whether drafts would pay if they were accepted as often as what was seen leaves possible."""
+    def _has_hope(self, known: DraftSource, records: list[Drafted], rows: int, draft: DraftSeconds | None) -> bool:
+        """Return whether drafts of the whole batch would pay, and so would what is read and kept for them, if they
+        were accepted as often as what was seen leaves possible.
+        """
         rate = known.tally.acceptances([PRIOR], WEIGHT)[0]
         seen = WEIGHT + (known.tally.verified[0] if known.tally.verified else 0.0)
         chain = gains([min(1.0, rate + HOPE * sqrt(rate * (1 - rate) / seen))] * self.max_draft)
-        every = [[(gain, depth) for depth, gain in enumerate(chain)]] * count
-        shapes, _ = allocate_trees(every, self.verify_costs.seconds, draft, other_rows=rows - count)
-        return any(shape.nodes for shape in shapes)
+        every = [[(gain, depth) for depth, gain in enumerate(chain)]] * len(records)
+        settings: Any = {"other_rows": rows - len(records), "least": self.verify_costs.doubt(rows)}
+        shapes, gained = allocate_trees(every, self.verify_costs.seconds, draft, **settings)
+        unread = sum(bool(shape.nodes) and not record.is_read for shape, record in zip(shapes, records, strict=True))
+        return gained > known.keeping + unread * known.reading / HORIZON
 
     def rests(self, source: str) -> bool:
         """Return whether it is known that nothing will be drafted soon, so that no hidden states are needed for it."""
@@ -229,6 +233,12 @@ class Controller:
             self._pass.reading += seconds
         else:
             self._spend(seconds, source if sequences else None)
+
+    def observe_keeping(self, seconds: float, source: str = "") -> None:
+        """Learn that it took `seconds` of a pass to keep what a drafter reads. They count as time of the pass."""
+        known = self._source(source)
+        # A pass over a prompt keeps more than those that follow.
+        known.keeping = min(seconds, (known.keeping + seconds) / 2) if known.keeping else seconds
 
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
         """Learn the acceptance: of `drafted` tokens the first `accepted` were accepted. No draft changes nothing."""

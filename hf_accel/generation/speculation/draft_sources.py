@@ -42,6 +42,7 @@ class DraftSource:
     deepest: int = 0  # the most accepted tokens of one draft
     cost: DraftCost = field(default_factory=DraftCost)
     reading: float = 0.0  # seconds to read a sequence for the first time
+    keeping: float = 0.0  # seconds in which a pass keeps what the drafter reads
     is_free: bool = True
     has_hope: bool = False  # whether drafts would pay if they were as often accepted as may still be
     is_tried: bool = False  # whether this pass has a trial

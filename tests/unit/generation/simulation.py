@@ -23,9 +23,9 @@ CURVES: dict[str, Curve] = {
 
 class Simulation:
     """seconds: of a pass, over rows. acceptance: of a drafted token, in each sequence. calling, drafting: seconds of
-    a draft, and of each of its levels. reading: seconds in which a drafter reads a new sequence. searching: seconds
-    of each question for drafts. What the controller is told of the time is off by up to `noise`, or ten times too
-    much by chance `outliers`.
+    a draft, and of each of its levels. reading: seconds in which a drafter reads a new sequence. keeping: those that
+    a pass takes longer while drafts do not rest. searching: seconds of each question for drafts. What the controller
+    is told of the time is off by up to `noise`, or ten times too much by chance `outliers`.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Simulation:
         calling: float = 0.0,
         drafting: float = 0.0,
         reading: float = 0.0,
+        keeping: float = 0.0,
         searching: float = 0.0,
         noise: float = 0.0,
         outliers: float = 0.0,
@@ -44,7 +45,7 @@ class Simulation:
         max_draft: int = 8,
     ) -> None:
         self.seconds, self.acceptance, self.drafting = seconds, acceptance, drafting
-        self.calling, self.reading, self.searching = calling, reading, searching
+        self.calling, self.reading, self.keeping, self.searching = calling, reading, keeping, searching
         self.read: set[Sequence] = set()
         self.noise, self.outliers, self.dice = noise, outliers, random.Random(seed)
         self.controller = controller or Controller("auto", max_draft)
@@ -78,8 +79,11 @@ class Simulation:
             self.controller.observe_drafts(sequence, length, accepted)
             self.tokens += accepted + 1
         rows = many + other_rows + sum(lengths)
-        self.time += self.seconds(rows)
-        self.controller.observe_pass(rows, self.measured(self.seconds(rows)))
+        kept = 0.0 if self.controller.rests("") else self.keeping
+        if kept:
+            self.controller.observe_keeping(self.measured(kept))
+        self.time += self.seconds(rows) + kept
+        self.controller.observe_pass(rows, self.measured(self.seconds(rows) + kept))
         return lengths
 
     def run(self, steps: int) -> list[list[int]]:

@@ -271,3 +271,23 @@ def test_a_head_that_pays_is_used(batch: int, acceptance: float) -> None:
 def test_a_head_that_does_not_pay_costs_little(batch: int) -> None:
     own, best = reached(batch, 0.1)
     assert own >= 0.97 and best == 1
+
+
+def rested(acceptance: float, keeping: float, seed: int) -> float:
+    """The share of the passes of four sequences, in the last calls of five, in which nothing was kept for drafts."""
+    controller, rests = Controller(), 0
+    for call in range(5):
+        run = Simulation(
+            measured, [acceptance] * 4, controller=controller, calling=CALL, drafting=LEVEL, reading=0.3,
+            keeping=keeping, noise=0.1, outliers=0.005, seed=10 * seed + call,
+        )  # fmt: skip
+        for _ in range(150):
+            run.step()
+            rests += controller.rests("") and call >= 2
+    return rests / 450
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_kept_for_drafts_of_a_batch_that_would_not_pay_for_it(seed: int) -> None:
+    assert rested(0.25, 0.06, seed) > 0.4
+    assert rested(0.6, 0.02, seed) < 0.05, "they pay"
