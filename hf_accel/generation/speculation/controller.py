@@ -24,8 +24,9 @@ CREDIT = 1.0  # the time that drafts may owe which are expected to pay
 HORIZON, INVESTED = 64, 1.5  # in at most so many passes drafts must pay for reading sequences, of so much time
 MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
 UNMEASURED_DRAFT = 0.3  # the assumed time of a draft of one token before any was measured
-LAST_WAIT = 512  # the most passes from one trial to the next where no hope is left; from FIRST_WAIT on they double
-WAIT = 8  # those of a drafter with a model where there is hope, and of another one where a draft was right
+# The passes from one trial to the next, which double from FIRST_WAIT on where no hope is left. WAIT: those of a
+# drafter with a model where there is hope, and of another one where a draft was right.
+LAST_WAIT, WAIT = 512, 8
 HOPE = 1.5  # the standard errors by which the acceptance may be better than it looks
 AHEAD = 32  # the passes before the next possible draft from which on hidden states are kept
 MANY = 64  # the passes after which it is known whether drafts pay
@@ -57,8 +58,8 @@ class Controller:
     from `balance`, which starts with FIRST_BALANCE and grows by gains and by EARNED of all time; when it is used up,
     there are no drafts. Where none was ever right, or none pays, there are only trials of one token, and the waits
     between them double until drafts pay; those without a model cost so little that they are tried as often as the
-    balance pays for. A drafter reads a sequence when it is first asked for a draft of it (a
-    draft model computes the prompt), and it is asked for no sequence that the balance cannot pay to read.
+    balance pays for. A drafter reads a sequence when it is first asked for a draft of it (a draft model computes the
+    prompt), and it is asked for no sequence that the balance cannot pay to read.
     """
 
     def __init__(
