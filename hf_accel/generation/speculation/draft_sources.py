@@ -1,4 +1,4 @@
-"""What was observed of each drafter, and what it lets expect of the next drafts."""
+"""Records of what was observed of each drafter, and the gains that they let expect of its next drafts."""
 
 from __future__ import annotations
 
