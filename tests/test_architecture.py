@@ -79,6 +79,7 @@ BOOKKEEPING = {  # and what that may use
     "generation.speculation.acceptance",
     "generation.speculation.controller",
     "generation.speculation.costs",
+    "generation.speculation.draft_sources",
     "generation.speculation.drafters.drafter",
     "generation.speculation.drafters.ngram",
     "generation.speculation.drafters.suffix",

@@ -17,6 +17,7 @@ from hf_accel import Draft, SpeculativeConfig, UnsupportedError
 from hf_accel.distill.drafts.heads import DraftHead, head_logits, target_states
 from hf_accel.fused.draft_programme import DraftProgramme
 from hf_accel.generation.sequence import Shape
+from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.drafters.model import MAX_CHUNK
 from hf_accel.generation.speculation.drafters.target_states import BRANCHES, CALLS_TO_KNOW, HeadDrafter
 from hf_accel.generation.speculation.verifiers import noise
@@ -251,6 +252,18 @@ def test_nothing_is_left_on_the_target() -> None:
     hooks = [len(module._forward_hooks) for module in model.modules()]
     by_generate(model, PROMPTS[:2], 6, speculative=SpeculativeConfig(drafter=DraftHead.of(model), num_draft=2))
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def test_the_time_to_keep_states_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, observe = dict[str, list[float]](), Controller.observe_keeping
+
+    def noted(self: Controller, seconds: float, source: str = "") -> None:
+        told.setdefault(source, []).append(seconds)
+        observe(self, seconds, source)
+
+    monkeypatch.setattr(Controller, "observe_keeping", noted)
+    by_generate(target("llama"), PROMPTS[:2], 6, speculative=SpeculativeConfig(drafter=["ngram", head("llama")]))
+    assert len(told) == 1 and len(*told.values()) > 3 and min(*told.values()) > 0
 
 
 def test_a_head_is_saved_and_loaded(tmp_path: Any) -> None:

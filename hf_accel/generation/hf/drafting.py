@@ -101,7 +101,7 @@ def _controller(config: SpeculativeConfig, state: GenerationState) -> Controller
 def keep_controller(config: SpeculativeConfig, speculation: Speculation, model: Any) -> None:
     """Keep the controller at the end of a session for the next one, unless the model was unpatched meanwhile.
 
-    A drafter that was asked for, and has never drafted since it costs more than it brings, is reported.
+    A drafter that was asked for, and whose drafts cost more than they bring, is reported.
     """
     state = find_state(model)
     if state is None:

@@ -7,64 +7,30 @@ acceptance. Draft lengths are chosen for the whole batch together. A budget limi
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from math import sqrt
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 from ...keywords import positive_int
 from ..sequence import NO_SHAPE, Draft, Sequence, Shape
-from .acceptance import Tally, gains, likeliest_tree
-from .costs import CostTable, Seconds, allocate_trees
+from .acceptance import gains
+from .costs import CostTable, DraftSeconds, allocate_trees
+from .draft_sources import FIRST_WAIT, MOST_SIBLINGS, PRIOR, WEIGHT, Drafted, DraftSource, expected_trees
 
 # Times are in decoding passes of the model.
 FIRST_BALANCE, MAX_BALANCE = 0.25, 16.0  # the time that drafts may lose at first, and the most that is kept of gains
 EARNED = 0.01  # the share of all time that drafts may lose later
+CREDIT = 1.0  # the time that drafts may owe which are expected to pay
+HORIZON, INVESTED = 64, 1.5  # in at most so many passes drafts must pay for reading sequences, of so much time
 MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
-UNMEASURED_DRAFT = 0.3  # the assumed time of a drafter's pass before it was measured
-FIRST_WAIT, LAST_WAIT = 1, 512  # the passes from one trial to the next while none was right, which double
-WAIT = 8  # the passes from one trial to the next once a draft was right
+UNMEASURED_DRAFT = 0.3  # the assumed time of a draft of one token before any was measured
+# The passes from one trial to the next, which double from FIRST_WAIT on where no hope is left. WAIT: those of a
+# drafter with a model where there is hope, and of another one where a draft was right.
+LAST_WAIT, WAIT = 512, 8
+HOPE = 1.5  # the standard errors by which the acceptance may be better than it looks
 AHEAD = 32  # the passes before the next possible draft from which on hidden states are kept
 MANY = 64  # the passes after which it is known whether drafts pay
 REFRESH = 64  # the number of passes after which draft lengths other than the best are tried
-# The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
-# over all sequences, of about the last 96 drafts, is what is expected of each, of which the last 16 count.
-PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.5, 2.5, 96.0, 16.0
-# The siblings of a tree that count, and the part of what is left by those before it that one is expected to have.
-MOST_SIBLINGS, SIBLING = 6, 0.3
-
-
-@dataclass
-class Drafted:
-    """The latest drafts for one sequence. is_read: whether the source has read it, which costs time once."""
-
-    tally: Tally = field(default_factory=partial(Tally, SEQUENCE_MEMORY))
-    last_pass: int = -1
-    is_read: bool = False
-    is_trial: bool = False  # whether the draft of this pass only tests whether drafts pay now
-
-
-@dataclass
-class DraftSource:
-    """The acceptance and the costs of a drafter over all sequences, as far as they were observed.
-
-    tally: of chains, and of the likeliest of siblings in trees. ranks: of the second sibling, the third, and so on.
-    """
-
-    tally: Tally = field(default_factory=partial(Tally, SOURCE_MEMORY))
-    ranks: list[Tally] = field(default_factory=lambda: [Tally(SOURCE_MEMORY) for _ in range(1, MOST_SIBLINGS)])
-    sequences: WeakKeyDictionary[Sequence, Drafted] = field(default_factory=WeakKeyDictionary)
-    deepest: int = 0  # the most accepted tokens of one draft
-    costs: CostTable = field(default_factory=CostTable)  # of passes of the drafter's model
-    reading: float = 0.0  # seconds to read a sequence for the first time
-    is_tried: bool = False  # whether this pass has a trial
-    wait: int = FIRST_WAIT
-    next_trial: int = 0  # the pass from which on there may be trials
-    idle: tuple[int, int] = (0, 0)  # for so many sequences nothing can be drafted before this pass
-    has_paid: bool = False  # whether drafts were ever chosen because they pay
-
-    def of(self, sequence: Sequence) -> Drafted:
-        return self.sequences.setdefault(sequence, Drafted())
 
 
 @dataclass
@@ -82,17 +48,18 @@ class Controller:
     """Chooses draft lengths.
 
     For each pass, call `lengths` (once for each source of drafts), `observe_drafting` if a model drafted,
-    `observe_asking` for all other time that the drafts took, `observe_drafts` for each sequence that had a draft, and
-    `observe_pass` last.
+    `observe_asking` for all other time that the drafts took, `observe_keeping` if states were kept for a drafter,
+    `observe_drafts` for each sequence that had a draft, and `observe_pass` last.
 
     num_draft: a fixed draft length, which only the limits reduce; or "auto", which chooses the lengths from 0 to
     max_draft with the most new tokens per second, and at most twice the longest accepted draft.
 
     The loss against decoding without drafts is small, whatever the acceptance is. All time that drafts take is paid
     from `balance`, which starts with FIRST_BALANCE and grows by gains and by EARNED of all time; when it is used up,
-    there are no drafts. Where none was ever right, or none pays, there are only trials of one token. While none was
-    ever right, the waits between trials double. A drafter reads a sequence when it is first asked for a draft of it (a
-    draft model computes the prompt), and it is asked for no sequence that the balance cannot pay to read.
+    there are no drafts. Where none was ever right, or none pays, there are only trials of one token, and the waits
+    between them double until drafts pay; those without a model cost so little that they are tried as often as the
+    balance pays for. A drafter reads a sequence when it is first asked for a draft of it (a draft model computes the
+    prompt), and it is asked for no sequence that the balance cannot pay to read.
     """
 
     def __init__(
@@ -139,6 +106,7 @@ class Controller:
             depths = (max(0, min(self.num_draft, limit)) for limit in limits)
             return [Shape(depth, max(depth, most_nodes) if depth else 0) for depth in depths]
         known, costs, rows = self._source(source), self.verify_costs, len(sequences) + other_rows
+        known.is_free = is_free
         bounds = [max(0, min(limit, self.max_draft, max(1, 2 * known.deepest))) for limit in limits]
         shapes = [NO_SHAPE] * len(bounds)
         # To find that nothing can be drafted takes as long as a draft does in a small model. So it is remembered.
@@ -146,27 +114,34 @@ class Controller:
         if idle or not any(bounds) or not costs.is_measured(rows):
             return shapes
         one = costs.seconds(count)
-        left = self.balance = FIRST_BALANCE * one if self.balance is None else self.balance
-        if left <= 0:
+        self.balance = FIRST_BALANCE * one if self.balance is None else self.balance
+        if self.balance <= (-CREDIT * one if known.deepest else 0.0):
             return shapes
         records = [known.of(sequence) for sequence in sequences]
-        for i, record in enumerate(records):
-            left -= known.reading if bounds[i] and not record.is_read else 0.0
-            bounds[i] = bounds[i] if record.is_read or left >= 0 else 0
-        if not is_free and not known.costs.widths:
-            known.costs.observe(1, UNMEASURED_DRAFT * one)
-        draft = None if is_free else known.costs.seconds
+        draft = None if is_free else known.cost.seconds if known.cost.count else lambda *shape: UNMEASURED_DRAFT * one
         is_refreshed = known.deepest > 0 and self.num_passes % REFRESH == 0
         if known.deepest:
-            gains = expected_trees(known, records, bounds, most_nodes)
-            shapes = allocate_trees(gains, costs.seconds, draft, other_rows=rows - count, least=costs.doubt(rows))
-            known.has_paid = known.has_paid or any(shape.nodes for shape in shapes)
+            settings: Any = {"other_rows": rows - count, "least": costs.doubt(rows)}
+            trees = expected_trees(known, records, bounds, most_nodes)
+            shapes, gained = allocate_trees(trees, costs.seconds, draft, **settings)
+            missing = sum(
+                bool(shape.nodes) and not record.is_read for shape, record in zip(shapes, records, strict=True)
+            )
+            earned = min(gained * min(HORIZON, max(limits)), INVESTED * one)
+            if missing * known.reading > max(self.balance, earned):
+                self._leave_unread(known, records, bounds)
+                trees = expected_trees(known, records, bounds, most_nodes)
+                shapes, _ = allocate_trees(trees, costs.seconds, draft, **settings)
+            if known.gained > 0:
+                known.wait = FIRST_WAIT
             if self.num_passes % REFRESH == 0:  # so that times without drafts, or with longer ones, stay new
                 shapes = [_larger(*pair, most_nodes) for pair in zip(shapes, bounds, strict=True)]
                 shapes = shapes if self.num_passes // REFRESH % 2 else [NO_SHAPE] * len(bounds)
+        self._leave_unread(known, records, bounds)
         lacking = known.reading - self.balance
         if self.num_passes >= known.next_trial:
             several = zip(records, bounds, shapes, strict=True)
+            known.has_hope = self._has_hope(known, records, rows, draft)
             open_to = [record if bound and not shape.nodes else None for record, bound, shape in several]
             lacking = self._add_trials(open_to, shapes, rows, draft)
         affordable = self.num_passes + int(lacking / (EARNED * one))
@@ -174,27 +149,47 @@ class Controller:
         known.idle = (0, 0) if drafts or is_refreshed else (count, max(known.next_trial, affordable))
         return shapes
 
+    def _leave_unread(self, known: DraftSource, records: list[Drafted], bounds: list[int]) -> None:
+        """Set the bounds of sequences to 0 that the balance cannot pay to read."""
+        left = self.balance or 0.0
+        for i, record in enumerate(records):
+            left -= known.reading if bounds[i] and not record.is_read else 0.0
+            bounds[i] = bounds[i] if record.is_read or left >= 0 else 0
+
+    def _has_hope(self, known: DraftSource, records: list[Drafted], rows: int, draft: DraftSeconds | None) -> bool:
+        """Return whether drafts of the whole batch would pay, and so would what is read and kept for them, if they
+        were accepted as often as what was seen leaves possible.
+        """
+        rate = known.tally.acceptances([PRIOR], WEIGHT)[0]
+        seen = WEIGHT + (known.tally.verified[0] if known.tally.verified else 0.0)
+        chain = gains([min(1.0, rate + HOPE * sqrt(rate * (1 - rate) / seen))] * self.max_draft)
+        every = [[(gain, depth) for depth, gain in enumerate(chain)]] * len(records)
+        settings: Any = {"other_rows": rows - len(records), "least": self.verify_costs.doubt(rows)}
+        shapes, gained = allocate_trees(every, self.verify_costs.seconds, draft, **settings)
+        unread = sum(bool(shape.nodes) and not record.is_read for shape, record in zip(shapes, records, strict=True))
+        return gained > known.keeping + unread * known.reading / HORIZON
+
     def rests(self, source: str) -> bool:
         """Return whether it is known that nothing will be drafted soon, so that no hidden states are needed for it."""
         known = self.sources.get(source)
         return self.num_draft == "auto" and known is not None and self.num_passes + AHEAD < known.idle[1]
 
     def verdict(self, source: str) -> str | None:
-        """Return why a drafter has drafted nothing but trials, as a clause; None if its drafts have paid, or if that
-        is not known after so few passes.
+        """Return why the drafts of a drafter do not pay, as a clause; None if they have gained time lately, or if
+        that is not known after so few passes.
         """
         known = self.sources.get(source)
-        if self.num_draft != "auto" or known is None or known.has_paid or self.num_passes < MANY:
+        if self.num_draft != "auto" or known is None or known.gained > 0 or self.num_passes < MANY:
             return None
-        if not known.tally.verified or not known.costs.widths or not self.verify_costs.is_measured(1):
+        if not known.tally.verified or not known.cost.count or not self.verify_costs.is_measured(1):
             return None
-        cost, rate = known.costs.seconds(1) / self.verify_costs.seconds(1), known.tally.acceptances([None], 0)[0]
+        cost, rate = known.cost.seconds(1, 1) / self.verify_costs.seconds(1), known.tally.acceptances([None], 0)[0]
         if rate > cost + self.verify_costs.seconds(2) / self.verify_costs.seconds(1) - 1:
             return None  # the few trials say that they would
         return f"drafts of {source!r} do not pay: a token costs {cost:.2f} of a pass, and {rate:.0%} are accepted"
 
     def _add_trials(
-        self, records: list[Drafted | None], shapes: list[Shape], rows: int, draft: Seconds | None
+        self, records: list[Drafted | None], shapes: list[Shape], rows: int, draft: DraftSeconds | None
     ) -> float:
         """Add a token for sequences without a draft, those without one for longest first, as the balance pays for.
 
@@ -203,26 +198,26 @@ class Controller:
         assert self.balance is not None
         rows += sum(shape.nodes for shape in shapes)
         width, price = sum(shape.nodes > 0 for shape in shapes), 0.0
-        costs, seconds = self.verify_costs, draft or (lambda width: 0.0)
+        costs, seconds = self.verify_costs, draft or (lambda levels, tokens: 0.0)
         tried = sorted((record.last_pass, i, record) for i, record in enumerate(records) if record)
         for count, (_, i, record) in enumerate(tried, 1):
             price = costs.seconds(rows + count) - costs.seconds(rows)
-            price += seconds(width + count) - (seconds(width) if width else 0.0)
+            price += seconds(1, width + count) - (seconds(1, width) if width else 0.0)
             if price > self.balance:
                 break
             shapes[i], record.is_trial = Shape(1, 1), True
         return price - self.balance
 
-    def observe_drafting(self, tokens: int, passes: int, seconds: float, source: str = "") -> None:
-        """Learn the cost of drafting: `passes` passes of a drafter gave `tokens` tokens in all, in `seconds`.
+    def observe_drafting(self, tokens: int, levels: int, seconds: float, source: str = "") -> None:
+        """Learn the cost of drafting: `tokens` tokens in all, of which `levels` follow each other, took `seconds`.
 
-        Passes that only computed earlier tokens, such as a prompt, must not be counted.
+        What only computed earlier tokens, such as a prompt, must not be counted.
         """
-        if passes < 1:
+        if levels < 1:
             return
-        width, costs = max(1, round(tokens / passes)), self._source(source).costs
-        costs.observe(width, seconds / passes)
-        self._pass.seconds += passes * costs.seconds(width)
+        cost = self._source(source).cost
+        cost.observe(levels, tokens, seconds)
+        self._spend(cost.seconds(levels, tokens), source)
 
     def observe_asking(self, sequences: abc.Sequence[Sequence], seconds: float, source: str = "") -> None:
         """Learn that it took `seconds` to get drafts of these sequences, besides what `observe_drafting` gets.
@@ -238,7 +233,13 @@ class Controller:
             known.reading = min(each, (known.reading + each) / 2) if known.reading else each
             self._pass.reading += seconds
         else:
-            self._pass.seconds += seconds
+            self._spend(seconds, source if sequences else None)
+
+    def observe_keeping(self, seconds: float, source: str = "") -> None:
+        """Learn that it took `seconds` of a pass to keep what a drafter reads. They count as time of the pass."""
+        known = self._source(source)
+        # A pass over a prompt keeps more than those that follow.
+        known.keeping = min(seconds, (known.keeping + seconds) / 2) if known.keeping else seconds
 
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
         """Learn the acceptance: of `drafted` tokens the first `accepted` were accepted. No draft changes nothing."""
@@ -265,6 +266,7 @@ class Controller:
     def _observe(self, known: DraftSource, record: Drafted, drafted: int, accepted: int) -> None:
         known.is_tried, record.is_trial = known.is_tried or record.is_trial, False
         known.deepest, record.last_pass = max(known.deepest, accepted), self.num_passes
+        known.drafted, known.accepted = known.drafted + drafted, known.accepted + accepted
         self._pass.drafted += drafted
         self._pass.accepted += accepted
 
@@ -272,9 +274,11 @@ class Controller:
         """Learn that a pass of the model over `rows` rows, drafted tokens included, took `seconds`."""
         costs, record, self._pass = self.verify_costs, self._pass, PassRecord()
         costs.observe(rows, seconds)
+        self._count_gains(record, rows)
         for source in self.sources.values():
             if source.is_tried:
-                source.next_trial = self.num_passes + (WAIT if source.deepest else source.wait)
+                often = source.deepest > 0 if source.is_free else source.has_hope
+                source.next_trial = self.num_passes + (WAIT if often else source.wait)
                 source.is_tried, source.wait = False, min(2 * source.wait, LAST_WAIT)
         self.num_passes += 1
         if not record.sequences or self.balance is None:
@@ -286,42 +290,24 @@ class Controller:
         balance -= costs.extra(bare, record.drafted) if record.drafted else 0.0
         self.balance = min(balance, max([MAX_BALANCE * one, *(source.reading for source in self.sources.values())]))
 
+    def _count_gains(self, record: PassRecord, rows: int) -> None:
+        sources = self.sources.values()
+        saved = self.verify_costs.seconds(record.sequences) / record.sequences if record.accepted else 0.0
+        added = 0.0
+        if record.drafted:  # what no drafter took alone is shared by the drafted tokens
+            added = record.seconds - sum(source.seconds for source in sources)
+            added += self.verify_costs.seconds(rows) - self.verify_costs.seconds(max(1, rows - record.drafted))
+            added /= record.drafted
+        for source in sources:
+            source.end_pass(saved, added)
+
+    def _spend(self, seconds: float, source: str | None) -> None:
+        self._pass.seconds += seconds
+        if source is not None:
+            self._source(source).seconds += seconds
+
     def _source(self, source: str) -> DraftSource:
         return self.sources.setdefault(source, DraftSource())
-
-
-def expected_gains(
-    source: DraftSource, drafted: abc.Sequence[Drafted], bounds: abc.Sequence[int]
-) -> list[list[float]]:
-    """Return the gains of the next draft of each sequence, of at most bounds[i] tokens."""
-    first: list[float | None] = [PRIOR]
-    expected: list[float | None] = list(source.tally.acceptances(first + [None] * (max(bounds) - 1), WEIGHT))
-    # A position that the source has rarely drafted is expected to be like the sequence's own position before it.
-    seen = sum(verified >= SEQUENCE_MEMORY for verified in source.tally.verified)
-    expected = [rate if position < max(1, seen) else None for position, rate in enumerate(expected)]
-    pairs = zip(drafted, bounds, strict=True)
-    return [gains(one.tally.acceptances(expected[:bound], WEIGHT)) for one, bound in pairs]
-
-
-def expected_trees(
-    source: DraftSource, drafted: abc.Sequence[Drafted], bounds: abc.Sequence[int], most_nodes: int
-) -> list[list[tuple[float, int]]]:
-    """Return the tokens of the next draft of each sequence, as allocate_trees takes them. most_nodes: 0 for chains."""
-    chains = expected_gains(source, drafted, bounds)
-    if not most_nodes:
-        return [[(gain, depth) for depth, gain in enumerate(chain)] for chain in chains]
-    trees = []
-    for chain in chains:
-        rates = [[gain / before if before else 0.0 for gain, before in zip(chain, [1.0, *chain], strict=False)]]
-        left = [1 - rate for rate in rates[0]]
-        for tally in source.ranks:
-            if chain:
-                # What a sibling has of what those before it have left is the same at all depths.
-                seen = tally.acceptances([SIBLING * left[0], *[None] * (len(chain) - 1)], WEIGHT)
-                rates.append([min(pair) for pair in zip(seen, left, strict=True)])
-                left = [max(0.0, all - rate) for all, rate in zip(left, rates[-1], strict=True)]
-        trees.append(likeliest_tree(rates, most_nodes))
-    return trees
 
 
 def _larger(shape: Shape, bound: int, most_nodes: int) -> Shape:

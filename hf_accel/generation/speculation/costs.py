@@ -15,10 +15,14 @@ from ..sequence import NO_SHAPE, Shape
 
 MEMORY = 31  # the last observations of a width that count
 EXTRAPOLATED = 0.02  # a further row than any measured is assumed to add this share of the time, or a quarter of a row
+DRAFTS = 32.0  # about so many of the last drafts count
+SLOW = 2.0  # how many times slower than expected an observed draft may count as
 NOISE = 0.1  # the assumed mean relative deviation of an observation, which counts as two of them
 
 # The seconds of a pass, as a function of its rows: the tokens that it computes, which are the rows of its input.
 Seconds = Callable[[int], float]
+# Those of a draft, as a function of its levels and of the tokens of all sequences.
+DraftSeconds = Callable[[int, int], float]
 
 
 class _Thread(threading.local):
@@ -111,6 +115,52 @@ class CostTable:
         return self._doubts[min(self.widths, key=lambda seen: abs(seen - rows))] * self.seconds(rows)
 
 
+class DraftCost:
+    """The seconds of drafts: so many for each call, for each level and for each token, none of them below zero.
+
+    A native call has most of its cost in the call itself, a draft model in its levels, and a batch in its tokens; what
+    is expected of longer drafts decides whether they are tried. The three are those of the least squares (by
+    coordinates, each from the values of the other two), nearest to what is assumed before several shapes were seen:
+    that a longer draft costs half of the first one more for each level. A slow outlier counts as SLOW times
+    what was expected.
+    """
+
+    ASSUMED = (0.5, 0.5, 0.0)  # parts of the first observation
+    TRUST = 0.1  # the weight of what is assumed, in observations
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._parts = [0.0, 0.0, 0.0]  # seconds
+        self._first = [0.0, 0.0, 0.0]
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._sums = [0.0] * 3
+
+    def observe(self, levels: int, tokens: int, seconds: float) -> None:
+        expected = self.seconds(levels, tokens)
+        if self.count == 0 or (self.count == 1 and expected > SLOW * seconds):  # the first one may be an outlier
+            scale = seconds / (self.ASSUMED[0] + self.ASSUMED[1] * levels)
+            self._parts = [scale * part for part in self.ASSUMED]
+            self._first, self._sums = list(self._parts), [0.0] * 3
+            self._products = [[0.0] * 3 for _ in range(3)]
+        else:
+            seconds = min(seconds, SLOW * expected)
+        self.count += 1
+        row, keep = (1.0, float(levels), float(tokens)), 1 - 1 / DRAFTS
+        for i, one in enumerate(row):
+            self._sums[i] = keep * self._sums[i] + one * seconds
+            self._products[i] = [keep * old + one * other for old, other in zip(self._products[i], row, strict=True)]
+        for _ in range(8):
+            for i, products in enumerate(self._products):
+                others = sum(products[j] * self._parts[j] for j in range(3) if j != i)
+                near = self._sums[i] - others + self.TRUST * self._first[i]
+                self._parts[i] = max(0.0, near / (products[i] + self.TRUST))
+
+    def seconds(self, levels: int, tokens: int) -> float:
+        """The estimated seconds of a draft; 0 before the first one was observed."""
+        call, level, token = self._parts
+        return call + level * levels + token * tokens
+
+
 def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Return the non-decreasing sequence nearest to `values` in weighted least squares (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # value, weight, count
@@ -127,7 +177,7 @@ def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
 def allocate(
     gains: Sequence[Sequence[float]],
     verify: Seconds,
-    draft: Seconds | None = None,
+    draft: DraftSeconds | None = None,
     *,
     other_rows: int = 0,
     least: float = 0.0,
@@ -137,44 +187,45 @@ def allocate(
     gains[i][j]: the probability that the first j + 1 drafted tokens of sequence i are all accepted.
     """
     trees = [[(gain, depth) for depth, gain in enumerate(chain)] for chain in gains]
-    return [shape.nodes for shape in allocate_trees(trees, verify, draft, other_rows=other_rows, least=least)]
+    shapes, _ = allocate_trees(trees, verify, draft, other_rows=other_rows, least=least)
+    return [shape.nodes for shape in shapes]
 
 
 def allocate_trees(
     gains: Sequence[Sequence[tuple[float, int]]],
     verify: Seconds,
-    draft: Seconds | None = None,
+    draft: DraftSeconds | None = None,
     *,
     other_rows: int = 0,
     least: float = 0.0,
-) -> list[Shape]:
-    """Return the drafts with the highest rate of new tokens (the goodput of SmartSpec, arXiv 2406.14066).
+) -> tuple[list[Shape], float]:
+    """Return the drafts with the highest rate of new tokens (the goodput of SmartSpec, arXiv 2406.14066), and the
+    seconds that they are expected to gain.
 
     gains[i]: of each token that can be drafted for sequence i, the probability that it and all before it are accepted,
-    and its depth from 0 on. verify: of the model's pass. draft: of a drafter's pass; None if
-    it needs none. other_rows: of the pass, such as prefill, which are computed in any case: next to them, a drafted
-    token pays if it comes faster than by decoding alone. least: seconds that any draft must gain.
+    and its depth from 0 on. verify: of the model's pass. draft: of a drafter; None if it needs none. other_rows: of
+    the pass, such as prefill, which are computed in any case: next to them, a drafted token pays if it comes faster
+    than by decoding alone. least: seconds that any draft must gain.
 
     No token is likelier than the one that it follows. So for each total number of drafted tokens, those with the
     highest gains are the best choice. All total numbers are tried, because the time of a kernel rises in steps, and
-    all depths, because each takes a pass of the drafter. The choice is optimal if the time of that is linear in its
-    rows.
+    all depths, because each costs the drafter something. The choice is optimal.
     """
     entries = sorted((-gain, depth, i) for i, tree in enumerate(gains) for gain, depth in tree)
     deepest = 1 + max((depth for _, depth, _ in entries), default=-1)
     options = [(0, 0, 0.0, 0.0)]  # depth, drafted tokens, expected accepted ones, seconds to draft
     for depth in [deepest] if draft is None else range(1, deepest + 1):
-        tokens, seconds, widths = 0.0, least, [0] * depth
-        for count, (gain, position, _) in enumerate((entry for entry in entries if entry[1] < depth), 1):
+        tokens = 0.0
+        for count, (gain, _, _) in enumerate((entry for entry in entries if entry[1] < depth), 1):
             tokens -= gain
-            width = widths[position] = widths[position] + 1
-            seconds += 0.0 if draft is None else draft(width) - (draft(width - 1) if width > 1 else 0.0)
-            options.append((depth, count, tokens, seconds))
+            options.append((depth, count, tokens, least + (0.0 if draft is None else draft(depth, count))))
     rows = len(gains)
     best = max((rows + tokens) / (verify(rows + n) + seconds) for _, n, tokens, seconds in options)
     # Among equal choices the one with the fewest rows is taken, which comes first.
-    depth, count, _, _ = max(options, key=lambda one: one[2] - best * (verify(rows + other_rows + one[1]) + one[3]))
+    whole = rows + other_rows
+    depth, count, tokens, seconds = max(options, key=lambda one: one[2] - best * (verify(whole + one[1]) + one[3]))
+    gained = tokens * verify(rows) / max(1, rows) + verify(whole) - verify(whole + count) - seconds
     shapes = [NO_SHAPE] * len(gains)
     for _, at, i in [entry for entry in entries if entry[1] < depth][:count]:
         shapes[i] = Shape(max(shapes[i].depth, at + 1), shapes[i].nodes + 1)
-    return shapes
+    return shapes, gained

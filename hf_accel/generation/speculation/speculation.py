@@ -230,6 +230,7 @@ class Speculation:
         """Give the drafter that reads them the hidden states of a pass, which the model has just computed."""
         if self.states is None or not self._keeps:
             return
+        begun = now()
         states, end = self.states(), 0
         for chunk, draft in zip(chunks, drafts, strict=True):
             first, end = end, end + chunk.count + len(draft)
@@ -237,6 +238,9 @@ class Speculation:
                 self._states[chunk.sequence] = chunk.sequence.num_computed, states[first:end]
             shown = states[first : first + chunk.count + len(branches(draft)[0])]
             self._show(chunk.sequence, chunk.sequence.num_computed, shown)
+        for drafter in self.drafters:
+            if drafter.layers:
+                self.controller.observe_keeping(now() - begun, source=drafter.name)
 
     def _show(self, sequence: Sequence, start: int, states: Tensor) -> None:
         for drafter in self.drafters:

@@ -22,10 +22,10 @@ CURVES: dict[str, Curve] = {
 
 
 class Simulation:
-    """seconds: of a pass, over rows. acceptance: of a drafted token, in each sequence. drafting: seconds of a
-    drafter's pass. reading: seconds in which a drafter reads a new sequence. searching: seconds of each question for
-    drafts. What the controller is told of the time is off by up to `noise`, or ten times too much by chance
-    `outliers`.
+    """seconds: of a pass, over rows. acceptance: of a drafted token, in each sequence. calling, drafting: seconds of
+    a draft, and of each of its levels. reading: seconds in which a drafter reads a new sequence. keeping: those that
+    a pass takes longer while drafts do not rest. searching: seconds of each question for drafts. What the controller
+    is told of the time is off by up to `noise`, or ten times too much by chance `outliers`.
     """
 
     def __init__(
@@ -34,8 +34,10 @@ class Simulation:
         acceptance: list[float],
         *,
         controller: Controller | None = None,
+        calling: float = 0.0,
         drafting: float = 0.0,
         reading: float = 0.0,
+        keeping: float = 0.0,
         searching: float = 0.0,
         noise: float = 0.0,
         outliers: float = 0.0,
@@ -43,7 +45,7 @@ class Simulation:
         max_draft: int = 8,
     ) -> None:
         self.seconds, self.acceptance, self.drafting = seconds, acceptance, drafting
-        self.reading, self.searching = reading, searching
+        self.calling, self.reading, self.keeping, self.searching = calling, reading, keeping, searching
         self.read: set[Sequence] = set()
         self.noise, self.outliers, self.dice = noise, outliers, random.Random(seed)
         self.controller = controller or Controller("auto", max_draft)
@@ -61,7 +63,7 @@ class Simulation:
             self.sequences, [100] * many, other_rows=other_rows, is_free=not self.drafting
         )
         if self.drafting and any(lengths):
-            spent = self.drafting * max(lengths)
+            spent = self.calling + self.drafting * max(lengths)
             self.time += spent
             self.controller.observe_drafting(sum(lengths), max(lengths), self.measured(spent))
         asked = [sequence for sequence, length in zip(self.sequences, lengths, strict=True) if length]
@@ -77,8 +79,11 @@ class Simulation:
             self.controller.observe_drafts(sequence, length, accepted)
             self.tokens += accepted + 1
         rows = many + other_rows + sum(lengths)
-        self.time += self.seconds(rows)
-        self.controller.observe_pass(rows, self.measured(self.seconds(rows)))
+        kept = 0.0 if self.controller.rests("") else self.keeping
+        if kept:
+            self.controller.observe_keeping(self.measured(kept))
+        self.time += self.seconds(rows) + kept
+        self.controller.observe_pass(rows, self.measured(self.seconds(rows) + kept))
         return lengths
 
     def run(self, steps: int) -> list[list[int]]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hf_accel.generation.speculation.acceptance import Tally, gains
-from hf_accel.generation.speculation.controller import PRIOR, WEIGHT, Drafted, DraftSource, expected_gains
+from hf_accel.generation.speculation.draft_sources import PRIOR, WEIGHT, Drafted, DraftSource, expected_gains
 
 
 def of_source(source: DraftSource, count: int) -> list[float]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from hf_accel.errors import UnsupportedError
@@ -83,10 +85,10 @@ def test_a_drafter_reads_no_more_sequences_than_can_be_paid() -> None:
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("drafting", [0.0, 0.3])
 @pytest.mark.parametrize("curve", CURVES)
-def test_of_a_thousand_passes_ten_try_drafts_that_are_never_right(curve: str, drafting: float, batch: int) -> None:
+def test_of_a_thousand_passes_a_dozen_try_drafts_that_are_never_right(curve: str, drafting: float, batch: int) -> None:
     run = Simulation(CURVES[curve], [0.0] * batch, drafting=drafting, noise=0.1, outliers=0.01, seed=batch)
     wasted = sum(any(lengths) for lengths in run.run(1000))
-    assert 2 <= wasted <= 10
+    assert 2 <= wasted <= 12
     assert run.time <= 1.03 * 1000 * CURVES[curve](batch)
 
 
@@ -198,9 +200,10 @@ def test_what_makes_no_sense_is_refused(number: int, most: int) -> None:
         Controller(number, most)
 
 
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("acceptance", "drafting", "says"), [(0.2, 0.8, True), (0.9, 0.05, False)])
-def test_a_drafter_that_does_not_pay_is_named(acceptance: float, drafting: float, says: bool) -> None:
-    run = Simulation(CURVES["rising"], [acceptance], drafting=drafting, seed=1)
+def test_a_drafter_that_does_not_pay_is_named(acceptance: float, drafting: float, says: bool, seed: int) -> None:
+    run = Simulation(CURVES["rising"], [acceptance], drafting=drafting, seed=seed)
     run.run(20)
     assert run.controller.verdict("") is None  # too early to say
     run.run(200)
@@ -225,3 +228,66 @@ def test_drafts_rest_while_none_is_possible_soon(monkeypatch: pytest.MonkeyPatch
     first = rested.index(True)
     assert first > 8 and not all(rested[first:])
     assert not Controller(3).rests("")
+
+
+# By batch, how a native draft head costs: a call of 0.15 passes and 0.05 a level, over rows as measured on a CPU.
+POINTS = [(1, 1.0), (4, 1.02), (8, 1.17), (16, 1.6), (32, 2.6), (64, 4.6), (128, 9.0), (300, 20.0)]
+CALL, LEVEL = 0.15, 0.05
+
+
+def measured(rows: int) -> float:
+    """The seconds of a pass, between the measured ones on a line."""
+    for (low, less), (high, more) in pairwise(POINTS):
+        if rows <= high:
+            return less + (more - less) * (rows - low) / (high - low)
+    raise ValueError(rows)
+
+
+def reached(batch: int, acceptance: float) -> tuple[float, float]:
+    """The speed against no drafts in the last calls of five, and the best of all fixed lengths."""
+    plain, controller, time, tokens = measured(batch) / batch, Controller(), 0.0, 0
+    for call in range(5):
+        run = Simulation(
+            measured, [acceptance] * batch, controller=controller, calling=CALL, drafting=LEVEL, reading=0.3,
+            noise=0.1, outliers=0.005, seed=call,
+        )  # fmt: skip
+        run.run(150)
+        if call >= 2:
+            time, tokens = time + run.time, tokens + run.tokens
+    lengths = range(1, 9)
+    best = max(
+        batch * (1 + sum(gains([acceptance] * k))) / (measured(batch * (1 + k)) + CALL + LEVEL * k) for k in lengths
+    )
+    return tokens / time * plain, max(1.0, best * plain)
+
+
+@pytest.mark.parametrize(("batch", "acceptance"), [(1, 0.55), (1, 0.7), (4, 0.7)])
+def test_a_head_that_pays_is_used(batch: int, acceptance: float) -> None:
+    own, best = reached(batch, acceptance)
+    assert own >= 0.9 * best > 1.2
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_a_head_that_does_not_pay_costs_little(batch: int) -> None:
+    own, best = reached(batch, 0.1)
+    assert own >= 0.97 and best == 1
+
+
+def rested(acceptance: float, keeping: float, seed: int) -> float:
+    """The share of the passes of four sequences, in the last calls of five, in which nothing was kept for drafts."""
+    controller, rests = Controller(), 0
+    for call in range(5):
+        run = Simulation(
+            measured, [acceptance] * 4, controller=controller, calling=CALL, drafting=LEVEL, reading=0.3,
+            keeping=keeping, noise=0.1, outliers=0.005, seed=10 * seed + call,
+        )  # fmt: skip
+        for _ in range(150):
+            run.step()
+            rests += controller.rests("") and call >= 2
+    return rests / 450
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_kept_for_drafts_of_a_batch_that_would_not_pay_for_it(seed: int) -> None:
+    assert rested(0.25, 0.06, seed) > 0.4
+    assert rested(0.6, 0.02, seed) < 0.05, "they pay"

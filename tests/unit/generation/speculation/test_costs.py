@@ -8,7 +8,7 @@ from operator import mul
 
 import pytest
 
-from hf_accel.generation.speculation.costs import CostTable, Seconds, allocate, isotonic
+from hf_accel.generation.speculation.costs import CostTable, DraftCost, DraftSeconds, Seconds, allocate, isotonic
 
 from ..simulation import CURVES
 
@@ -113,13 +113,12 @@ def tokens_of(gains: list[list[float]], lengths: Sequence[int]) -> float:
     return sum(sum(chain[:length]) for chain, length in zip(gains, lengths, strict=True))
 
 
-def drafting(lengths: Sequence[int], draft: Seconds) -> float:
-    """One pass of the drafter for each position, over the drafts that reach it."""
-    return sum(draft(sum(length > depth for length in lengths)) for depth in range(max(lengths, default=0)))
+def drafting(lengths: Sequence[int], draft: DraftSeconds) -> float:
+    return draft(max(lengths), sum(lengths)) if any(lengths) else 0.0
 
 
 def rate(
-    gains: list[list[float]], lengths: Sequence[int], verify: Seconds, draft: Seconds = lambda rows: 0.0
+    gains: list[list[float]], lengths: Sequence[int], verify: Seconds, draft: DraftSeconds = lambda levels, tokens: 0.0
 ) -> float:
     seconds = verify(len(gains) + sum(lengths)) + drafting(lengths, draft)
     return (len(gains) + tokens_of(gains, lengths)) / seconds
@@ -155,8 +154,10 @@ def test_the_choice_is_the_best_of_all_where_drafting_costs() -> None:
     drafted = 0
     for _ in range(150):
         gains, verify = random_gains(dice), jagged(dice)
-        a, b = 0.2 * dice.random(), 0.1 * dice.random()
-        draft = partial(lambda rows, a, b: a + b * rows, a=a, b=b)
+        parts = [0.2 * dice.random(), 0.2 * dice.random(), 0.1 * dice.random()]
+        draft = partial(
+            lambda levels, tokens, a, b, c: a + b * levels + c * tokens, **dict(zip("abc", parts, strict=True))
+        )
         chosen = allocate(gains, verify, draft)
         best = max(rate(gains, lengths, verify, draft) for lengths in every(gains))
         assert rate(gains, chosen, verify, draft) == pytest.approx(best, rel=1e-12)
@@ -196,3 +197,13 @@ def test_rows_go_where_they_bring_most() -> None:
 
 def test_nothing_to_draft() -> None:
     assert allocate([[], []], CURVES["flat"]) == [0, 0]
+
+
+def test_what_drafts_cost_is_told_apart_by_call_level_and_token() -> None:
+    cost = DraftCost()
+    cost.observe(1, 1, 9.0)  # as slow as a first call can be
+    for levels, tokens in [(1, 1), (2, 2), (3, 3), (1, 4), (3, 12), (3, 8)] * 20:
+        cost.observe(levels, tokens, 0.6 + 0.2 * levels + 0.05 * tokens)
+    cost.observe(1, 1, 100.0)  # an outlier
+    for levels, tokens in [(1, 1), (3, 3), (6, 6), (3, 12)]:
+        assert cost.seconds(levels, tokens) == pytest.approx(0.6 + 0.2 * levels + 0.05 * tokens, rel=0.1)
