@@ -79,7 +79,7 @@ class PassAhead:
         return bool(getattr(self.runner, "goes_ahead", False))
 
     def _launch(self, sequences: abc.Sequence[Sequence], tokens: Tensor) -> None:
-        """What it raises is not raised here: perhaps no token needs that pass. If one does, it is computed once more."""
+        """Launch the next pass, or none if that raises: if a token needs it, it is computed, and raises, in its turn."""
         try:
             given = self._prepare(sequences)
             if given is not None:

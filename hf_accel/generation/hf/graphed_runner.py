@@ -105,8 +105,7 @@ class GraphedRunner(ModelRunner):
     def goes_ahead(self) -> bool:
         """Return whether a pass may be launched before the host has read the tokens of the last one, and be taken.
 
-        What the host does between passes takes long compared with a replay. A hook is to see no other passes than those
-        that count.
+        What the host does between passes takes long compared with a replay. A hook must see only passes that count.
         """
         known = self._dependencies
         return known is not None and self._model_refusal is None and known.hook_refusal is None
