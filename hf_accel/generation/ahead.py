@@ -79,7 +79,7 @@ class PassAhead:
         return bool(getattr(self.runner, "goes_ahead", False))
 
     def _launch(self, sequences: abc.Sequence[Sequence], tokens: Tensor) -> None:
-        """Launch the next pass, or none if that raises: if a token needs it, it is computed, and raises, in its turn."""
+        """Launch the next pass, or none if that raises; one that is needed is computed, and raises, in its turn."""
         try:
             given = self._prepare(sequences)
             if given is not None:

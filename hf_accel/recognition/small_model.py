@@ -111,19 +111,21 @@ def first_layers_model(model: nn.Module, lengths: Mapping[str, int], token: int 
     lengths: by the name of a part, how many modules the outermost lists in it keep. token: an id, besides the first
     ROWS, that has an embedding. plain: whether PlainExperts take the place of experts, and FoldedTable that of tables.
     """
-    return _copied(model, _Copying(lengths=lengths, token=token, plain=plain))
+    return _copied(model, _Copying(lengths=lengths, token=token, plain=plain, biased=True))
 
 
 @dataclass
 class _Copying:
     """The settings of a copy, see first_layers_model, and where in the model it is.
 
-    name: of the module that is being copied. layer: what its layer_idx becomes.
+    name: of the module that is being copied. layer: what its layer_idx becomes. biased: whether linear layers have
+    biases where the model's have them, by which padding becomes something; a trial of attention alone needs none.
     """
 
     lengths: Mapping[str, int] = field(default_factory=dict)
     token: int = 0
     plain: bool = False
+    biased: bool = False
     name: str = ""
     layer: int = 0
     numbers: RandomNumbers = field(default_factory=RandomNumbers)
@@ -156,7 +158,7 @@ def _copied(module: nn.Module, copying: _Copying) -> Any:
     """Copy a module and all in it, with small parts instead of linear layers and tables."""
     own: Any = module
     if isinstance(getattr(own, "in_features", None), int) and isinstance(getattr(own, "out_features", None), int):
-        has_bias = getattr(own, "bias", None) is not None
+        has_bias = copying.biased and getattr(own, "bias", None) is not None
         return SparseLinear(own.in_features, own.out_features, copying.numbers, has_bias=has_bias)
     if copying.plain and any(each is not None and each.ndim == 3 for each in own._parameters.values()):
         width = next((size for name in EXPERT_WIDTHS if isinstance(size := getattr(own, name, None), int)), None)

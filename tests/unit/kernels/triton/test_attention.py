@@ -112,7 +112,11 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPa
         current.pop()
 
     seen: list[int] = []
-    kernel = {(2,): lambda **_: seen.append(current[-1])}
+
+    class Kernel(dict[Any, Any]):
+        arg_names = ("n", "x")
+
+    kernel = Kernel({(2,): lambda **_: seen.append(current[-1])})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", guard)
     tensors = [torch.empty(1).as_subclass(Elsewhere), torch.empty(1)]
