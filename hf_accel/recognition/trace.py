@@ -34,7 +34,7 @@ from .call_form import (
     CallForm,
 )
 from .code import ROTATIONS, with_functions
-from .complex_rotation import ROTATION_BY_COMPLEX, ComplexTable, rotate_by_complex
+from .complex_rotation import ROTATION_BY_COMPLEX, ComplexTable, rotate_by_complex, rotates_by_complex
 from .expanded_keys import expand_latents
 from .folding import folded
 from .known_modules import known_module
@@ -171,7 +171,7 @@ class Trace(AttentionRecord):
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
         tensors |= {SOURCE_BIAS: self.source_bias}
         if form.one_table:
-            tensors[TABLES] = ComplexTable(self.device)
+            tensors[TABLES] = ComplexTable(self.device) if rotates_by_complex(module) else Opaque(TABLES)
         self.given = {name: tensors[name] for name in form.tensors}
         if SOURCE_STATES in form.tensors and self.cache_class is None:
             raise UntraceableError("it attends to an encoder's output without a cache")
