@@ -1,7 +1,8 @@
-"""A traced decoder layer on a GPU: its modules are called one by one, the operations between them in fewer launches.
+"""A traced decoder layer on a GPU, in fewer launches than its modules one by one.
 
 The write of K and V shares a launch with the rotation, and a norm with the sum before it: the bits are the same.
-Linear layers and attention are called as the layer's own code calls them.
+Products of few rows with quantized weights share one where they have one input (`row_products.py`). All other
+linear layers, and attention, are called as the layer's own code calls them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..recognition.trace import Trace
 from ..undo.state import FUSED
 from .modules import add_rms_norm, gate_and_multiply, rope, rope_and_write
 from .norms import NativeNorm, NormForms
-from .row_products import gated_product_of_row, products_of_row
+from .row_products import gated_product_of_rows, products_of_rows
 from .traced_layer import Attention, TracedLayer
 
 # Computes attention: (module, (q, k, v), options) with q [B, Hq, T, D], k and v [B, H, T, ..] -> [B, T, Hq, Dv].
@@ -196,22 +197,22 @@ class Held:
 
 
 def _put_products(held: Held, operations: list[Operation]) -> None:
-    """Compute linear layers of one input, each [B, T, out]; of one row in one launch."""
+    """Compute linear layers of one input, each [B, T, out]; of few rows in one launch."""
     linears: list[Any] = [operation.modules[0] for operation in operations]
     x = held.columns(operations[0].inputs[0], linears[0].in_features)
-    products = products_of_row(linears, x) or [linear(x) for linear in linears]
+    products = products_of_rows(linears, x) or [linear(x) for linear in linears]
     for operation, product in zip(operations, products, strict=True):
         held.put(operation.outputs[0], product)
 
 
 def _gated(held: Held, operation: Operation) -> Tensor:
-    """Compute the gate and the other half of a gated MLP, [B, T, out]; of one row in one launch."""
+    """Compute the gate and the other half of a gated MLP, [B, T, out]; of few rows in one launch."""
     linears: Any = operation.modules
     x = held.columns(operation.inputs[0], linears[0].in_features)
     if not linears[1:]:
         only: Tensor = linears[0](x)
         return only
-    product = gated_product_of_row(linears, x, operation.values["epilogue"])
+    product = gated_product_of_rows(linears, x, operation.values["epilogue"])
     return (
         gate_and_multiply(linears[0](x), linears[1](x), operation.values["epilogue"]) if product is None else product
     )

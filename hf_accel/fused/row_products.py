@@ -22,7 +22,7 @@ class RowWeights(NamedTuple):
     tile: Any
 
 
-def products_of_row(linears: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
+def products_of_rows(linears: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
     """Compute the linear layers of x [B, T, in], each [B, T, out], in one launch; None if that cannot be done.
 
     The sums may be added in another order than by the layers one by one.
@@ -38,8 +38,8 @@ def products_of_row(linears: Sequence[nn.Module], x: Tensor) -> list[Tensor] | N
     return [out.view(*x.shape[:-1], -1) for out in outs]
 
 
-def gated_product_of_row(linears: Sequence[nn.Module], x: Tensor, activation: str) -> Tensor | None:
-    """Compute activation(first(x)) * second(x), [B, T, out], in one launch; see products_of_row.
+def gated_product_of_rows(linears: Sequence[nn.Module], x: Tensor, activation: str) -> Tensor | None:
+    """Compute activation(first(x)) * second(x), [B, T, out], in one launch; see products_of_rows.
 
     activation: a name of ACTIVATIONS.
     """

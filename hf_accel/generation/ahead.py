@@ -9,7 +9,7 @@ vLLM ("asynchronous scheduling") and SGLang ("overlap scheduler") do the same.
 
 from __future__ import annotations
 
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,19 +42,35 @@ class NextPass:
 
 
 class PassAhead:
-    """The pass that a batcher has launched ahead, if there is one. runner: of its passes, over `pages`."""
+    """The pass that a batcher has launched ahead, if there is one.
+
+    runner: of its passes, over `pages`. None is launched unless its `goes_ahead` is true, nor for a token at its
+    `most_positions` or behind. launched: how many were; unused: how many of them were not the next pass; failed: how
+    many could not be launched, by the error.
+    """
 
     def __init__(self, runner: Any, pages: Pages) -> None:
         self.runner, self.pages = runner, pages
+        self.launched = self.unused = 0
+        self.failed: Counter[str] = Counter()
         self._launched: tuple[NextPass, Tensor] | None = None  # with its logits [sequences, V]
 
     @property
     def is_launched(self) -> bool:
         return self._launched is not None
 
+    def statistics(self) -> dict[str, Any]:
+        return {"launched": self.launched, "unused": self.unused, "failed": dict(self.failed)}
+
     def logits_for(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft]) -> Tensor | None:
         """Return the logits [len(chunks), V] of the pass of these chunks; None if it was not launched. Forgets it."""
-        launched, self._launched = self._launched, None
+        logits = self._logits_for(chunks, drafts)
+        self.unused += logits is None and self.is_launched
+        self._launched = None
+        return logits
+
+    def _logits_for(self, chunks: abc.Sequence[Chunk], drafts: abc.Sequence[Draft]) -> Tensor | None:
+        launched = self._launched
         if launched is None or not self._serves or any(len(draft) for draft in drafts):
             return None
         (found, logits), rows = launched, list[int]()
@@ -86,8 +102,9 @@ class PassAhead:
                 ids = tokens if len(given.taken) == len(tokens) else tokens[sent(integers(given.taken), tokens)]
                 logits = self.runner(ids, given.positions, given.step, list(range(len(ids))))
                 self._launched = given, logits
-        except Exception:
-            self._launched = None
+                self.launched += 1
+        except Exception as error:
+            self.failed[type(error).__name__] += 1
 
     def _prepare(self, sequences: abc.Sequence[Sequence]) -> NextPass | None:
         """Prepare the next pass of those of the sequences that go on unless a token ends them.
@@ -122,6 +139,7 @@ class PassAhead:
     def drop(self, *, wait: bool = False) -> None:
         """Forget the launched pass. wait: until it has ended, as what it reads and writes may be given back."""
         launched, self._launched = self._launched, None
+        self.unused += launched is not None
         if wait and launched is not None:
             wait_for(self.runner.device)
 

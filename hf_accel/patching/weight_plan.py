@@ -1,8 +1,8 @@
 """The one answer to what a weight gets: bits, format, groups, bytes, the backend that reads it, or why it stays float.
 
-The plan and packing, estimate() and fit=, budgets of bits and the loader
-read it. `weight_plans` gives it for a model on any device, also on meta. Without `Backends` it is the form alone:
-nothing is asked of kernels that another machine may have.
+The plan and packing, estimate() and fit=, budgets of bits and the loader read it. `weight_plans` gives it for a model
+on any device, also on meta. Without `Backends` it is the form alone: nothing is asked of kernels that another machine
+may have.
 """
 
 from __future__ import annotations

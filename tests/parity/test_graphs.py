@@ -83,6 +83,7 @@ def test_statistics() -> None:
     assert found["captures"] == 1 and found["bytes"] == 1000 and not found["dropped"]
     assert found["replays"] == NEW_TOKENS - 1
     assert found["eager"] == {"the first pass makes the pages": 1}
+    assert found["ahead"] == {"launched": NEW_TOKENS - 1, "unused": 0, "failed": {}}
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "self-int4", "near model", "two"])

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import hf_accel
 from hf_accel import UnsupportedError
 
+from ..unit.generation.tape import install
 from . import test_chunks, test_compressed, test_convolutions
 from .families import build, prompts
 from .recurrent_models import LAYERS, state_space_of
@@ -389,3 +390,14 @@ def test_a_layer_with_a_convolution(tmp_path: Path) -> None:
         jobs = [engine.submit(row, max_new_tokens=NEW, temperature=0, adapter=name) for row, name in given]
         assert [job.result().tokens for job in jobs] == wanted
     assert all(calls.programme is not None for calls in test_convolutions.layer_calls(model))
+
+
+def test_a_pass_with_adapters_is_no_graph(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would hold what the adapters of its capture add."""
+    wanted = expected(folder, None, IDS)
+    install(monkeypatch)
+    model = build("llama")
+    hf_accel.patch(model, weights=None, attention="tape")
+    got, stats = served(folder, model, IDS)
+    assert got == wanted and stats["graphs"]["eager"]["some of its rows have adapters"] >= NEW - 1
+    assert stats["graphs"]["ahead"]["launched"] == 0

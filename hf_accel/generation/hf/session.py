@@ -222,7 +222,9 @@ class Session(Batcher):
 
     def graph_statistics(self) -> dict[str, Any]:
         """Return the statistics of the model's graphs as "graphs", or nothing on a device that has none."""
-        return {"graphs": self.runner.statistics.to_dict()} if isinstance(self.runner, GraphedRunner) else {}
+        if not isinstance(self.runner, GraphedRunner):
+            return {}
+        return {"graphs": {**self.runner.statistics.to_dict(), "ahead": self.ahead.statistics()}}
 
     def _free_memory(self) -> bool:
         """Drop the graphs, which can be done without."""

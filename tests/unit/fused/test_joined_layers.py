@@ -10,6 +10,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from hf_accel.fused.hf.layer_calls import TracedForward
 from hf_accel.fused.hf.sites import JOINED
 from hf_accel.fused.modules import ACTIVATIONS, form_of_rotation, rms_norm, rope
 from hf_accel.fused.norms import NativeNorm
-from hf_accel.fused.row_products import products_of_row
+from hf_accel.fused.row_products import products_of_rows
 from hf_accel.kernels import cpu, triton
 from hf_accel.kernels.cpu.attention import write_pages
 from hf_accel.kernels.layouts import KV
@@ -335,8 +336,8 @@ def test_deterministic_products_gradients_and_autocast_are_one_by_one(device: st
     x = torch.randn(1, 1, 32, device=device)
     linears = [getattr(model.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj")]
     with torch.no_grad():
-        assert products_of_row(linears, x) is not None
-    assert products_of_row(linears, x) is None
+        assert products_of_rows(linears, x) is not None
+    assert products_of_rows(linears, x) is None
 
 
 @pytest.mark.usefixtures("on_triton")
@@ -445,3 +446,23 @@ def test_unpatch_takes_the_layers_out(model: PreTrainedModel) -> None:
     hf_accel.unpatch(model)
     assert not layers_of(model) and not [m for m in model.modules() if isinstance(m, NativeNorm)]
     assert all(FUSED not in vars(layer) for layer in model.model.layers)
+
+
+def test_a_request_s_adapter_is_added(device: str, tmp_path: Path) -> None:
+    """By its own hooks: in a pass that has one, layers go module by module."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    outer = peft.get_peft_model(small("cpu"), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in outer.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    outer.save_pretrained(tmp_path)
+    torch.manual_seed(3)
+    model = hf_accel.patch(small(device), weights=None)
+    prompt = torch.tensor(PROMPTS[:1], device=device)
+    wanted = outer.to(device).eval().generate(prompt, max_new_tokens=3, do_sample=False)
+    with counted() as calls, hf_accel.Engine(model) as engine:
+        engine.load_adapter("own", tmp_path)  # which tries passes with it and without
+        calls.clear()
+        found = engine.submit(PROMPTS[0], max_new_tokens=3, temperature=0, adapter="own").result().tokens
+    assert [*PROMPTS[0], *found] == wanted[0].tolist() and calls == {False: 6}

@@ -105,6 +105,16 @@ def test_no_pass_is_in_vain_where_sequences_end_by_length(taken: Counter[bool]) 
     assert runner.num_rows == batcher.num_computed
 
 
+def test_no_pass_goes_behind_the_table_of_positions() -> None:
+    """Where a token behind it ends the sequence: a GPU that looked there would fail, and not recover."""
+    batcher = batcher_of()
+    runner: Any = batcher.runner
+    runner.most_positions = 5
+    assert len(run(batcher, [Sequence([1, 2], RequestSettings(9, PLAIN))])[0]) == 9
+    assert runner.ahead == 3  # for the tokens at 2, 3 and 4
+    assert batcher.ahead.statistics() == {"launched": 3, "unused": 0, "failed": {}}
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
