@@ -16,11 +16,12 @@ from ..kernels.layouts import Ragged
 
 SEQUENCES: Final = (1, 2, 4, *range(8, 513, 8))  # as vLLM has them
 WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # tokens of each sequence
+PROMPT_WIDTHS: Final = (24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MOST_ROWS: Final = 512
 CHEAP_ROWS: Final = 16  # so many rows cost no more than one
 LEAST_BLOCKS: Final = 8
 
-NOT_UNIFORM = "a pass with prompts, or with drafts of very different lengths"
+NOT_UNIFORM = "a pass with long prompts, or over sequences with very different numbers of tokens"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Bucket:
     @property
     def rows(self) -> int:
         return self.sequences * self.width
+
+    @property
+    def is_of_prompts(self) -> bool:
+        return self.width > WIDTHS[-1]
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,9 @@ def padded(inputs: PassInputs, num_kept: int, groups: Sequence[PageGroup], *, mo
         return "a pass without logits"
     if any(group.written is not None for group in step.groups) or any(table is None for table in tables):
         return "a pass over blocks that are written by another one"
-    if first.max_q > WIDTHS[-1] or num_sequences > SEQUENCES[-1]:
+    if first.max_q > PROMPT_WIDTHS[-1] or num_sequences > SEQUENCES[-1]:
         return NOT_UNIFORM
-    sequences, width = _above(SEQUENCES, num_sequences), _above(WIDTHS, first.max_q)
+    sequences, width = _above(SEQUENCES, num_sequences), _above(WIDTHS + PROMPT_WIDTHS, first.max_q)
     rows = sequences * width
     if rows > most_rows or rows > max(CHEAP_ROWS, 2 * width, 2 * num_tokens):
         return NOT_UNIFORM
@@ -77,6 +82,8 @@ def padded(inputs: PassInputs, num_kept: int, groups: Sequence[PageGroup], *, mo
     only_last = width > 1 and all((row + 1) % width == 0 for row in kept)
     blocks = tuple(_power_of_two(0 if table is None else table.shape[1]) for table in tables)
     bucket = Bucket(sequences, width, blocks, only_last)
+    if bucket.is_of_prompts and not only_last:
+        return "a pass with logits for more than the last token of each prompt"
     padded_groups = [_padded(step.groups[i], bucket, group, i, places=places) for i, group in enumerate(groups)]
     return PaddedPass(
         bucket,

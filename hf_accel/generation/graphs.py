@@ -15,7 +15,7 @@ from ..kernels.triton import overlapping
 
 DEVICES = ("cuda",)  # where there may be graphs
 SWITCH = "HF_ACCEL_CUDA_GRAPHS"  # "0" in the environment turns them off
-WARM_UPS = 2  # calls before a capture: kernels are compiled, and libraries take their memory, in these
+WARM_UPS = 1  # calls before a capture: kernels are compiled, and libraries take their memory, in these
 
 
 class Graph(Protocol):

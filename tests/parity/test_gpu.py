@@ -58,6 +58,17 @@ def test_generate() -> None:
         assert graphs["replays"] >= NEW_TOKENS - 3 and (number == 0 or graphs["captures"] <= (number == 1)), graphs
 
 
+def test_prompts_of_a_shape() -> None:
+    """They are graphs from the second one on."""
+    model, prompt = patched(), (PROMPTS[0] * 40)[:40]
+    for length, captured in ((40, 0), (40, 0), (37, 1), (33, 0), (39, 0)):
+        ids = torch.tensor([prompt[:length]], device="cuda")
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert out[0, length:].tolist() == answers("llama", [prompt[:length]], NEW_TOKENS)[0]
+        assert hf_accel.stats(model)["graphs"]["captures"] >= captured
+    assert hf_accel.stats(model)["graphs"]["eager"] == {}
+
+
 def test_generate_after_the_weights_have_moved() -> None:
     """All graphs are dropped, and captured again. What only reads a weight drops none."""
     model = hf_accel.patch(build("llama").to("cuda"), weights="int8")

@@ -29,6 +29,7 @@ from .speculating import answers, by_engine, by_generate, by_generate_batch, nea
 
 PROMPTS = requests(7, longest=9, seed=3, shared=2)
 NEW_TOKENS = 8
+LONG_PROMPTS = [(PROMPTS[i] * 20)[:length] for i, length in enumerate((40, 37, 33, 39, 40))]  # of one shape
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +85,35 @@ def test_statistics() -> None:
     assert found["replays"] == NEW_TOKENS - 1
     assert found["eager"] == {"the first pass makes the pages": 1}
     assert found["ahead"] == {"launched": NEW_TOKENS - 1, "unused": 0, "failed": {}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_are_met_again(family: str, makers: list[TapeMaker]) -> None:
+    """The first one of a shape runs as its graph will, the second is captured, others of that shape are replayed."""
+    model, captured = patched(family), []
+    by_generate(model, LONG_PROMPTS[:1], NEW_TOKENS)  # makes the pages
+    for prompt, eager in zip(LONG_PROMPTS, (1, 0, 0, 0, 0), strict=True):
+        assert by_generate(model, [prompt], NEW_TOKENS) == answers(family, [prompt], NEW_TOKENS)
+        found = graphs(model)
+        assert found["eager"] == ({graphed_runner.FIRST_PROMPT: 1} if eager else {}), found
+        captured.append(found["captures"])
+    assert captured[-1] == 0, captured
+
+
+def test_prompts_that_cannot_be_captured(makers: list[TapeMaker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other passes still are."""
+    capture, model = GraphedRunner._capture, patched()
+
+    def refusing(self: GraphedRunner, found: Any) -> Any:
+        if found.bucket.is_of_prompts:
+            raise RuntimeError("reads a number on the host")
+        return capture(self, found)
+
+    monkeypatch.setattr(GraphedRunner, "_capture", refusing)
+    for prompt in LONG_PROMPTS:
+        assert by_generate(model, [prompt], NEW_TOKENS) == answers("llama", [prompt], NEW_TOKENS)
+    found = graphs(model)
+    assert found["eager"] == {"a capture failed: reads a number on the host": 1} and found["replays"] == NEW_TOKENS - 1
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "self-int4", "near model", "two"])

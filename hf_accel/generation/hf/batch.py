@@ -25,6 +25,7 @@ from ..sequence import Sequence
 from .config_settings import ASKED, complete_config, settings_of_config
 from .encoder_source import decoder_prompt
 from .grammars import KEYWORDS, take_constraint
+from .graphed_runner import keep_runner, take_kept
 from .request_adapters import adapters_of_prompts
 from .session import Session
 from .vocabulary import prompt_parts
@@ -52,16 +53,29 @@ def generate_batch(
     Returns transformers' outputs by the name of their request, and statistics.
     """
     factory = SequenceFactory(model, settings)
-    with Session(model, **session_settings(model, settings, speculative)) as session:
-        replies = [
-            reply
-            for number, prompt in enumerate(prompts)
-            for reply in factory.make(f"req_{number}", prompt, timestamps=timestamps, what=f"prompt {number}")
-        ]
+    replies = [
+        reply
+        for number, prompt in enumerate(prompts)
+        for reply in factory.make(f"req_{number}", prompt, timestamps=timestamps, what=f"prompt {number}")
+    ]
+    keywords, state = session_settings(model, settings, speculative), state_of(model).generation
+    asked = keywords["cache"]
+    keywords["most_tokens"] = most = _most_tokens(replies, asked.block_size)
+    if asked.directory is None and (kept := take_kept(state, model.config, asked, most)) is not None:
+        keywords["runner"], keywords["cache"] = kept
+    with Session(model, **keywords) as session:
         _run(session, replies, progress_bar)
         statistics = session.statistics()
-        used = {"blocks_used": session.peak_blocks, **statistics.pop("speculation")}
-        return {reply.name: reply.output() for reply in replies}, {"loop": "ragged", **statistics, **used}
+    if asked.directory is None:
+        keep_runner(state, session.runner, asked)
+    used = {"blocks_used": session.peak_blocks, **statistics.pop("speculation")}
+    return {reply.name: reply.output() for reply in replies}, {"loop": "ragged", **statistics, **used}
+
+
+def _most_tokens(replies: abc.Sequence[Reply], block_size: int) -> int:
+    """Return the most tokens in the pages at once, with room for drafts; a power of 2, as calls are often alike."""
+    held = sum(len(each.sequence.tokens) + each.sequence.num_left + 2 * block_size for each in replies)
+    return max(block_size, 1 << (held - 1).bit_length())
 
 
 def without_own_keywords(generation_config: Any, given: dict[str, Any], refusal: str) -> dict[str, Any]:

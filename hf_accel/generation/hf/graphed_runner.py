@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
 from ...cache.group import PageGroup
-from ...cache.hf import PagedCache, page_groups
-from ...cache.step import Step
+from ...cache.hf import PagedCache, model_kinds, page_groups, windows_of_pages
+from ...cache.step import PassInputs, Step
 from ...config import CacheConfig
 from ...linear.adapters import PassAdapters
 from ...recognition.unchanged import Hooks, has_own_forward
@@ -28,6 +28,7 @@ from ..speculation.costs import done_once
 from .generation_state import GenerationState
 from .model_runner import ModelRunner, pass_inputs, prepare_step
 
+FIRST_PROMPT = "a pass with prompts, of a shape that was met for the first time"
 MOST_BYTES = 4 * 2**30  # of all graphs of a runner
 LEAST_FREE_BYTES = 2**30  # of the device; with less, no more graphs are captured
 
@@ -65,8 +66,9 @@ class CapturedPass:
 class GraphedRunner(ModelRunner):
     """Pads each pass to a bucket, captures a graph when a bucket is first met, and replays it from then on.
 
-    A pass that has no bucket, or cannot be captured, runs as a ModelRunner runs it; `statistics` says why. Graphs are
-    dropped when pages or weights have moved: pages are looked at before each pass, and the model after check_model().
+    One of prompts is captured when it is met again: a capture takes as long as two passes, and few prompts have the
+    same shape. A pass that has no bucket, or cannot be captured, runs as a ModelRunner runs it; `statistics` says why.
+    Graphs are dropped when pages or weights have moved: pages are looked at before each pass, and the model after check_model().
     invariant_rows: no pass is padded to more rows than these, see Speculation; None for any number.
     """
 
@@ -85,11 +87,13 @@ class GraphedRunner(ModelRunner):
         self.most_bytes, self.least_free_bytes = MOST_BYTES, LEAST_FREE_BYTES
         self.statistics = GraphStatistics()
         self._graphs: dict[Bucket, CapturedPass] = {}
+        self._met: set[Bucket] = set()  # of prompts
         self._logits: Tensor | None = None  # all graphs write their logits here
         self._dependencies: Dependencies | None = None
         self._is_checked = False
         self._model_refusal: str | None = None  # why no pass of the model can be captured
         self._full: str | None = None  # why no more graphs are captured
+        self._no_prompts: str | None = None  # why none of prompts are
         self._pages: list[int] = []
         config = model.config.get_text_config(decoder=True)
         self.most_positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -119,6 +123,10 @@ class GraphedRunner(ModelRunner):
         if refusal is None:
             inputs = pass_inputs(ids, positions, step, keep)
             found = padded(inputs, len(keep), self.groups, most_rows=self.most_rows)
+            if isinstance(found, PaddedPass) and found.bucket.is_of_prompts and found.bucket not in self._met:
+                self._met.add(found.bucket)
+                self.statistics.eager[FIRST_PROMPT] += 1
+                return self._padded_logits(found)
             if isinstance(found, PaddedPass):
                 captured = self._captured(found)
                 if isinstance(captured, CapturedPass):
@@ -166,7 +174,8 @@ class GraphedRunner(ModelRunner):
         return had_any
 
     def _drop(self, why: str) -> None:
-        self._full = None
+        self._full = self._no_prompts = None
+        self._met.clear()
         if self._graphs:
             self.statistics.dropped[why] += 1
             self._graphs.clear()
@@ -183,28 +192,42 @@ class GraphedRunner(ModelRunner):
             self._full = f"graphs take {self.statistics.nbytes:,} bytes already"
         if self._full is None and self.maker.free_bytes() < self.least_free_bytes:
             self._full = "too little memory is free for one more graph"
-        if self._full is not None:
-            return self._full
+        refusal = self._full or (self._no_prompts if found.bucket.is_of_prompts else None)
+        if refusal is not None:
+            return refusal
         try:
             # Without inference mode, because a later pass outside of it must be able to write to these tensors.
             with done_once(), torch.inference_mode(False), torch.no_grad():
                 captured = self._capture(found)
         except torch.OutOfMemoryError:
-            self._full = "there was no memory for one more graph"
+            refusal = "there was no memory for one more graph"
         except Exception as error:  # the pass then runs as it does without graphs, and raises what is not of a capture
             lines = str(error).splitlines() or [type(error).__name__]
-            self._full = f"a capture failed: {lines[0]}"
+            refusal = f"a capture failed: {lines[0]}"
         else:
             self._graphs[found.bucket] = captured
             self.statistics.captures += 1
             self.statistics.nbytes += captured.graph.nbytes
             return captured
-        return self._full
+        if found.bucket.is_of_prompts:  # these take other kernels, and more memory, than passes of few tokens
+            self._no_prompts = refusal
+        else:
+            self._full = refusal
+        return refusal
 
-    def _capture(self, found: PaddedPass) -> CapturedPass:
+    def _padded_logits(self, found: PaddedPass) -> Tensor:
+        """Compute a pass as its graph would, with as many rows: the rows have the bits that the graph will give."""
+        _, inputs = self._on_device(found)
+        return self._kept(self.compute(inputs, everything=not found.bucket.only_last), found)
+
+    def _on_device(self, found: PaddedPass) -> tuple[Tensor, PassInputs]:
+        """Return the inputs of a padded pass on the device, and the memory in which they are."""
         tensors = found.inputs.tensors
         static = packed(tensors, self.device).to(self.device)
-        inputs = found.inputs.with_tensors(views(static, tensors))
+        return static, found.inputs.with_tensors(views(static, tensors))
+
+    def _capture(self, found: PaddedPass) -> CapturedPass:
+        static, inputs = self._on_device(found)
         everything = not found.bucket.only_last
         outputs: list[Tensor] = []
 
@@ -226,11 +249,15 @@ class GraphedRunner(ModelRunner):
             captured.ids[: len(ids)].copy_(ids)
         captured.graph.replay()
         self.statistics.replays += 1
+        return self._kept(captured.logits, found)
+
+    def _kept(self, logits: Tensor, found: PaddedPass) -> Tensor:
+        """Copy the rows of a bucket's logits that a pass asked for."""
         kept = found.kept
         if kept == list(range(len(kept))):
-            return captured.logits[: len(kept)].clone()
+            return logits[: len(kept)].clone()
         [rows] = views(packed([integers(kept)], self.device).to(self.device, non_blocking=True), [integers(kept)])
-        return captured.logits[rows]
+        return logits[rows]
 
 
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
@@ -242,13 +269,11 @@ def make_runner(
     groups: list[PageGroup],
     groups_of_layer: list[tuple[int, ...]],
     invariant_rows: int | None = None,
+    kept: GraphedRunner | None = None,
 ) -> ModelRunner:
-    """The ModelRunner of a model over these pages, with graphs where its device has them."""
-    state = find_state(model)
-    call = None if state is None else state.generation.call
-    if call is not None and call.runner is not None and call.runner.groups is groups:
-        kept: GraphedRunner = call.runner
-        kept.model, call.runner = model, None
+    """The ModelRunner of a model over these pages, with graphs where its device has them. kept: see `take_kept`."""
+    if kept is not None and kept.groups is groups:
+        kept.model = model
         kept.statistics = GraphStatistics(nbytes=kept.statistics.nbytes)
         return kept
     runner = ModelRunner(model, groups, groups_of_layer)
@@ -258,37 +283,42 @@ def make_runner(
     return GraphedRunner(model, groups, groups_of_layer, maker=maker, invariant_rows=invariant_rows)
 
 
-def keep_runner(state: GenerationState, runner: GraphedRunner, settings: CacheConfig) -> None:
-    """Keep a runner, and its pages, whose addresses the graphs have, unless the pages are too large."""
-    if sum(group.nbytes for group in runner.groups) > MOST_KEPT_BYTES:
+def keep_runner(state: GenerationState, runner: Any, settings: CacheConfig) -> None:
+    """Keep a runner of graphs, and its pages, whose addresses they have, unless the pages are too large."""
+    if not isinstance(runner, GraphedRunner) or sum(group.nbytes for group in runner.groups) > MOST_KEPT_BYTES:
         return
     runner.model = None  # without a circle, a model is freed when the user drops it
     runner.settings = settings
     state.runner = runner
 
 
-def cache_of_kept(state: GenerationState, config: Any, capacity: int) -> PagedCache | None:
-    """An empty PagedCache over the pages of the runner that was kept; None if they cannot serve this call.
+def take_kept(
+    state: GenerationState, config: Any, settings: CacheConfig | None, capacity: int
+) -> tuple[GraphedRunner, PagedCache] | None:
+    """Return the runner that was kept, which is forgotten, and an empty cache over its pages; None if these cannot
+    serve a call.
 
-    The call then has this runner. capacity: the tokens that the call may need.
+    config: of what reads the pages. capacity: the tokens that the call may need.
     """
-    runner, state.runner = state.runner, None
-    if runner is None or state.call is None or runner.settings != state.cache:
+    runner: GraphedRunner | None = state.runner
+    state.runner = None
+    if runner is None or settings is None or runner.settings != settings:
+        return None
+    if windows_of_pages(runner.groups, runner.groups_of_layer) != model_kinds(config).windows:
         return None
     is_used = any(group.pool.num_used for group in runner.groups)  # by a cache that an earlier call has returned
     if is_used or any(group.pool.num_blocks * group.pool.block_size < capacity for group in runner.groups):
         return None
-    state.call.runner = runner
-    return PagedCache.over(runner.groups, runner.groups_of_layer, runner.settings, config)
+    return runner, PagedCache.over(runner.groups, runner.groups_of_layer, settings, config)
 
 
 def cache_for_rows(state: GenerationState, config: Any, rows: int, length: int) -> PagedCache:
     """Return an empty PagedCache for rows of up to so many tokens. config: of what reads the pages."""
     assert state.cache is not None
     capacity = rows * -(-length // state.cache.block_size) * state.cache.block_size  # so that no row makes it grow
-    kept = None if state.runner is None else cache_of_kept(state, config, capacity)
-    if kept is not None:
-        return kept
+    if state.call is not None and (kept := take_kept(state, config, state.cache, capacity)) is not None:
+        state.call.runner, cache = kept
+        return cache
     pages = page_groups(config, state.cache, capacity=min(capacity, MAX_FIRST_TOKENS), context=state.context)
     return PagedCache.over(*pages, state.cache, config)
 

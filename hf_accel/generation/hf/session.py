@@ -55,7 +55,8 @@ class Session(Batcher):
     that they have, and share these with no other.
 
     cache: the settings for new pages, or a PagedCache whose pages are used. controller: chooses the draft lengths;
-    left out, it is a controller with what earlier sessions of the model have learnt.
+    left out, it is a controller with what earlier sessions of the model have learnt. runner: of an earlier session
+    over these pages. most_tokens: more are never in the pages at once, so that they need not take all that a GPU has.
 
     Raises UnsupportedError for a drafter that cannot draft for this model, or a model whose prompts cannot stay, and
     OutOfBlocksError if a GPU has too little free memory for new pages.
@@ -70,12 +71,14 @@ class Session(Batcher):
         token_budget: int | None = None,
         max_running: int | None = None,
         controller: Controller | None = None,
+        runner: GraphedRunner | None = None,
+        most_tokens: int | None = None,
     ) -> None:
         state = state_of(model).generation
         token_budget = min(filter(None, (token_budget, state.form.most_tokens)), default=None)
         keywords = {
             "speculative": speculative, "token_budget": token_budget, "max_running": max_running,
-            "controller": controller,
+            "controller": controller, "most_tokens": most_tokens,
         }  # fmt: skip
         self._given: Any = None if isinstance(cache, PagedCache) else (cache, keywords)  # makes its pages again
         if isinstance(cache, PagedCache):
@@ -85,6 +88,8 @@ class Session(Batcher):
             models = [draft for draft in drafts if isinstance(draft, PreTrainedModel)]
             settings = _fixed(model, cache, token_budget, models)
             tokens = settings.max_tokens
+            if tokens is not None and cache.max_tokens is None and most_tokens is not None:
+                tokens = min(tokens, most_tokens)
             if tokens is not None:  # of as much memory as this process has free
                 shares = state.context.size if state.context is not None and cache.max_tokens is None else 1
                 settings = replace(settings, max_tokens=state.agreement.least(tokens) * shares)
@@ -92,16 +97,16 @@ class Session(Batcher):
             pages = Pages(groups)
         rows = state.invariant_rows
         if model_device(model).type in graphs.DEVICES:
-            runner = make_runner(model, pages.groups, groups_of_layer, rows)
+            passes = make_runner(model, pages.groups, groups_of_layer, rows, runner)
         else:
             kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
-            runner = kind(model, pages.groups, groups_of_layer)
+            passes = kind(model, pages.groups, groups_of_layer)
         speculation = None
         if speculative is not None:
             refuse_drafts(model, speculative)
-            speculation = make_speculation(speculative, runner, pages, controller)
+            speculation = make_speculation(speculative, passes, pages, controller)
         super().__init__(
-            runner, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
+            passes, pages, speculation, token_budget=token_budget, max_running=max_running, agreement=state.agreement
         )
         self.model, self._groups_of_layer = model, groups_of_layer
         self._looked, self._declared = float("-inf"), state.watch.declared

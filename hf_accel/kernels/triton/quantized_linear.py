@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...config import Layout
 from .. import ACTIVATION_GROUP
+from .few_rows import few_launch
 from .launch import Launch
 from .programs.multiply import add_splits, multiply, numbers
 from .programs.multiply_integers import multiply_integers, round_rows
@@ -38,7 +39,8 @@ class LinearTile:
     """The work of one program: outputs x rows, over one of `splits` parts of the inputs.
 
     The partial sums of several splits are written in float32 and added up in order. rounded: the format that rows are
-    rounded to and multiplied in, without splits. inputs: for a tile of one row, the inputs that are read at a time.
+    rounded to and multiplied in, without splits. inputs: for a tile of one row, or of `few_rows`, the inputs that are
+    read at a time.
     """
 
     outputs: int
@@ -157,7 +159,9 @@ def launches(
     if tile.rounded:
         return _rounded_launches(x, weight, bias, out, tile=tile, starts=starts)
     if tile.inputs is not None:
-        assert starts is None, "a tile of one row serves one weight"
+        assert starts is None, "a tile of few rows serves one weight"
+        if tile.rows > 1:
+            return [few_launch(x, [weight], [bias], [out], tile=tile)]
         return [_row_launch(x, weight, bias, out, tile=tile)]
     rows, outputs = out.shape
     share = -(-weight.num_blocks // tile.splits)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
+from .few_rows import MOST_TOGETHER, arguments_of, few_launch
 from .launch import Launch
 from .layer_parts import GATES
 from .programs.multiply import multiply_by_some
 from .programs.multiply_row import multiply_row_by_some
 from .quantized_linear import TENSORS, BlockedWeight, LinearTile, row_constants
-
-MOST_TOGETHER = 3  # weights
 
 
 def go_together(weights: Sequence[BlockedWeight]) -> bool:
@@ -36,10 +34,9 @@ def together_launch(
     activation: a name of GATES: outs[0] becomes activation(the first) * the second, of two weights of one shape.
     """
     first = weights[0]
-    arguments = _of_several([*weights, *[None] * (MOST_TOGETHER - len(weights))], biases)
-    for i in range(MOST_TOGETHER):
-        arguments[f"out{_suffix(i)}"] = outs[i] if i < len(outs) else None
-        arguments[f"outputs{_suffix(i)}"] = weights[i].out_features if i < len(outs) else 0
+    if tile.inputs is not None and tile.rows > 1:
+        return few_launch(x, weights, biases, outs, tile=tile, activation=activation)
+    arguments = arguments_of([*weights, *[None] * (MOST_TOGETHER - len(weights))], biases, outs)
     tiles = sum(-(-out.shape[1] // tile.outputs) for out in outs)
     constants = {"ACTIVATION": -1 if activation is None else GATES[activation]}
     arguments |= {"x": x, "inputs": first.in_features, "blocks": first.num_blocks}
@@ -57,18 +54,3 @@ def together_launch(
         },
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-
-
-def _suffix(number: int) -> str:
-    return f"_{number}" if number else ""
-
-
-def _of_several(weights: Sequence[BlockedWeight | None], biases: Sequence[Tensor | None]) -> dict[str, Any]:
-    """Return the arguments by which a program reads several weights; those of None are None."""
-    found: dict[str, Any] = {}
-    for i, weight in enumerate(weights):
-        names = ("integers", "scale", "zero_point", "minimum")
-        operands = dict.fromkeys(names) if weight is None else weight.operands
-        found |= {f"{name}{_suffix(i)}": operands[name] for name in names}
-        found[f"bias{_suffix(i)}"] = None if weight is None else biases[i]
-    return found

@@ -30,7 +30,7 @@ from .triton import Triton
 
 SWITCH = "HF_ACCEL_MEASURE"  # "0" in the environment turns it off
 SECONDS = 6.0  # that the candidates of one model may take; the one that was begun last is finished
-ROWS = (1, 16, 32, 64, 256, 512, 2048)  # what is measured for so many serves fewer ones, and the last any number
+ROWS = (1, 8, 16, 32, 64, 256, 512, 2048)  # what is measured for so many serves fewer ones, and the last any number
 LARGEST = 2**27  # integers of a weight that is made up; of a larger one some outputs are taken
 MULTIPLE = 64  # outputs that every candidate takes
 
@@ -65,6 +65,7 @@ class Measuring:
         return self.said[asked]
 
     def _measure(self, backend: Triton, spec: LinearSpec, of_experts: bool) -> str:
+        from ...kernels.triton.few_rows import takes_few_rows
         from ...kernels.triton.quantized_linear import stacked
         from .tiles import MEASURED, candidates, key_of
 
@@ -76,7 +77,7 @@ class Measuring:
         known = self.known.setdefault(f"{place()}; {_described(key)}", {})
         timing = _Timing(self, backend, spec)
         found: list[tuple[int, Any]] = []
-        for rows in ROWS:
+        for rows in ROWS[takes_few_rows(shape, spec.dtype) :]:  # one row has the tile of eight, and so the same bits
             tiles = {str(tile): tile for tile in candidates(rows, shape, spec.dtype, backend.rounding)}
             timed = known.setdefault(str(rows), {})
             timing.time(rows, tiles, timed)
@@ -166,10 +167,21 @@ def place() -> str:
 @functools.cache
 def _kernels() -> str:
     """Another word if a kernel of a linear changes."""
-    from ...kernels.triton.programs import integers, multiply, multiply_integers, multiply_row, rounded, stored_weight
+    from ...kernels.triton import few_rows
+    from ...kernels.triton.programs import (
+        integers,
+        multiply,
+        multiply_few,
+        multiply_integers,
+        multiply_row,
+        rounded,
+        stored_weight,
+    )  # fmt: skip
     from . import tiles
 
-    modules = (integers, multiply, multiply_integers, multiply_row, rounded, stored_weight, tiles)
+    modules = (
+        few_rows, integers, multiply, multiply_few, multiply_integers, multiply_row, rounded, stored_weight, tiles,
+    )  # fmt: skip
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return f"kernels {hashlib.sha256(code).hexdigest()[:8]}"
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...config import Layout
 from ...kernels import ACTIVATION_GROUP
 from ...kernels import triton as kernels
+from ...kernels.triton.few_rows import takes_few_rows
 from ...kernels.triton.quantized_linear import BlockedWeight, LinearTile, numbers_launch, quantized_linear, rounding
 from ..formats import FLOAT8
 from .backend import FEW_ROWS, Rounding
@@ -36,6 +37,8 @@ ROW = {  # of one row, without products of tiles
     8: LinearTile(outputs=4, rows=1, inputs=512, num_warps=1, num_stages=1),
 }
 ROW_NUMBERS = 2**24  # of a weight up to which ROW is faster on an H200 than FEW, where nothing was measured
+EIGHT = ((4, 2), (8, 2), (16, 4), (32, 4), (32, 8))  # of up to 8 rows: blocks that are read at a time, and warps
+MANY_OUTPUTS = 2**13  # from which the first of EIGHT is the fastest on an H200, and else the last: programs are many
 ONE_TILE = LinearTile(outputs=64, rows=32, num_stages=3)  # for any number of rows
 FEW = LinearTile(outputs=32, rows=16, num_warps=2, num_stages=6)  # memory is far: much of it must be asked for at once
 DEEP = replace(FEW, num_stages=10)  # for 4 bits: fewer bytes are in a block
@@ -158,14 +161,22 @@ def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> Til
 
 def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> list[LinearTile]:
     """Return all tiles for a weight and rows of `dtype`, from that for the fewest rows to that for any number."""
-    row = ROW[weight.bits]
-    floats = [row, FLOAT32] if dtype is torch.float32 else [row, FEW, DEEP, SOME, WIDE, ONE_TILE]
+    row = eight(weight) if takes_few_rows(weight, dtype) else [ROW[weight.bits]]
+    floats = [*row, FLOAT32] if dtype is torch.float32 else [*row, FEW, DEEP, SOME, WIDE, ONE_TILE]
     if dtype is not torch.float32:
         floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
     # Over blocks of 32 bytes the compiler of Triton 3.6 gives the widest one a few registers too few.
     rounded = FLOATS8 if weight.is_fp8 else INTEGERS if weight.bits == 8 else INTEGERS4
     rounded = rounded[:2] if weight.integers.shape[-1] < 64 else rounded
     return {"never": floats, "many rows": floats + rounded[1:], "always": rounded}[rounding]
+
+
+def eight(weight: BlockedWeight) -> list[LinearTile]:
+    """Return the tiles for up to eight rows, those of many outputs first."""
+    return [
+        LinearTile(outputs=16, rows=8, inputs=parts * weight.block, num_warps=warps, num_stages=1)
+        for parts, warps in EIGHT
+    ]
 
 
 def one_tile(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> LinearTile | None:
@@ -192,10 +203,22 @@ def tile_for(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rou
 
 def by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> Tile:
     """Choose a tile by rule: if programs are few, several share the inputs, so that all multiprocessors read."""
+    key = rows, key_of(weight, dtype, rounding), takes_few_rows(weight, dtype)
+    if key not in _RULED:
+        _RULED[key] = _by_rule(rows, weight, dtype, rounding)
+    return _RULED[key]
+
+
+_RULED: dict[tuple[int, TileKey, bool], Tile] = {}  # a pass asks again and again, and the host is often late
+
+
+def _by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> Tile:
     if rows >= NUMBERS_ROWS and takes_numbers(rows, weight, dtype, rounding):
         return Dequantized()
     tiles = allowed(rows, tiles_of(weight, dtype, rounding), rounding)
-    if tiles[0].inputs and weight.out_features * weight.in_features > ROW_NUMBERS:
+    if tiles[0].inputs and takes_few_rows(weight, dtype):  # a program has few outputs: with few of them, more warps
+        tiles = tiles[0 if weight.out_features >= MANY_OUTPUTS else len(EIGHT) - 1 :]
+    elif tiles[0].inputs and weight.out_features * weight.in_features > ROW_NUMBERS:
         tiles = tiles[1:]
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
     if tile.rounded or tile.inputs:
@@ -219,6 +242,8 @@ def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: R
     for tile in tiles_of(weight, dtype, rounding):
         is_allowed = not tile.rounded or rows > FEW_ROWS or rounding != "many rows"
         if not is_allowed or tile.rows > max(32, 4 * rows) or 8 * tile.rows < min(rows, 512):
+            continue
+        if tile.inputs and rows > tile.rows:  # it would read the weight once for each of its tiles
             continue
         is_whole = bool(tile.rounded or tile.inputs)
         wanted = 1 if is_whole else _wanted_splits(rows, weight, tile)

@@ -64,8 +64,8 @@ def test_random_passes(window: int | None) -> None:
     draw = random.Random(0)
     kinds = set()
     for _ in range(100):
-        pages = toy_pages(400, block_size=4, window=window)
-        counts = [draw.randint(1, draw.choice([1, 2, 5])) for _ in range(draw.randint(1, 20))]
+        pages = toy_pages(2000, block_size=4, window=window)
+        counts = [draw.randint(1, draw.choice([1, 2, 5, 5, 40])) for _ in range(draw.randint(1, 20))]
         held = [count + draw.randint(0, 30) for count in counts]
         ends = torch.tensor(counts).cumsum(0).sub(1).tolist()
         keep = draw.choice([ends, list(range(sum(counts))), sorted(draw.sample(range(sum(counts)), 1))])
@@ -74,9 +74,10 @@ def test_random_passes(window: int | None) -> None:
         if isinstance(found, PaddedPass):
             check(inputs, found, pages, keep)
             kinds.add((found.bucket.only_last, found.bucket.width > 1, found.bucket.rows > len(inputs.ids)))
-        else:
-            assert found == NOT_UNIFORM
+        elif found == NOT_UNIFORM:
             assert len(counts) * max(counts) > sum(counts)
+        else:
+            assert max(counts) > 16 and keep != ends
     assert len(kinds) >= 5
 
 
@@ -84,7 +85,9 @@ def test_random_passes(window: int | None) -> None:
     ("counts", "keep", "most_rows", "why"),
     [
         ([1], [], 512, "a pass without logits"),
-        ([17], [16], 512, NOT_UNIFORM),
+        ([513], [512], 10_000, NOT_UNIFORM),
+        ([17, 5, 5], [16, 21, 26], 512, NOT_UNIFORM),
+        ([17], [15, 16], 512, "a pass with logits for more than the last token of each prompt"),
         ([1] * 9, list(range(9)), 15, NOT_UNIFORM),
         ([8, *[1] * 7], [7], 512, NOT_UNIFORM),
         ([1] * 513, [0], 10_000, NOT_UNIFORM),

@@ -93,7 +93,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-BEFORE = ["side waits for main", "on side", "call", "call", "the host waits for side"]
+BEFORE = ["side waits for main", "on side", "call", "the host waits for side"]
 CAPTURE = ["begin in (0, 0), thread_local", "call", "end"]
 
 
@@ -106,7 +106,7 @@ def test_capture_and_replay(recorder: Recorder) -> None:
 
     graph = made.capture(function)
     assert recorder.events == [*BEFORE, *CAPTURE, "main waits for side"]
-    assert collecting == [True, True, False] and gc.isenabled()
+    assert collecting == [True, False] and gc.isenabled()
     assert graph.nbytes == 64 and made.free_bytes() == 5
     graph.replay()
     assert recorder.events[-1] == "replay"
@@ -123,7 +123,7 @@ def test_a_capture_after_all_graphs_have_gone(recorder: Recorder) -> None:
     assert made.capture(lambda: None).nbytes and len(recorder.pools) == 2
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [1, 2])
 def test_an_error_ends_the_capture(number: int, recorder: Recorder) -> None:
     calls: list[int] = []
 
@@ -134,7 +134,7 @@ def test_an_error_ends_the_capture(number: int, recorder: Recorder) -> None:
 
     with pytest.raises(ValueError, match="no"):
         CudaGraphs(CUDA).capture(function)
-    assert recorder.events.count("end") == (number == 3) and gc.isenabled()
+    assert recorder.events.count("end") == (number == 2) and gc.isenabled()
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def multiply_by_some(
             )  # fmt: skip
             total = activation_of(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
             total *= second.to(DTYPE).to(tl.float32)
-        _store_tile(out, total, row, is_row, output, outputs)
+        store_tile(out, total, row, is_row, output, outputs)
     elif ACTIVATION < 0:
         tile -= tiles
         tiles = tl.cdiv(outputs_1, OUTPUTS)
@@ -186,19 +186,19 @@ def multiply_by_some(
                 from_x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, is_row, output, outputs_1, inputs,
                 0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
             )  # fmt: skip
-            _store_tile(out_1, total, row, is_row, output, outputs_1)
+            store_tile(out_1, total, row, is_row, output, outputs_1)
         elif integers_2 is not None:
             output = (tile - tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
             total = _tile_sums(
                 from_x, integers_2, scale_2, zero_point_2, minimum_2, None, bias_2, is_row, output, outputs_2, inputs,
                 0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
             )  # fmt: skip
-            _store_tile(out_2, total, row, is_row, output, outputs_2)
+            store_tile(out_2, total, row, is_row, output, outputs_2)
     let_the_next_begin(OVERLAPS)
 
 
 @triton.jit
-def _store_tile(out, total, row, is_row, output, outputs):
+def store_tile(out, total, row, is_row, output, outputs):
     to = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
     tl.store(to, total.to(out.dtype.element_ty), mask=is_row[None, :] & (output < outputs)[:, None])
 

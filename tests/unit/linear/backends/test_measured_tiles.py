@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from hf_accel.linear.backends import tiles
 
 SPEC = linear_spec(in_features=2048, out_features=512, bits=4, dtype=torch.bfloat16)
+MEASURED_ROWS = ROWS[1:]  # one row has the tile of eight
 BACKENDS = {rounding: Triton(row_invariant=False, rounding=rounding) for rounding in ("never", "many rows")}
 
 
@@ -68,29 +69,37 @@ def names(rows, rounding="never"):
 
 
 def test_each_candidate_is_timed_once_and_the_best_is_taken(gpu):
-    best = {1: names(1)[-1], 2048: names(2048)[-1]}
-    gpu.seconds = {best[1]: 0.5, best[2048]: 0.4}
+    best = {8: names(8)[-1], 2048: names(2048)[-1]}
+    gpu.seconds = {best[8]: 0.5, best[2048]: 0.4}
     measuring = Measuring(gpu.clock)
     words = measuring.measure(choice())
-    assert gpu.calls == {(rows, name): 1 for rows in ROWS for name in names(rows)}
+    assert gpu.calls == {(rows, name): 1 for rows in MEASURED_ROWS for name in names(rows)}
     assert measuring.measure(choice()) == words and max(gpu.calls.values()) == 1
-    for rows, expected in ((1, best[1]), (1025, best[2048]), (2048, best[2048]), (10**5, best[2048])):
+    for rows, expected in ((1, best[8]), (8, best[8]), (1025, best[2048]), (2048, best[2048]), (10**5, best[2048])):
         assert str(tiles.tile_for(rows, weight_of(), torch.bfloat16)) == expected
-    assert words.startswith(f"measured: {best[1].partition(',')[0]} up to 1 row, ") and words.endswith(" beyond")
+    assert words.startswith(f"measured: {best[8].partition(',')[0]} up to 8 rows, ") and words.endswith(" beyond")
     other = linear_spec(in_features=2048, out_features=256, bits=4, dtype=torch.bfloat16)
     assert tiles.tile_for(1, weight_of(other), torch.bfloat16) == tiles.by_rule(
         1, weight_of(other), torch.bfloat16, "never"
     )
 
 
+def test_one_row_has_the_tile_of_eight(gpu):
+    """So it has the same bits. Weights that no such tile takes have one for a single row."""
+    for group, least in ((128, 8), (32, 1)):
+        gpu.calls.clear()
+        Measuring(gpu.clock).measure(choice(spec=changed(SPEC, {"group_size": group})))
+        assert min(rows for rows, _ in gpu.calls) == least
+
+
 def test_only_many_rows_may_be_rounded(gpu):
-    gpu.seconds = {name: 0.5 for rows in ROWS for name in names(rows, "many rows") if name.startswith("int8")}
+    gpu.seconds = {name: 0.5 for rows in MEASURED_ROWS for name in names(rows, "many rows") if name.startswith("int8")}
     Measuring(gpu.clock).measure(choice("many rows"))
     weight = weight_of()
     for rows in (1, 64, FEW_ROWS, FEW_ROWS + 1, 5000):
         assert bool(tiles.tile_for(rows, weight, torch.bfloat16, "many rows").rounded) == (rows > FEW_ROWS)
         assert not tiles.tile_for(rows, weight, torch.bfloat16).rounded, "measured for another backend"
-    assert not any(name.startswith("int8") for rows in ROWS for name in names(rows))
+    assert not any(name.startswith("int8") for rows in MEASURED_ROWS for name in names(rows))
 
 
 def test_torchs_product_is_measured_beside_the_tiles(gpu, monkeypatch):
@@ -158,40 +167,40 @@ def test_impossible_seconds_are_not_believed(gpu):
     measuring.measure(choice())
     measuring.finish()
     stored = json.loads(module.file().read_text())
-    timed = next(iter(stored.values()))["1"]
-    timed.update({names(1)[0]: -1.0, names(1)[1]: float("inf")})
+    timed = next(iter(stored.values()))["8"]
+    timed.update({names(8)[0]: -1.0, names(8)[1]: float("inf")})
     module.file().write_text(json.dumps(stored))
     gpu.calls.clear()
     Measuring(gpu.clock).measure(choice())
-    assert set(gpu.calls) == {(1, names(1)[0]), (1, names(1)[1])}
+    assert set(gpu.calls) == {(8, names(8)[0]), (8, names(8)[1])}
 
 
 def test_a_tile_that_fails_is_left_out_and_named(gpu):
-    broken = names(1)[0]
-    gpu.seconds = {broken: RuntimeError("out of resource: shared memory\nmore"), names(1)[1]: 0.5}
+    broken = names(8)[0]
+    gpu.seconds = {broken: RuntimeError("out of resource: shared memory\nmore"), names(8)[1]: 0.5}
     words = Measuring(gpu.clock).measure(choice())
     assert f"left out: {broken} (RuntimeError: out of resource: shared memory)" in words
-    assert str(tiles.tile_for(1, weight_of(), torch.bfloat16)) == names(1)[1]
-    assert gpu.calls[1, broken] == 1
-    gpu.seconds = {name: RuntimeError("") for rows in ROWS for name in names(rows)}
+    assert str(tiles.tile_for(1, weight_of(), torch.bfloat16)) == names(8)[1]
+    assert gpu.calls[8, broken] == 1
+    gpu.seconds = {name: RuntimeError("") for rows in MEASURED_ROWS for name in names(rows)}
     tiles.MEASURED.clear()
-    words = Measuring(gpu.clock).measure(choice(spec=changed(SPEC, {"group_size": 64})))
+    words = Measuring(gpu.clock).measure(choice(spec=changed(SPEC, {"out_features": 256})))
     assert words.startswith("measured: as the rule says beyond; left out: ")
     assert tiles.tile_for(7, weight_of(), torch.bfloat16) == tiles.by_rule(7, weight_of(), torch.bfloat16, "never")
 
 
 def test_when_time_is_over_the_rule_holds_and_the_next_process_goes_on(gpu, monkeypatch):
-    wanted = [(rows, name) for rows in ROWS for name in names(rows)]
-    monkeypatch.setattr(module, "SECONDS", 0.01 * (len(names(1)) + 1.5))
-    gpu.seconds = {names(1)[-1]: 0.5, names(16)[1]: 0.6, names(16)[-1]: 0.4}
+    wanted = [(rows, name) for rows in MEASURED_ROWS for name in names(rows)]
+    monkeypatch.setattr(module, "SECONDS", 0.01 * (len(names(8)) + 1.5))
+    gpu.seconds = {names(8)[-1]: 0.5, names(16)[1]: 0.6, names(16)[-1]: 0.4}
     first = Measuring(gpu.clock)
     words = first.measure(choice())
     first.finish()
-    begun = len(names(1)) + 2
+    begun = len(names(8)) + 2
     assert f"; {len(wanted) - begun} tiles are left for the next process" in words
     assert list(gpu.calls) == wanted[:begun]
     weight = weight_of()
-    assert str(tiles.tile_for(1, weight, torch.bfloat16)) == names(1)[-1]
+    assert str(tiles.tile_for(1, weight, torch.bfloat16)) == names(8)[-1]
     assert tiles.tile_for(16, weight, torch.bfloat16) == tiles.by_rule(16, weight, torch.bfloat16, "never")
     monkeypatch.setattr(module, "SECONDS", 100.0)
     gpu.calls.clear()
@@ -250,7 +259,7 @@ def test_on_a_gpu(monkeypatch, tmp_path):
     assert "left" not in words and "the rule" not in words
     (by_rows,) = module.read(module.file()).values()
     assert {int(rows): set(timed) for rows, timed in by_rows.items()} == {
-        rows: set(names(rows, "many rows")) for rows in ROWS
+        rows: set(names(rows, "many rows")) for rows in MEASURED_ROWS
     }
 
 

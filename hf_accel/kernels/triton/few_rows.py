@@ -1,0 +1,80 @@
+"""Up to eight rows times quantized weights of one layout: a weight goes from memory straight into the products.
+
+A tile of `multiply` copies the weight to shared memory first, and each of its stages waits for all threads. Here a
+thread reads 16 bytes of an output at a time, which are its part of the operand of a product as they are: the order of
+inputs within a block does not matter, if rows have the same. On an H200 a head in INT8 is read at 4.3 TB/s, which is
+what a copy reaches there, and by `multiply` at 3.7. Stages of shared memory (num_stages=3 and more) made it slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .launch import Launch
+from .layer_parts import GATES
+from .programs.multiply_few import BYTES, ROWS, multiply_few
+
+if TYPE_CHECKING:
+    from .quantized_linear import BlockedWeight, LinearTile
+
+MOST_TOGETHER = 3  # weights of one launch
+MOST_GATED_PARTS = 4  # blocks of both weights of a gate that a warp reads at a time
+MOST_ROWS = int(ROWS.value)
+
+
+def takes_few_rows(weight: BlockedWeight, dtype: torch.dtype) -> bool:
+    """Return whether `few_launch` can multiply rows of `dtype` by the weight."""
+    fits = weight.integers.shape[-1] == BYTES.value and not weight.is_halved and weight.divisor is None
+    return fits and dtype.itemsize == 2 and weight.in_features % weight.block == 0 and not weight.is_stacked
+
+
+def few_launch(
+    x: Tensor, weights: Sequence[BlockedWeight], biases: Sequence[Tensor | None], outs: Sequence[Tensor], *,
+    tile: LinearTile, activation: str | None = None,
+) -> Launch:  # fmt: skip
+    """Return the launch that computes x [rows, in] @ W^T + bias for up to three weights of a layout, each in its out.
+
+    activation: a name of GATES: outs[0] becomes activation(the first) * the second, of two weights of one shape.
+    tile: one with 8 rows, and the inputs that are read at a time, a power of 2 of blocks for each warp.
+    """
+    first = weights[0]
+    assert tile.inputs is not None
+    parts = tile.inputs // first.block
+    if activation is not None:  # the registers of a thread hold the bytes of both weights
+        parts = min(parts, MOST_GATED_PARTS * tile.num_warps)
+    arguments = arguments_of([*weights, *[None] * (MOST_TOGETHER - len(weights))], biases, outs)
+    is_whole = first.num_blocks % parts == 0 and all(out.shape[1] % tile.outputs == 0 for out in outs)
+    constants = {name: value for name, value in first.constants.items() if name != "IS_HALVED"}
+    return Launch(
+        kernel=multiply_few,
+        grid=(-(-len(x) // tile.rows), sum(-(-out.shape[1] // tile.outputs) for out in outs)),
+        arguments={
+            **arguments, "x": x, "rows": len(x), "inputs": first.in_features, "blocks": first.num_blocks,
+        },
+        constants={
+            **constants, "IS_WHOLE": is_whole, "OUTPUTS": tile.outputs, "PARTS": parts,
+            "ACTIVATION": -1 if activation is None else GATES[activation],
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def arguments_of(
+    weights: Sequence[BlockedWeight | None], biases: Sequence[Tensor | None], outs: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return the arguments by which a program reads several weights and writes to `outs`; those of None are None."""
+    found: dict[str, Any] = {}
+    for i, weight in enumerate(weights):
+        suffix = f"_{i}" if i else ""
+        names = ("integers", "scale", "zero_point", "minimum")
+        operands = dict.fromkeys(names) if weight is None else weight.operands
+        found |= {f"{name}{suffix}": operands[name] for name in names}
+        found[f"bias{suffix}"] = None if weight is None else biases[i]
+        found[f"out{suffix}"] = outs[i] if i < len(outs) else None
+        found[f"outputs{suffix}"] = 0 if weight is None or i >= len(outs) else weight.out_features
+    return found

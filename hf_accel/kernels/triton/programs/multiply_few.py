@@ -1,0 +1,166 @@
+"""Up to eight rows times quantized weights, which go from memory into products; see ../few_rows.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .multiply import VARYING, store_tile
+from .order import let_the_next_begin, wait_for_the_one_before
+from .pointwise import activation_of
+from .stored_weight import numbers_that_scale, scales_of, zero_points_of
+
+ROWS = tl.constexpr(8)  # the fewest that a product of 16 outputs takes
+BYTES = tl.constexpr(64)  # of a block, and of an output: 16 in each of four threads
+TOGETHER = tl.constexpr(4)  # bytes of a thread that the compiler lets lie side by side in an operand of stored bytes
+
+
+@triton.jit
+def _weight_operand(numbers, HALVES: tl.constexpr, PARTS: tl.constexpr):
+    """[halves of 16 outputs, parts, 8 outputs, 64 bytes] -> [parts, outputs, inputs], without moving a number.
+
+    In the operand of a product neighbouring threads hold neighbouring inputs; here each holds 16 that lie side by side
+    in memory. So inputs have another order than in memory, the same one as in `_rows_operand`.
+    """
+    apart = tl.reshape(numbers, (HALVES, PARTS, 8, 4, 16 // TOGETHER, TOGETHER))
+    return tl.reshape(tl.permute(apart, (1, 0, 2, 4, 3, 5)), (PARTS, HALVES * 8, BYTES))
+
+
+@triton.jit
+def _rows_operand(values, PARTS: tl.constexpr):
+    """[2, parts, rows, 4 threads, 8 inputs] -> [parts, inputs, rows], with the order of `_weight_operand`."""
+    apart = tl.reshape(values, (2, PARTS, ROWS, 4, 8 // TOGETHER, TOGETHER))
+    return tl.reshape(tl.permute(apart, (1, 0, 4, 3, 5, 2)), (PARTS, BYTES, ROWS))
+
+
+@triton.jit
+def _chosen(which, first, second, third):
+    """Return the argument of the weight `which`. third: None if there are two."""
+    chosen = tl.where(which == 1, second, first)
+    if third is not None:
+        chosen = tl.where(which == 2, third, chosen)
+    return chosen
+
+
+@triton.jit(do_not_specialize=VARYING)
+def multiply_few(
+    x, integers, scale, zero_point, minimum, bias, out, outputs,
+    integers_1, scale_1, zero_point_1, minimum_1, bias_1, out_1, outputs_1,
+    integers_2, scale_2, zero_point_2, minimum_2, bias_2, out_2, outputs_2, rows, inputs, blocks,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_WHOLE: tl.constexpr,
+    OUTPUTS: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Compute OUTPUTS outputs of one of up to three weights of a layout; the program is (row tile, tile).
+
+    PARTS blocks of inputs are read at a time, shared by the warps, whose sums are added at the end. A row has the same
+    bits whatever other rows there are. IS_WHOLE: whether PARTS and OUTPUTS divide the blocks and all outputs.
+
+    ACTIVATION: -1, or that of a gate: out is activation(first) * second then, both rounded as if they were written.
+    """
+    IS_GATED: tl.constexpr = ACTIVATION >= 0
+    WIDTH: tl.constexpr = 2 * OUTPUTS if IS_GATED else OUTPUTS  # a program has the outputs of both weights of a gate
+    HALVES: tl.constexpr = WIDTH // 8  # halves of 16 outputs
+    IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
+    IN_NUMBERS: tl.constexpr = minimum is not None  # whether the scale is in the numbers that are multiplied
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    row_tile, tile = tl.program_id(0), tl.program_id(1)
+    which = tl.zeros((), tl.int32)
+    if not IS_GATED and integers_1 is not None:
+        tiles, tiles_1 = tl.cdiv(outputs, OUTPUTS), tl.cdiv(outputs_1, OUTPUTS)
+        which = (tile >= tiles).to(tl.int32) + (tile >= tiles + tiles_1).to(tl.int32)
+        tile -= tl.where(which == 0, 0, tl.where(which == 1, tiles, tiles + tiles_1))
+        integers, scale = _chosen(which, integers, integers_1, integers_2), _chosen(which, scale, scale_1, scale_2)
+        if zero_point is not None:
+            zero_point = _chosen(which, zero_point, zero_point_1, zero_point_2)
+        if minimum is not None:
+            minimum = _chosen(which, minimum, minimum_1, minimum_2)
+        out, outputs = _chosen(which, out, out_1, out_2), _chosen(which, outputs, outputs_1, outputs_2)
+    wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
+
+    line = tl.arange(0, HALVES * PARTS * 8)  # half, part, output of eight: each has the bytes of a block
+    line_part, half = line // 8 % PARTS, line // (8 * PARTS)
+    line_output = tile * OUTPUTS + half % (OUTPUTS // 8) * 8 + line % 8
+    is_second = half >= OUTPUTS // 8
+    from_weight = _of_line(integers, integers_1, is_second, IS_GATED)
+    if IS_GATED:  # a choice hides from the compiler that both begin at a multiple of 16 bytes
+        from_weight = tl.multiple_of(from_weight, 16)
+    here = (from_weight + (line_part * wide + line_output) * BYTES)[:, None] + tl.arange(0, BYTES)[None, :]
+
+    place = tl.arange(0, 2 * PARTS * ROWS * 4)  # half, part, row, thread: each has eight inputs
+    place_part = place // (4 * ROWS) % PARTS
+    row = row_tile * ROWS + place // 4 % ROWS
+    start = place_part * BLOCK + place % 4 * 16 + place // (4 * ROWS * PARTS) * 8
+    there = (x + row.to(tl.int64) * inputs + start)[:, None] + tl.arange(0, 8)[None, :]
+
+    part = tl.arange(0, PARTS)
+    column = tl.arange(0, WIDTH)
+    output = tile * OUTPUTS + column % OUTPUTS
+    of_second = column >= OUTPUTS
+    total = tl.zeros((PARTS, WIDTH, ROWS), tl.float32)
+    wait_for_the_one_before(OVERLAPS)
+    for first in range(0, blocks, PARTS):
+        is_line = (first + line_part < blocks) & (line_output < outputs)
+        is_place = row < rows
+        if IS_WHOLE:
+            stored = tl.load(here)
+        else:
+            stored = tl.load(here, mask=is_line[:, None], other=0)
+            is_place = is_place & (first + place_part < blocks)
+        values = tl.load(there, mask=is_place[:, None], other=0)
+        factor = scale
+        zero = None
+        least = None
+        if minimum is not None:
+            group = (first + line_part) // PER_GROUP * wide + line_output
+            factor = scales_of(_of_line(scale, scale_1, is_second, IS_GATED), group, is_line, NUMBERS, IS_SHIFTED)
+            from_minimum = _of_line(minimum, minimum_1, is_second, IS_GATED)
+            least = tl.load(from_minimum + group, mask=is_line, other=0).to(tl.float32)
+        if zero_point is not None:
+            from_zeros = _of_line(zero_point, zero_point_1, is_second, IS_GATED)
+            zero = zero_points_of(from_zeros, (first + line_part) // PER_GROUP, wide, line_output, is_line)
+        added = total if (PER_GROUP == 0 or IN_NUMBERS) else tl.zeros((PARTS, WIDTH, ROWS), tl.float32)
+        if BITS == 4:
+            low = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
+            added = tl.dot(_weight_operand(low, HALVES, PARTS), _rows_operand(values, PARTS), added)
+            values = tl.load(there + BYTES, mask=is_place[:, None], other=0)
+            high = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, True)
+            added = tl.dot(_weight_operand(high, HALVES, PARTS), _rows_operand(values, PARTS), added)
+        else:
+            whole = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
+            added = tl.dot(_weight_operand(whole, HALVES, PARTS), _rows_operand(values, PARTS), added)
+        if PER_GROUP == 0 or IN_NUMBERS:
+            total = added
+        else:
+            place_of_scale = ((first + part) // PER_GROUP)[:, None] * wide + output[None, :]
+            is_scale = ((first + part) < blocks)[:, None] & (output < outputs)[None, :]
+            from_scale = _of_line(scale, scale_1, of_second[None, :], IS_GATED)
+            total += added * scales_of(from_scale, place_of_scale, is_scale, NUMBERS, IS_SHIFTED)[:, :, None]
+        here += PARTS * wide * BYTES
+        there += PARTS * BLOCK
+    let_the_next_begin(OVERLAPS)
+    sums = tl.sum(total, 0)
+    is_output = output < outputs
+    if PER_GROUP == 0:
+        from_scale = _of_line(scale, scale_1, of_second, IS_GATED)
+        sums *= scales_of(from_scale, output, is_output, NUMBERS, IS_SHIFTED)[:, None]
+    weight = of_second.to(tl.int32) if IS_GATED else which + tl.zeros((WIDTH,), tl.int32)
+    if bias is not None:
+        sums += tl.load(bias + output, mask=is_output & (weight == 0), other=0).to(tl.float32)[:, None]
+    if bias_1 is not None:
+        sums += tl.load(bias_1 + output, mask=is_output & (weight == 1), other=0).to(tl.float32)[:, None]
+    if bias_2 is not None:
+        sums += tl.load(bias_2 + output, mask=is_output & (weight == 2), other=0).to(tl.float32)[:, None]
+    if IS_GATED:
+        apart = tl.permute(tl.reshape(sums.to(DTYPE).to(tl.float32), (2, OUTPUTS, ROWS)), (1, 2, 0))
+        gate, up = tl.split(apart)
+        sums = activation_of(gate, ACTIVATION).to(DTYPE).to(tl.float32) * up
+    out_row = row_tile * ROWS + tl.arange(0, ROWS)
+    store_tile(out, sums, out_row, out_row < rows, tile * OUTPUTS + tl.arange(0, OUTPUTS), outputs)
+
+
+@triton.jit
+def _of_line(first, second, is_second, IS_GATED: tl.constexpr):
+    if IS_GATED:
+        return tl.where(is_second, second, first)
+    else:
+        return first

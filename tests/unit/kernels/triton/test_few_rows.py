@@ -1,0 +1,101 @@
+"""Up to eight rows times up to three weights: the reference's products, and bits that depend on no other row or weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_accel.kernels.triton.few_rows import few_launch, takes_few_rows
+from hf_accel.kernels.triton.layer_parts import gated
+from hf_accel.kernels.triton.quantized_linear import BlockedWeight, LinearTile
+from hf_accel.linear.backends.tiles import EIGHT, eight
+from hf_accel.linear.backends.triton import Triton
+from tests.devices import triton_device
+
+from .processes import compiled
+from .test_quantized_linear import BF16, FP16, FP32, KINDS, runs, weight_of, weight_of_zeros
+
+BACKEND = Triton(row_invariant=False)
+
+
+def packed(kind: str, outputs: list[int], inputs: int, dtype: torch.dtype = BF16) -> list[BlockedWeight]:
+    return [BACKEND.pack(weight_of(kind, (count, inputs), group=128, dtype=dtype)) for count in outputs]
+
+
+def tile_of(weight: BlockedWeight, parts: int = 4, warps: int = 2) -> LinearTile:
+    return LinearTile(outputs=16, rows=8, inputs=parts * weight.block, num_warps=warps, num_stages=1)
+
+
+def product(x: Tensor, weights: list[BlockedWeight], biases: list[Any], **settings: Any) -> list[Tensor]:
+    settings = {"tile": tile_of(weights[0]), **settings}
+    kept = weights[:1] if "activation" in settings else weights
+    outs = [x.new_full((len(x), weight.out_features), float("nan")) for weight in kept]
+    few_launch(x, weights, biases, outs, **settings).run()
+    return outs
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "inputs", "dtype"), [([70, 48, 5], 640, BF16), ([32, 64], 1024, FP16)], ids=str)
+def test_rows_times_weights(kind: str, outputs: list[int], inputs: int, dtype: torch.dtype) -> None:
+    weights = packed(kind, outputs, inputs, dtype)
+    assert all(takes_few_rows(weight, dtype) for weight in weights)
+    x = torch.randn(11, inputs, device=triton_device()).to(dtype)  # more than a tile has
+    biases = [torch.randn(outputs[0], device=x.device).to(dtype), *[None] * (len(outputs) - 1)]
+    found = product(x, weights, biases)
+    for weight, bias, out in zip(weights, biases, found, strict=True):
+        dense = BACKEND.unpack(weight).dequantize(torch.float64)
+        expected = x.double() @ dense.t() + (0 if bias is None else bias.double())
+        size = (x.double() ** 2 @ dense.t() ** 2).sqrt() + expected.abs()
+        assert ((out.double() - expected).abs() / size).max() < (2.0**-7 if dtype is BF16 else 2.0**-9)
+        assert torch.equal(out, product(x, [weight], [bias])[0])
+    for row in (0, 3, 10):
+        alone = product(x[row : row + 1].contiguous(), weights, biases)
+        assert all(torch.equal(one[0], out[row]) for one, out in zip(alone, found, strict=True))
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 minima", "int4 zero points"])
+@pytest.mark.parametrize(("outputs", "activation"), [(70, "silu"), (64, "gelu")])
+def test_gates(kind: str, outputs: int, activation: str) -> None:
+    weights, x = packed(kind, [outputs] * 2, 640), torch.randn(3, 640, device=triton_device()).to(BF16)
+    biases = [None, torch.randn(outputs, device=x.device).to(BF16)]
+    [out] = product(x, weights, biases, activation=activation)
+    halves = [product(x, [weight], [bias])[0] for weight, bias in zip(weights, biases, strict=True)]
+    assert torch.equal(out, gated(*halves, activation=activation))
+
+
+def test_what_they_take() -> None:
+    first, cut = (packed("int8", [8], inputs)[0] for inputs in (128, 96))
+    assert takes_few_rows(first, BF16) and not takes_few_rows(first, FP32) and not takes_few_rows(cut, BF16)
+    assert not takes_few_rows(replace(first, divisor=torch.ones(1)), BF16)
+    assert not takes_few_rows(BACKEND.pack(weight_of("int4", (8, 128), group=32, dtype=BF16)), BF16)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [("int8", 90), ("int4", 80), *(pytest.param(k, c, marks=pytest.mark.long) for k in KINDS for c in (80, 89, 90))],
+)
+def test_they_fit_every_gpu(kind: str, capability: int) -> None:
+    """A weight stays in registers: no shared memory but for the sums of the warps."""
+    from tests.unit.kernels.triton.compiling import compile_for
+
+    weights = [weight_of_zeros(kind, (64, 4096), dtype=BF16) for _ in range(3)]
+    x, outs = torch.zeros(1, 4096, dtype=BF16), [torch.zeros(1, 64, dtype=BF16) for _ in range(3)]
+    tiles = eight(weights[0])
+    assert len(tiles) == len(EIGHT)
+    for tile in tiles if capability == 89 else tiles[:1]:
+        for count in (1, 3):
+            launch = few_launch(x, weights[:count], [None] * count, outs[:count], tile=tile)
+            used = compile_for(launch, capability)
+            used.assert_fits(capability)
+            assert used.shared <= 2 * tile.num_warps * tile.outputs * tile.rows * 4 or kind != "int8"
+        launch = few_launch(x, weights[:2], [None, None], outs[:1], tile=tile, activation="silu")
+        compile_for(launch, capability).assert_fits(capability)
