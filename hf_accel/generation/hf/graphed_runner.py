@@ -68,7 +68,8 @@ class GraphedRunner(ModelRunner):
 
     One of prompts is captured when it is met again: a capture takes as long as two passes, and few prompts have the
     same shape. A pass that has no bucket, or cannot be captured, runs as a ModelRunner runs it; `statistics` says why.
-    Graphs are dropped when pages or weights have moved: pages are looked at before each pass, and the model after check_model().
+    Graphs are dropped when pages or weights have moved: pages are looked at before each pass, and the model after
+    check_model().
     invariant_rows: no pass is padded to more rows than these, see Speculation; None for any number.
     """
 

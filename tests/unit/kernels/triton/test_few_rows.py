@@ -1,4 +1,4 @@
-"""Up to eight rows times up to three weights: the reference's products, and bits that depend on no other row or weight."""
+"""Up to eight rows times up to three weights: bits depend on no other row, and on no other weight."""
 
 from __future__ import annotations
 
