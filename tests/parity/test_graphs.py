@@ -100,6 +100,19 @@ def test_prompts_that_are_met_again(family: str, makers: list[TapeMaker]) -> Non
     assert captured[-1] == 0, captured
 
 
+def test_generate_batch_keeps_its_graphs() -> None:
+    """For calls that need no more pages, of generate() too; a longer one makes new pages."""
+    model = patched(max_tokens=1024)
+    for way, new_tokens, captures in (
+        (by_generate_batch, NEW_TOKENS, 1), (by_generate_batch, NEW_TOKENS, 0), (by_generate, NEW_TOKENS, 0),
+        (by_generate_batch, NEW_TOKENS - 1, 0), (by_generate_batch, 200, None), (by_generate_batch, NEW_TOKENS, 0),
+    ):  # fmt: skip
+        assert way(model, PROMPTS, new_tokens) == answers("llama", PROMPTS, new_tokens)
+        found = graphs(model)
+        assert captures is None or found["captures"] == captures, (new_tokens, found)
+    assert model._generation_state.runner is not None and not session_of(model)[1].groups[0].pool.num_used
+
+
 def test_prompts_that_cannot_be_captured(makers: list[TapeMaker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other passes still are."""
     capture, model = GraphedRunner._capture, patched()
