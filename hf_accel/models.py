@@ -169,6 +169,18 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_modules())
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return what `model.modules()` gives, in its order and in a fraction of its time, as each generate() asks."""
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting += reversed(module._modules.values())
+    return list(found.values())
+
+
 def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
     """Return the outermost lists of `count` modules, by name: the layers, and lists with a module per layer."""
     found: dict[str, nn.ModuleList] = {}

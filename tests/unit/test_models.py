@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN, GELUActivation
 
-from hf_accel.models import answer_once, reading_once
+from hf_accel.models import answer_once, modules_of, reading_once
 from hf_accel.recognition.trial import settings_of_activation
 
 
@@ -72,3 +72,11 @@ def test_what_holds_numbers_or_is_watched_is_like_nothing_else() -> None:
     assert [settings_of_activation(each) for each in (nn.PReLU(), nn.Linear(2, 2), watched, replaced, torch.relu)] == [
         None
     ] * 5
+
+
+def test_modules_of() -> None:
+    shared, model = nn.Linear(2, 2), nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.ModuleList())
+    model[0].append(shared)
+    model.append(nn.ModuleDict({"one": shared, "two": nn.Sequential(nn.ReLU(), model[0])}))
+    model.register_module("none", None)
+    assert modules_of(model) == list(model.modules())

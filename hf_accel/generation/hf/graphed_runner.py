@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -18,6 +18,7 @@ from ...cache.hf import PagedCache, model_kinds, page_groups, windows_of_pages
 from ...cache.step import PassInputs, Step
 from ...config import CacheConfig
 from ...linear.adapters import PassAdapters
+from ...models import modules_of
 from ...recognition.unchanged import Hooks, has_own_forward
 from ...tensors import autocast_dtype, integers, packed, plain_tensors, views
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
@@ -330,7 +331,9 @@ SCALARS = (bool, int, float, str, NoneType, torch.dtype)
 
 def model_refusal_of_graphs(model: nn.Module) -> str | None:
     """Return why no pass of a patched model can be captured, as a clause; None if it is not known that none can."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    modules = modules_of(model)
+    tensors = (each for module in modules for each in (*module._parameters.values(), *module._buffers.values()))
+    devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         return f"the model is on {len(devices)} devices"
     state = find_state(model)
@@ -338,8 +341,9 @@ def model_refusal_of_graphs(model: nn.Module) -> str | None:
         return SPLIT
     if state is not None and state.generation.form.operators is not None:
         return OPERATORS_ON_HOST
-    for name, module in model.named_modules():
+    for module in modules:
         if has_own_forward(module):
+            name = next(name for name, one in model.named_modules() if one is module)
             return f"the forward of {name or 'the model'} was replaced on the module itself"
         planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
         if planned is not None and not planned.backend.capturable:
@@ -351,8 +355,9 @@ class Dependencies:
     """The parts of a model that a graph depends on: addresses of its weights, plain values of modules, no hooks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.values = tuple(_values(model))
-        self._hooks = Hooks(model.modules(), prepare_step)
+        modules = modules_of(model)
+        self.values = tuple(_values(modules))
+        self._hooks = Hooks(modules, prepare_step)
 
     @property
     def hook_refusal(self) -> str | None:
@@ -360,11 +365,11 @@ class Dependencies:
         return "a hook wants to see a module" if self._hooks.any_others() else None
 
 
-def _values(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
+def _values(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    for module in modules:
         own = vars(module)
         yield type(module)
-        yield tuple((name, value) for name, value in own.items() if isinstance(value, SCALARS))
+        yield tuple(item for item in own.items() if isinstance(item[1], SCALARS))
         yield id(own.get("_packed")), id(own.get(BACKEND_ATTRIBUTE))
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             for plain in () if tensor is None else plain_tensors(tensor):

@@ -22,7 +22,7 @@ from ...fused.hf.layer_place import KnownPass
 from ...fused.hf.operator_models import OperatorModel, attends_alone
 from ...fused.hf.pass_watch import PassWatch
 from ...linear.adapters import PassAdapters
-from ...models import cache_name, model_of, positions_depend_on_length
+from ...models import cache_name, model_of, modules_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
@@ -105,7 +105,7 @@ def _parameters(kind: type) -> tuple[str, ...]:
 
 def keyword_for_each_row(model: nn.Module) -> str | None:
     """Return the keyword of this call that the layers use differently for each row of the batch; None without one."""
-    for module in model.modules():
+    for module in modules_of(model):
         for hook in module._forward_pre_hooks.values():
             for name in FOR_EACH_ROW:
                 if name in getattr(hook, "keywords", ()):

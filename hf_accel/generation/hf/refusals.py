@@ -16,7 +16,7 @@ from ...cache.hf import PagedCache, model_kinds
 from ...cache.kinds import KeysAndValues, RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
-from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, vocabulary_size
+from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, modules_of, vocabulary_size
 from ...undo.journal import original_class
 from ...undo.state import FUSED, state_of
 from ..prompt_inputs import is_padded_behind, other_input
@@ -80,7 +80,7 @@ def changed_refusal(model: nn.Module) -> str | None:
             return "its adapter puts keys and values in front of each prompt"
         if name != OWN_METHODS[0] or not learnt_prompt(model):
             return f"its {name} was replaced on the model itself"
-    if any(is_compiled(module) for module in model.modules()):
+    if any(map(is_compiled, modules_of(model))):
         return "torch.compile was applied to it, and compiled code cannot read pages"
     return None
 
