@@ -41,6 +41,9 @@ class GraphMaker(Protocol):
     def free_bytes(self) -> int:
         """The memory of the device that nothing has taken."""
 
+    def total_bytes(self) -> int:
+        """The memory of the device."""
+
 
 class CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, nbytes: int) -> None:
@@ -85,6 +88,10 @@ class CudaGraphs:
     def free_bytes(self) -> int:
         free: int = torch.cuda.mem_get_info(self.device)[0]
         return free
+
+    def total_bytes(self) -> int:
+        total: int = torch.cuda.mem_get_info(self.device)[1]
+        return total
 
 
 @contextmanager

@@ -263,7 +263,8 @@ class GraphedRunner(ModelRunner):
 
 
 MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
-MOST_KEPT_BYTES = 2 * 2**30  # of pages that nobody uses
+MOST_KEPT_BYTES = 2 * 2**30  # of pages that nobody uses, or this share of a larger GPU:
+KEPT_SHARE = 24
 
 
 def make_runner(
@@ -287,7 +288,9 @@ def make_runner(
 
 def keep_runner(state: GenerationState, runner: Any, settings: CacheConfig) -> None:
     """Keep a runner of graphs, and its pages, whose addresses they have, unless the pages are too large."""
-    if not isinstance(runner, GraphedRunner) or sum(group.nbytes for group in runner.groups) > MOST_KEPT_BYTES:
+    if not isinstance(runner, GraphedRunner):
+        return
+    if sum(group.nbytes for group in runner.groups) > max(MOST_KEPT_BYTES, runner.maker.total_bytes() // KEPT_SHARE):
         return
     runner.model = None  # without a circle, a model is freed when the user drops it
     runner.settings = settings

@@ -119,6 +119,9 @@ class TapeMaker:
             function()
         return Tape(recording.calls, self)
 
+    def total_bytes(self) -> int:
+        return 2 * self.free
+
     def free_bytes(self) -> int:
         return self.free
 
