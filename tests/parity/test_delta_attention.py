@@ -106,6 +106,7 @@ def test_preemption_and_shared_prefixes() -> None:
     check_preemption(model_of())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_passes_over_a_paged_cache(kind: str, gradients: bool) -> None:

@@ -147,6 +147,7 @@ def likely(sequence: Any, logits: torch.Tensor, depth: int) -> torch.Tensor:
     return logits.float().softmax(-1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("tokens", [None, range(3, VOCABULARY, 2)])
 @pytest.mark.parametrize("sampled", [False, True])

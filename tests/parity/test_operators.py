@@ -199,6 +199,7 @@ def test_transformers_own_loops_run_over_pages(kind: str, settings: dict[str, An
     assert torch.equal(out, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [*FEW, *CHANGED])
 @pytest.mark.parametrize("cuts", [[40], [13, 1, 1, 25]])
 @torch.no_grad()
