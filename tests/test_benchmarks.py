@@ -173,20 +173,39 @@ TABLES = {  # topic -> rows of each of its tables
 }
 
 
+# What takes longest, and whose numbers no other test looks at.
+LONG = (
+    "methods", "small_model", "weight_formats", "kinds", "tiles", "http_load", "students", "student_speed", "ablation",
+    "drafts",
+)  # fmt: skip
+SHORT = tuple(topic for topic in run.TOPICS if topic not in LONG)
+PARTS = [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.long)]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of all topics, which the first process of the tests that asks for them makes for the others."""
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Path]:
+    """Returns the results of SHORT or LONG, which the first process of the tests that asks makes for the others."""
     if kernels.refusal() is not None:
         pytest.skip(str(kernels.refusal()))
     base = tmp_path_factory.getbasetemp()
-    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "topics" / "results"
-    whole = out.parent / "whole"
-    out.mkdir(parents=True, exist_ok=True)
-    with FileLock(out.parent / "lock"):
-        if not whole.exists():
-            measure_topics(out)
-            whole.touch()
-    return out
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder_of(topics: tuple[str, ...]) -> Path:
+        out = base / ("short topics" if topics == SHORT else "long topics") / "results"
+        whole = out.parent / "whole"
+        out.mkdir(parents=True, exist_ok=True)
+        with FileLock(out.parent / "lock"):
+            if not whole.exists():
+                measure_topics(out, topics)
+                whole.touch()
+        return out
+
+    return folder_of
+
+
+@pytest.fixture
+def folder(folder_of: Callable[[tuple[str, ...]], Path]) -> Path:
+    return folder_of(SHORT)
 
 
 def even_quicker(quicker: Callable[[Any], Any], fewer: dict[str, Any]) -> Callable[[Any], Any]:
@@ -194,8 +213,8 @@ def even_quicker(quicker: Callable[[Any], Any], fewer: dict[str, Any]) -> Callab
     return lambda group: replace_fields(quicker(group), **fewer)
 
 
-def measure_topics(out: Path) -> None:
-    """Run all topics; processes of their own are calls here, to save their seconds of imports."""
+def measure_topics(out: Path, topics: tuple[str, ...]) -> None:
+    """Run topics; processes of their own are calls here, to save their seconds of imports."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "generate.. decodes without drafts")  # of models that are too small for them
         for module in (memory, patch_memory, isa, distill_memory):
@@ -247,7 +266,7 @@ def measure_topics(out: Path) -> None:
         }.items():
             patch.setattr(kinds, name, value)
         patch.setattr(quiet, "busy_cores", lambda seconds: 0.0)
-        run.main([*run.TOPICS, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
+        run.main([*topics, *SMALL, "--tokens", "100", "--setups", OURS, "--out", str(out)])
 
 
 def call_here(module: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Any:
@@ -283,15 +302,17 @@ def type_of(module: str) -> type:
 
 
 @pytest.fixture
-def read(folder: Path) -> Callable[[str], dict[str, Any]]:
-    return lambda topic: json.loads((folder / f"{topic}.json").read_text())
+def read(folder_of: Callable[[tuple[str, ...]], Path]) -> Callable[[str], dict[str, Any]]:
+    return lambda topic: json.loads((folder_of(LONG if topic in LONG else SHORT) / f"{topic}.json").read_text())
 
 
 def test_every_topic_is_tested() -> None:
     assert set(TABLES) == set(run.TOPICS)
 
 
-@pytest.mark.parametrize("topic", run.TOPICS)
+@pytest.mark.parametrize(
+    "topic", [pytest.param(topic, marks=pytest.mark.long if topic in LONG else ()) for topic in run.TOPICS]
+)
 def test_every_topic_writes_rows_for_every_setup(read: Callable[[str], dict[str, Any]], topic: str) -> None:
     result = read(topic)
     assert [len(table["rows"]) for table in result["tables"]] == TABLES[topic]
@@ -343,7 +364,7 @@ def test_stock_is_its_own_baseline(read: Callable[[str], dict[str, Any]]) -> Non
 
 def test_a_result_says_where_and_how_it_came_about(read: Callable[[str], dict[str, Any]]) -> None:
     result = read("decode")
-    assert result["command"].startswith(f"python -m benchmarks.run {' '.join(run.TOPICS)} --model tiny")
+    assert result["command"].startswith(f"python -m benchmarks.run {' '.join(SHORT)} --model tiny")
     assert result["settings"]["context"] == 20
     assert result["machine"]["threads"] == torch.get_num_threads()
     assert result["machine"]["read_bytes_per_second"] > 1e8
@@ -463,14 +484,18 @@ def test_drafters_that_are_not_there_are_named(read: Callable[[str], dict[str, A
     assert all(row["tokens_per_pass"] >= 1 for row in result["tables"][0]["rows"])
 
 
-def test_paths_stay_on_the_machine(folder: Path) -> None:
+@pytest.mark.parametrize("topics", PARTS)
+def test_paths_stay_on_the_machine(folder_of: Callable[[tuple[str, ...]], Path], topics: tuple[str, ...]) -> None:
+    folder = folder_of(topics)
     for path in folder.glob("*.json"):
         assert str(folder.parent) not in path.read_text()
 
 
-def test_plots_lie_beside_their_numbers(folder: Path) -> None:
+@pytest.mark.parametrize("topics", PARTS)
+def test_plots_lie_beside_their_numbers(folder_of: Callable[[tuple[str, ...]], Path], topics: tuple[str, ...]) -> None:
+    folder = folder_of(topics)
     plotted = {path.stem for path in folder.glob("*.png")}
-    assert plotted == (set(plots.PLOTS) if importlib.util.find_spec("matplotlib") else set())
+    assert plotted == (set(plots.PLOTS) & set(topics) if importlib.util.find_spec("matplotlib") else set())
     text = (folder / "README.md").read_text()
     assert all(f"![{topic}]({topic}.png)" in text for topic in plotted)
 
@@ -484,7 +509,7 @@ def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_readme_is_made_from_all_files(folder: Path, read: Callable[[str], dict[str, Any]]) -> None:
     text = (folder / "README.md").read_text()
-    for topic in run.TOPICS:
+    for topic in SHORT:
         assert f"\n## {topic}\n" in text
     for row in read("decode")["tables"][0]["rows"]:
         assert f"| {row['setup']} | {row['ratio']:,.2f}x |" in text
@@ -906,7 +931,8 @@ def test_peaks_tell_anonymous_memory_from_mapped_pages(tmp_path: Path) -> None:
     assert found["shared_bytes"] == 0
 
 
-@pytest.mark.parametrize(("way", "most"), [("memory", 1.4), ("checkpoint", 1)])  # both copies would be 1.5
+# Both copies would be 1.5. What patch() holds for a moment is in tests/unit/patching/test_memory_of_patch.py too.
+@pytest.mark.parametrize(("way", "most"), [pytest.param("memory", 1.4, marks=pytest.mark.long), ("checkpoint", 1)])
 def test_a_model_is_patched_in_little_more_than_its_own_bytes(way: str, most: float, tmp_path: Path) -> None:
     """In a process of its own, above what that held before it had the model, which is of 200 MB."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 512}

@@ -72,6 +72,7 @@ def test_calibrate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "28 linears  W4A16 in groups of 128" in out and "loaded: the same integers" in out
 
 
+@pytest.mark.long  # it trains, and a process serves what came out
 def test_qlora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Trained, merged, quantized and saved; a process serves it, and answers as generate() of the same files does."""
     pytest.importorskip("peft")

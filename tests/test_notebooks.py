@@ -54,6 +54,7 @@ def test_first_steps() -> None:
     assert shown.count("certificate: ") == 2 and "against float: perplexity" in shown
 
 
+@pytest.mark.long  # test_first_steps has a kernel, and the quickstart example the same rows
 def test_your_model() -> None:
     rows = [line.split("|")[1:-1] for line in executed("your_model").splitlines() if line.endswith(" MB |")]
     assert [row[0].strip() for row in rows] == ["transformers", "weights=None", "int8", "int4"]

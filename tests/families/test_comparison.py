@@ -87,6 +87,7 @@ def written(model: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Tensor
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_are_the_same_if_rounded_otherwise(dtype: torch.dtype, settings: dict[str, Any]) -> None:

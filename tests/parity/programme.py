@@ -88,15 +88,16 @@ class Pattern:
 class Asked:
     """Prompts for one patched model, and what it writes behind each of them.
 
-    greedy: the tokens that stock writes behind the prompt of this number. needs: the tokens of a cache in which the
-    longest prompt fits with its answer.
+    stocks: the tokens that stock writes behind the prompt of a number, at most so many. most: tokens that a request
+    asks for. needs: the tokens of a cache in which the longest prompt fits with its answer.
     """
 
     model: Any
     prompts: list[Any]
-    greedy: Callable[[int], list[int]]
+    stocks: Callable[[int, int], list[int]]
+    most: int
     needs: int
-    drawn: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+    written: dict[tuple[Any, ...], tuple[int, list[int]]] = field(default_factory=dict)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -114,25 +115,38 @@ class Asked:
         except UnsupportedError:
             return []
 
-    def alone(self, number: int, sequence: Sequence, *, drafts: bool) -> list[int]:
-        """Return the tokens that a session gives for what a sequence asks for, where the request is alone.
+    def greedy(self, number: int, count: int) -> list[int]:
+        """Return the first tokens that stock writes behind the prompt of this number."""
+        return self._first(count, (number,), lambda count: self.stocks(number, count))
+
+    def alone(self, number: int, sequence: Sequence, count: int, *, drafts: bool) -> list[int]:
+        """Return the first tokens that a session gives for what a sequence asks for, where the request is alone.
 
         drafts: whether the session has a drafter. Its verifier draws by another rule, for which drafts do not matter.
         """
         asked = sequence.settings
         samples = None if asked.sampling.greedy else sequence.seed
-        key = number, samples, drafts, asked.constraint is not None, asked.adapter
-        if key not in self.drawn:
-            ends = StopRules(asked.stop.token_ids)
-            settings = replace(asked, max_new_tokens=len(self.greedy(number)), stop=ends, priority=0)
+
+        def write(count: int) -> list[int]:
+            settings = replace(asked, max_new_tokens=count, stop=StopRules(asked.stop.token_ids), priority=0)
             own = Sequence(list(sequence.tokens), settings, sequence.inputs, sequence.seed)
             speculative = SpeculativeConfig(drafter="ngram", num_draft=2, verify="seeded") if drafts else None
             with Session(self.model, CacheConfig(block_size=4), speculative=speculative) as session:
                 session.add(own)
                 while session.has_work:
                     session.step()
-            self.drawn[key] = own.tokens[own.num_prompt :]
-        return self.drawn[key]
+            return own.tokens[own.num_prompt :]
+
+        return self._first(count, (number, samples, drafts, asked.constraint is not None, asked.adapter), write)
+
+    def _first(self, count: int, key: tuple[Any, ...], write: Callable[[int], list[int]]) -> list[int]:
+        """Return the first tokens of an answer, of which no more are written until it is asked for again."""
+        known, tokens = self.written.get(key, (0, []))
+        if known < count:
+            known = self.most if known else count
+            tokens = write(known)
+            self.written[key] = known, tokens
+        return tokens[:count]
 
 
 def _adapter(model: Any, seed: int) -> Any:
@@ -236,7 +250,7 @@ class Programme:
     def arrive(self) -> None:
         draw, number = self.random, self.random.randrange(len(self.asked.prompts))
         samples = draw.choice([{}, {}, {}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 3}])
-        limit = draw.randint(1, len(self.asked.greedy(number)))
+        limit = draw.randint(1, self.asked.most)
         settings = {"do_sample": False} | samples | {"max_new_tokens": limit}
         config = complete_config(self.asked.model, None, "a programme", settings)
         asks: dict[str, Any] = {"priority": draw.choice([0, 0, 1])}
@@ -251,8 +265,11 @@ class Programme:
         drafts = self.drafts  # not those of constraints, which leave a session's own rule as it is
         for sequence in (reply.sequence for reply in replies):
             is_plain = not samples and len(asks) == 1
-            whole = self.asked.greedy(number) if is_plain else self.asked.alone(number, sequence, drafts=drafts)
-            self.expected[sequence], self.streamed[sequence] = whole[:limit], []
+            self.streamed[sequence] = []
+            self.expected[sequence] = (
+                self.asked.greedy(number, limit) if is_plain
+                else self.asked.alone(number, sequence, limit, drafts=drafts)
+            )  # fmt: skip
         self.happened["samples" if len(replies) > 1 else "arrived"] += 1
 
     @staticmethod

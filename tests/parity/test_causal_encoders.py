@@ -83,6 +83,7 @@ def test_quantized_layers_are_those_of_their_modules(family: str, weights: Any) 
     same(found, expected, given["attention_mask"], 0.02)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)

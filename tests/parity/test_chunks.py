@@ -63,7 +63,7 @@ def test_prompts_of_one_batch() -> None:
     check_together(model_of())
 
 
-@pytest.mark.parametrize("seed", seeds(1, 6))
+@pytest.mark.parametrize("seed", seeds(0, 6))  # test_programmes plays one
 def test_random_programmes_of_requests(seed: int) -> None:
     """Chunks, layers without positions, temperatures, preemption, drafts and pools change no request's tokens."""
     numbers = random.Random(seed)

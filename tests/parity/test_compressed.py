@@ -79,7 +79,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     check_together(model)
 
 
-@pytest.mark.parametrize("seed", seeds(1, 6))
+@pytest.mark.parametrize("seed", seeds(0, 6))  # test_programmes plays one
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption, drafts and other sizes change no request's tokens."""
     numbers = random.Random(seed)

@@ -88,7 +88,7 @@ def test_forms_of_the_rule(given: tuple[str, dict[str, Any]]) -> None:
     assert any(isinstance(module, PagedRecurrence) for module in model.modules())
 
 
-@pytest.mark.parametrize("seed", seeds(1, 6))
+@pytest.mark.parametrize("seed", seeds(0, 6))  # test_programmes plays one
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption, drafts and other sizes change no request's tokens."""
     numbers, kind = random.Random(seed), [*KINDS][seed % len(KINDS)]
@@ -106,6 +106,7 @@ def test_preemption_and_shared_prefixes() -> None:
     check_preemption(model_of())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_passes_over_a_paged_cache(kind: str, gradients: bool) -> None:

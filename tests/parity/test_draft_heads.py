@@ -57,14 +57,14 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]
 
 def checked_drafts(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead) -> list[int]:
     """Compare each draft with what the head's own code drafts; returns the tokens that were compared."""
-    propose, seen = HeadDrafter.propose, list[int]()
+    propose, seen, stock = HeadDrafter.propose, list[int](), build(family)
 
     def checked(self: Any, sequences: Any, lengths: Any) -> Any:
         drafts = propose(self, sequences, lengths)
         for sequence, draft in zip(sequences, drafts, strict=True):
             if self.book._unread[sequence].first == 0:
                 seen.extend(draft.tokens)
-                assert draft.tokens == chain(made, build(family), sequence.tokens, len(draft))
+                assert draft.tokens == chain(made, stock, sequence.tokens, len(draft))
         return drafts
 
     monkeypatch.setattr(HeadDrafter, "propose", checked)
@@ -100,15 +100,14 @@ def tree(made: Any, model: Any, tokens: list[int], *, shape: Shape, width: int, 
     """
     states, _ = target_states(model, made.target_layers, torch.tensor([tokens[:-1]]))
     found, open_paths = dict[tuple[int, ...], float](), {(): 0.0}
+    reads = {(): made.narrow(states)}  # what the head reads at the end of a path
     for depth in range(shape.depth):
         newest: dict[tuple[int, ...], float] = {}
         for path, before in open_paths.items():
-            read, ids = made.narrow(states), torch.tensor([tokens[1:]])
-            for token in path:
-                _, own = made(read, ids)
-                read, ids = torch.cat([read, own[:, -1:]], dim=1), torch.cat([ids, torch.tensor([[token]])], dim=1)
-            logits = made.over_vocabulary(made(read, ids)[0][0, -1], VOCABULARY)
-            values, best = weigh(logits, depth).topk(width)
+            logits, own = made(reads[path], torch.tensor([[*tokens[1:], *path]]))
+            values, best = weigh(made.over_vocabulary(logits[0, -1], VOCABULARY), depth).topk(width)
+            behind = torch.cat([reads[path], own[:, -1:]], dim=1)
+            reads |= {(*path, token): behind for token in best.tolist()}
             pairs = zip(best.tolist(), values.tolist(), strict=True)
             newest |= {(*path, token): before + log(value) for token, value in pairs if value > 0}
         found |= newest
@@ -118,7 +117,7 @@ def tree(made: Any, model: Any, tokens: list[int], *, shape: Shape, width: int, 
 
 def checked_trees(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead, weigh: Any) -> list[int]:
     """Compare each tree with what the head's own code drafts; returns how many tokens each one had."""
-    propose, seen = HeadDrafter.propose_trees, list[int]()
+    propose, seen, stock = HeadDrafter.propose_trees, list[int](), build(family)
 
     def checked(self: Any, sequences: Any, shapes: Any) -> Any:
         drafts = propose(self, sequences, shapes)
@@ -126,7 +125,7 @@ def checked_trees(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead,
         for sequence, draft, shape in zip(sequences, drafts, shapes, strict=True):
             if self.book._unread[sequence].first == 0 and shape.nodes > 1:
                 own = functools.partial(weigh, sequence)
-                expected = tree(made, build(family), sequence.tokens, shape=shape, width=width, weigh=own)
+                expected = tree(made, stock, sequence.tokens, shape=shape, width=width, weigh=own)
                 assert {tuple(draft.prefix(row)) for row in range(1, len(draft) + 1)} == set(expected)
                 assert len(draft) == len(expected) and draft.parents is not None
                 seen.append(len(draft))
@@ -148,6 +147,7 @@ def likely(sequence: Any, logits: torch.Tensor, depth: int) -> torch.Tensor:
     return logits.float().softmax(-1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("tokens", [None, range(3, VOCABULARY, 2)])
 @pytest.mark.parametrize("sampled", [False, True])

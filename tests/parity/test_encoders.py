@@ -177,6 +177,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 # -- what is native --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @torch.no_grad()

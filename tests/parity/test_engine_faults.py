@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,6 +117,30 @@ except KeyboardInterrupt:
 """
 
 
+def interrupt(engine: Engine) -> None:
+    """Press Ctrl-C as soon as close() has begun."""
+    while engine.loop._refusal is None:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_an_interrupt_of_close_cancels(model: Any) -> None:
+    def child() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        engine = Engine(model)
+        request = engine.submit([1, 2, 3], max_new_tokens=10**7)
+        next(iter(request))
+        threading.Thread(target=interrupt, args=(engine,), daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+        assert (request.finish_reason, engine.stats["blocks_used"]) == ("cancelled", 0)
+
+    assert in_a_fork(child) == 0
+
+
+@pytest.mark.long  # a process that imports all
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are others there")
 def test_an_interrupt_of_close_is_a_clean_exit() -> None:
     root = Path(hf_accel.__file__).parents[1]

@@ -56,6 +56,7 @@ def check_layouts(stock: Any, ours: Any, layouts: Sequence[dict[str, Any]], tole
             same(found, stock(**given), given["attention_mask"], tolerance)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", KNOWN)
 @torch.no_grad()

@@ -79,7 +79,7 @@ def test_padding_and_beams_stay_on_transformers_loop(settings: dict[str, Any]) -
         model(padded("left")[0], attention_mask=mask, past_key_values=PagedCache(model.config))
 
 
-@pytest.mark.parametrize("seed", seeds(1, 6))
+@pytest.mark.parametrize("seed", seeds(0, 6))  # test_programmes plays one
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)

@@ -59,6 +59,7 @@ def test_float32_tokens_equal_stock(family: str, mode: str, layout: str) -> None
     assert_tokens_equal(*pair(family), layout, **MODES[mode])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["greedy", "beam"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reference_attention(family: str, mode: str) -> None:

@@ -100,6 +100,7 @@ def test_samples_of_rows_that_are_preempted_are_stocks() -> None:
     assert loop(model) == "ragged"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verify", ["token", "block", "seeded"])
 @pytest.mark.parametrize("drafter", ["near model", "self-int4", "suffix"])
 def test_sampling_with_drafts_repeats_with_torchs_seed(drafter: str, verify: Any) -> None:
@@ -164,6 +165,7 @@ def test_several_turns_of_one_row(family: str, drafter: str) -> None:
     talk(family, rows=1, turns=4, speculative_turns=4, drafts=speculative(drafter, family, 3))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafter", [None, "near model", "self-int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_goes_on_after_rows_ended_early(family: str, drafter: str | None) -> None:
@@ -329,6 +331,7 @@ PLACES: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", PLACES)
 def test_positions_that_do_not_count_tokens(family: str, name: str) -> None:

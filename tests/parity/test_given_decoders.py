@@ -67,6 +67,7 @@ def loop(model: Any) -> str:
     return str(hf_accel.stats(model)["loop"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [CAPTIONS, ANSWERS])
 @pytest.mark.parametrize("settings", CALLS, ids=str)
 def test_a_batch_of_images(name: str, settings: dict[str, Any]) -> None:
@@ -81,6 +82,7 @@ def test_a_batch_of_images(name: str, settings: dict[str, Any]) -> None:
         assert not torch.equal(results[0][0], results[0][1])  # the image matters
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [CAPTIONS, ANSWERS])
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_requests_together_give_the_tokens_of_each_alone(name: str, weights: str | None) -> None:

@@ -65,6 +65,7 @@ def by_torch(model: PreTrainedModel) -> PreTrainedModel:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch])
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("family", FAMILIES)

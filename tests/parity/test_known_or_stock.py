@@ -95,6 +95,7 @@ def test_attention_over_other_heads_and_rows(heads: tuple[int, int, int], rows: 
 # -- a model that was changed after patch() ----------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_attention_that_was_switched(family: str, implementation: str) -> None:

@@ -47,6 +47,7 @@ def given(name: str, rows: int = 3, columns: int = 13, *, padded: bool = False) 
     return shaped(family(name).kind, rows=rows, columns=columns, padded=padded)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache_name", ["static", "as an object", "dynamic"])
 @pytest.mark.parametrize("rows, columns, padded", SHAPES)
 @pytest.mark.parametrize("name", WINDOWED + NOT_CAUSAL)

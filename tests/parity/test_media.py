@@ -305,6 +305,7 @@ def test_adapters_that_a_sound_turns_on() -> None:
         Engine(ours)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")  # it is what is tested
 @pytest.mark.parametrize("name", [LLAVA, "LlamaForCausalLM", "GPT2LMHeadModel"])
 @pytest.mark.parametrize("rows", [1, 3])
@@ -391,6 +392,7 @@ def test_another_number_of_images_than_the_words_say_is_an_error_of_the_request(
         assert good.result(WAIT).tokens == expected(LLAVA, given, 4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "part"),
     [("Blip2ForConditionalGeneration", "language_model"), ("Kosmos2ForConditionalGeneration", "text_model")],

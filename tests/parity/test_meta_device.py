@@ -41,6 +41,7 @@ def pass_of(pages: Pages, counts: list[int], past: list[int], *, everything: boo
     return PassInputs(ids, positions, integers(list(range(total)) if everything else ends), pages.step(ranges))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 # GPT-2's own code looks for padding in the ids of each pass, but not in one that is captured.
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])

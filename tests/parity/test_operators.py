@@ -181,7 +181,7 @@ def test_random_programmes_of_requests(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gptj", "roformer", *CHANGED, "gpt", *(pytest.param(kind, marks=pytest.mark.long) for kind in FEW[:3])]
+    "kind", ["gptj", "roformer", *(pytest.param(kind, marks=pytest.mark.long) for kind in (*CHANGED, "gpt", *FEW[:3]))]
 )
 def test_preemption_and_shared_prefixes(kind: str) -> None:
     check_preemption(model_of(kind))
@@ -199,6 +199,7 @@ def test_transformers_own_loops_run_over_pages(kind: str, settings: dict[str, An
     assert torch.equal(out, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [*FEW, *CHANGED])
 @pytest.mark.parametrize("cuts", [[40], [13, 1, 1, 25]])
 @torch.no_grad()

@@ -68,6 +68,7 @@ def test_shared_prefix_is_found_again() -> None:
         assert (cache.statistics()["prefix_hits"] > before) == (hits > 0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_again_with_the_same_cache(family: str, layout: str) -> None:
@@ -220,6 +221,7 @@ def test_rotary_scaling_by_length_shares_no_prefix() -> None:
 # -- stock models --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["single", "left", "right"])
 @pytest.mark.parametrize("mode", ["greedy", "beam", "sampling"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -125,6 +125,7 @@ def test_quantized(make: Callable[[], PreTrainedModel]) -> None:
     assert torch.equal(run(model), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", STOCK)
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_undo(make: Callable[[], PreTrainedModel], weights: str | None) -> None:

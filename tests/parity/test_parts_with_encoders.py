@@ -56,6 +56,7 @@ def row(kind: str, number: int) -> dict[str, Tensor]:
     return given | {"input_ids": given["input_ids"][:, shown]}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}], ids=str)
 def test_a_padded_batch(kind: str, settings: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ def build(dtype: torch.dtype = torch.float32, family: str = "MPNet", kind: str =
     return model.to(dtype).eval()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["MPNet", *FAMILIES])
 @torch.no_grad()

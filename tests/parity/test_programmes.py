@@ -36,7 +36,7 @@ from .families import VOCABULARY, build
 from .programme import Asked, Programme
 from .recurrent_models import LAYERS, delta_rule_of, gated_unit_of, matrix_memory_of, state_space_of, time_mixes_of
 
-NEW_TOKENS, NEW_BEHIND_ENCODERS = 16, 26
+NEW_TOKENS, NEW_BEHIND_ENCODERS, NEW_BEHIND_IMAGES = 16, 26, 10
 MOST_FOR_ENCODERS = 10  # tokens, so that it is not the encoder's output that fills a cache
 SEEDS_OF_A_TEST, LONG_TESTS = 20, 8
 HAPPENS = ("arrived", "finished", "cancelled", "failed", "samples", "preempted", "shared", "accepted")
@@ -96,24 +96,24 @@ def asked(kind: str) -> Asked:
         images = with_images(name)
         longest = max(each["input_ids"].shape[1] for each in images)
         return Asked(
-            test_media.patched(name), images, cache(lambda number: test_media.expected(name, images[number], 10)),
-            longest + 10,
+            test_media.patched(name), images, lambda number, count: test_media.expected(name, images[number], count),
+            most=NEW_BEHIND_IMAGES, needs=longest + NEW_BEHIND_IMAGES,
         )  # fmt: skip
     stock, patched = MODELS[kind](), hf_accel.patch(MODELS[kind](), weights=None)
+    prompts, most, needs = texts(), NEW_TOKENS, NEW_BEHIND_ENCODERS + 1
     if kind in ENCODERS:
-        short = [prompt[-MOST_FOR_ENCODERS:] for prompt in texts()]
-        return Asked(patched, short, cache(lambda number: answer(stock, short[number])), NEW_BEHIND_ENCODERS + 1)
-    prompts = texts()
-    longest = max(map(len, prompts))
-    return Asked(patched, prompts, cache(lambda number: answer(stock, prompts[number])), longest + NEW_TOKENS)
+        prompts, most = [prompt[-MOST_FOR_ENCODERS:] for prompt in prompts], NEW_BEHIND_ENCODERS
+    else:
+        needs = max(map(len, prompts)) + NEW_TOKENS
+    return Asked(patched, prompts, lambda number, count: answer(stock, prompts[number], count), most, needs)
 
 
-def answer(stock: Any, prompt: list[int]) -> list[int]:
-    """The tokens that a model of transformers writes behind a prompt."""
-    ids, encodes = torch.tensor([prompt]), stock.config.is_encoder_decoder
-    settings = {"max_new_tokens": NEW_BEHIND_ENCODERS if encodes else NEW_TOKENS, "do_sample": False}
+def answer(stock: Any, prompt: list[int], count: int) -> list[int]:
+    """The tokens that a model of transformers writes behind a prompt, at most so many."""
+    ids = torch.tensor([prompt])
+    settings = {"max_new_tokens": count, "do_sample": False}
     tokens: list[int] = stock.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
-    return tokens[1 if encodes else len(prompt) :]
+    return tokens[1 if stock.config.is_encoder_decoder else len(prompt) :]
 
 
 def happened(kind: str, seeds: range, *, arrivals: int = 12) -> Counter[str]:

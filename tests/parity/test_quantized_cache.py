@@ -38,6 +38,7 @@ def test_logits_lose_little(family: str, layout: str, dtype: KVDtype) -> None:
     assert 0 < error < LOST[dtype]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["single", "left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunking_changes_nothing(family: str, layout: str, dtype: KVDtype) -> None:
@@ -66,6 +67,7 @@ def test_bytes(family: str, dtype: KVDtype) -> None:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_way_to_generate_gives_the_same_tokens(family: str, dtype: KVDtype) -> None:
     """A batch, its rows alone, speculation with rejected drafts, an Engine with few blocks, several of one prompt."""

@@ -95,7 +95,7 @@ def test_a_model_of_recurrent_layers_alone() -> None:
     assert together(model) == expected
 
 
-@pytest.mark.parametrize("seed", seeds(2, 12))
+@pytest.mark.parametrize("seed", seeds(0, 12))  # test_programmes plays one
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)

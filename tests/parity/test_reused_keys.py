@@ -47,7 +47,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     assert len(hf_accel.stats(model)) and len(PagedCache(model.config).paged_layers) == 2
 
 
-@pytest.mark.parametrize("seed", seeds(1, 4))
+@pytest.mark.parametrize("seed", seeds(0, 4))  # test_programmes plays one
 def test_random_programmes_of_requests(seed: int) -> None:
     """Which layers reuse others, windows, pools, chunks, samples, preemption and drafts change no request's tokens."""
     numbers = random.Random(seed)

@@ -20,6 +20,7 @@ from ..test_examples import run
 from .processes import BEGINNINGS, EXAMPLES, ended, started, until
 
 
+@pytest.mark.long  # three processes, each of which imports all
 def test_processes_share_the_prompts(
     tmp_path: Path, environment: dict[str, str], alone: Callable[[str, int], str]
 ) -> None:

@@ -35,7 +35,10 @@ def check(seconds: float, **loading: Any) -> None:
         assert stats["requests"] == stats["finished"] + stats["cancelled"]
 
 
-@pytest.mark.parametrize("speculative", [None, "ngram"], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "speculative",
+    [pytest.param(None, id="plain", marks=pytest.mark.long), pytest.param("ngram", id="drafts")],  # drafts see all
+)
 def test_clients_come_and_go(speculative: str | None) -> None:
     check(2.0, limits=FEW, speculative=speculative, engine=SMALL)
 

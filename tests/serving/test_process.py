@@ -35,10 +35,23 @@ def answer(server: Process) -> str:
         return client.completions.create(**{**LONG, "stream": False}, max_tokens=400).choices[0].text
 
 
-def test_drain() -> None:
-    """SIGTERM: running requests end, and new ones get 503."""
-    with process() as server, server.client() as client:
+def test_several_models_are_drained(tmp_path: Path) -> None:
+    """They answer by their names, with the adapter of one, until a SIGTERM: running requests end, new ones get 503."""
+    save_adapter(tmp_path / "adapter", SHIPPED, seed=0)
+    save_encoder(tmp_path / "embed")
+    models = ("--model", f"tiny={SHIPPED}", "--model", f"b={SHIPPED}", "--model", f"embed={tmp_path / 'embed'}")
+    adapter = ("--adapter", f"b:support={tmp_path / 'adapter'}")
+    more = ("--max-tokens", "4096", "--speculative", "ngram", "--cache-dir", tmp_path / "kept")
+    with process(*models, *adapter, *more, alone=False) as server, server.client() as client:
+        assert server.said["models"] == ["tiny", "b", "embed"]
         until(lambda: ready(server.root))
+        assert [one.id for one in client.models.list()] == ["tiny", "b", "support", "embed"]
+        texts = [
+            client.completions.create(**{**LONG, "stream": False, "model": name}, max_tokens=20).choices[0].text
+            for name in ("tiny", "b", "support")
+        ]
+        assert texts[0] == texts[1] != texts[2]
+        assert len(client.embeddings.create(model="embed", input="w1").data[0].embedding) == 64
         whole = answer(server)
         stream = client.completions.create(**LONG, max_tokens=400)
         text = next(iter(stream)).choices[0].text
@@ -50,28 +63,6 @@ def test_drain() -> None:
         assert error.value.status_code == 503 and error.value.response.headers["retry-after"]
         text += "".join(chunk.choices[0].text for chunk in stream)
         assert text == whole
-        code, written = server.end()
-        assert code == 0 and "Traceback" not in written
-
-
-def test_several_models(tmp_path: Path) -> None:
-    """They answer by their names, with the adapter of one, until one SIGTERM ends all."""
-    save_adapter(tmp_path / "adapter", SHIPPED, seed=0)
-    save_encoder(tmp_path / "embed")
-    models = ("--model", f"b={SHIPPED}", "--model", f"embed={tmp_path / 'embed'}")
-    adapter = ("--adapter", f"b:support={tmp_path / 'adapter'}")
-    more = ("--max-tokens", "4096", "--speculative", "ngram", "--cache-dir", tmp_path / "kept")
-    with process("--model", f"a={SHIPPED}", *models, *adapter, *more, alone=False) as server:
-        assert server.said["models"] == ["a", "b", "embed"]
-        with server.client() as client:
-            assert [one.id for one in client.models.list()] == ["a", "b", "support", "embed"]
-            texts = [
-                client.completions.create(**{**LONG, "stream": False, "model": name}, max_tokens=20).choices[0].text
-                for name in ("a", "b", "support")
-            ]
-            assert texts[0] == texts[1] != texts[2]
-            assert len(client.embeddings.create(model="embed", input="w1").data[0].embedding) == 64
-        server.terminate()
         code, written = server.end()
         assert code == 0 and "Traceback" not in written
 

@@ -52,6 +52,7 @@ def built(name: str) -> Any:
     return kind(copy.deepcopy(config)).eval()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_weights_are_those_of_the_model(name: str, weights: str | None) -> None:
@@ -66,6 +67,7 @@ def test_weights_are_those_of_the_model(name: str, weights: str | None) -> None:
     assert estimate(model, context=CONTEXT, **SPEED).weights_bytes == found.weights_bytes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 def test_the_cache_is_what_pages_take(name: str, dtype: str) -> None:
