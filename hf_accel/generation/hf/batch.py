@@ -25,9 +25,9 @@ from ..sequence import Sequence
 from .config_settings import ASKED, complete_config, settings_of_config
 from .encoder_source import decoder_prompt
 from .grammars import KEYWORDS, take_constraint
-from .graphed_runner import keep_runner, take_kept
+from .kept_runners import keep_runner, take_kept
 from .request_adapters import adapters_of_prompts
-from .session import Session
+from .session import Session, with_pages_for
 from .vocabulary import prompt_parts
 
 
@@ -60,9 +60,10 @@ def generate_batch(
     ]
     keywords, state = session_settings(model, settings, speculative), state_of(model).generation
     asked = keywords["cache"]
-    keywords["most_tokens"] = most = _most_tokens(replies, asked.block_size)
-    if asked.directory is None and (kept := take_kept(state, model.config, asked, most)) is not None:
-        keywords["runner"], keywords["cache"] = kept
+    most = _most_tokens(replies, asked.block_size)
+    kept = take_kept(state, model.config, asked, most) if asked.directory is None else None
+    drafted = {"speculative": speculative, "token_budget": keywords["token_budget"]}
+    keywords["cache"] = kept or with_pages_for(model, asked, most_tokens=most, **drafted)
     with Session(model, **keywords) as session:
         _run(session, replies, progress_bar)
         statistics = session.statistics()
@@ -73,7 +74,7 @@ def generate_batch(
 
 
 def _most_tokens(replies: abc.Sequence[Reply], block_size: int) -> int:
-    """Return the most tokens in the pages at once, with room for drafts; a power of 2, as calls are often alike."""
+    """Return the most tokens in the pages at once, with room for drafts; a power of 2, which many calls share."""
     held = sum(len(each.sequence.tokens) + each.sequence.num_left + 2 * block_size for each in replies)
     return max(block_size, 1 << (held - 1).bit_length())
 

@@ -27,8 +27,8 @@ from .beams import begin_search, search_output
 from .encoder_source import sources
 from .generation_state import LoopCall
 from .grammars import constraint_in
-from .graphed_runner import keep_runner
 from .joint_rows import begin_rows, kept_of_passes, why_together
+from .kept_runners import keep_runner
 from .processing import BatchDraws, stock_sampling, stop_rules
 from .prompts import inputs_of_rows
 from .session import Session
@@ -40,11 +40,7 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
     together = not call.has_beams and why_together(call) is not None
     if budget is not None and (call.has_beams or together):
         budget = max(budget, len(call.input_ids))  # these wait for each other, so a pass has room for all
-    state = state_of(call.model).generation
-    kept = None if state.call is None else state.call.runner
-    with Session(
-        call.model, call.cache, speculative=call.speculative, token_budget=budget, runner=kept
-    ) as session:  # fmt: skip
+    with Session(call.model, call.cache, speculative=call.speculative, token_budget=budget) as session:
         sequences = _sequences(call, inputs)
         search = begin_search(call, sequences) if call.has_beams else None
         rows = begin_rows(call, sequences) if together else None
@@ -62,6 +58,7 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
             raise
         statistics = {} if session.speculation is None else session.speculation.statistics.to_dict()
         graphs = session.graph_statistics()
+    state = state_of(call.model).generation
     if state.call is not None and state.call.own_cache:
         keep_runner(state, session.runner, call.cache.settings)
     if search is not None:

@@ -40,8 +40,7 @@ class CallState:
     requires_speculation: whether the call itself has speculative=; if speculation is then not possible, an error is
     raised.
     cache: the cache of the call, if it is a PagedCache. own_cache: whether the call made it, so that nobody else holds
-    it. prompt_columns: the columns of the input. runner: what an earlier call has kept for the pages of this one's
-    cache.
+    it. prompt_columns: the columns of the input.
     """
 
     speculative: SpeculativeConfig | None = None
@@ -49,7 +48,6 @@ class CallState:
     cache: PagedCache | None = None
     own_cache: bool = False
     prompt_columns: int = 0
-    runner: Any = None
     statistics: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from ...attention import PlannedAttention
 from ...cache.group import PageGroup
-from ...cache.hf import PagedCache, model_kinds, page_groups, windows_of_pages
 from ...cache.step import PassInputs, Step
 from ...config import CacheConfig
 from ...linear.adapters import PassAdapters
@@ -26,7 +25,6 @@ from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
 from ..graphs import SPLIT, Graph, GraphMaker, make_graphs
 from ..prompt_inputs import Rows
 from ..speculation.costs import done_once
-from .generation_state import GenerationState
 from .model_runner import ModelRunner, pass_inputs, prepare_step
 
 FIRST_PROMPT = "a pass with prompts, of a shape that was met for the first time"
@@ -262,19 +260,15 @@ class GraphedRunner(ModelRunner):
         return logits[rows]
 
 
-MAX_FIRST_TOKENS = 65536  # the largest initial capacity of a cache in tokens
-MOST_KEPT_BYTES = 2 * 2**30  # of pages that nobody uses, or this share of a larger GPU:
-KEPT_SHARE = 24
-
-
 def make_runner(
     model: PreTrainedModel,
     groups: list[PageGroup],
     groups_of_layer: list[tuple[int, ...]],
     invariant_rows: int | None = None,
+    *,
     kept: GraphedRunner | None = None,
 ) -> ModelRunner:
-    """The ModelRunner of a model over these pages, with graphs where its device has them. kept: see `take_kept`."""
+    """The ModelRunner of a model over these pages, with graphs where its device has them. kept: of an earlier call."""
     if kept is not None and kept.groups is groups:
         kept.model = model
         kept.statistics = GraphStatistics(nbytes=kept.statistics.nbytes)
@@ -284,48 +278,6 @@ def make_runner(
     if maker is None:
         return runner
     return GraphedRunner(model, groups, groups_of_layer, maker=maker, invariant_rows=invariant_rows)
-
-
-def keep_runner(state: GenerationState, runner: Any, settings: CacheConfig) -> None:
-    """Keep a runner of graphs, and its pages, whose addresses they have, unless the pages are too large."""
-    if not isinstance(runner, GraphedRunner):
-        return
-    if sum(group.nbytes for group in runner.groups) > max(MOST_KEPT_BYTES, runner.maker.total_bytes() // KEPT_SHARE):
-        return
-    runner.model = None  # without a circle, a model is freed when the user drops it
-    runner.settings = settings
-    state.runner = runner
-
-
-def take_kept(
-    state: GenerationState, config: Any, settings: CacheConfig | None, capacity: int
-) -> tuple[GraphedRunner, PagedCache] | None:
-    """Return the runner that was kept, which is forgotten, and an empty cache over its pages; None if these cannot
-    serve a call.
-
-    config: of what reads the pages. capacity: the tokens that the call may need.
-    """
-    runner: GraphedRunner | None = state.runner
-    state.runner = None
-    if runner is None or settings is None or runner.settings != settings:
-        return None
-    if windows_of_pages(runner.groups, runner.groups_of_layer) != model_kinds(config).windows:
-        return None
-    is_used = any(group.pool.num_used for group in runner.groups)  # by a cache that an earlier call has returned
-    if is_used or any(group.pool.num_blocks * group.pool.block_size < capacity for group in runner.groups):
-        return None
-    return runner, PagedCache.over(runner.groups, runner.groups_of_layer, settings, config)
-
-
-def cache_for_rows(state: GenerationState, config: Any, rows: int, length: int) -> PagedCache:
-    """Return an empty PagedCache for rows of up to so many tokens. config: of what reads the pages."""
-    assert state.cache is not None
-    capacity = rows * -(-length // state.cache.block_size) * state.cache.block_size  # so that no row makes it grow
-    if state.call is not None and (kept := take_kept(state, config, state.cache, capacity)) is not None:
-        state.call.runner, cache = kept
-        return cache
-    pages = page_groups(config, state.cache, capacity=min(capacity, MAX_FIRST_TOKENS), context=state.context)
-    return PagedCache.over(*pages, state.cache, config)
 
 
 OPERATORS_ON_HOST = "the model attends by torch's operators, in passes that read numbers on the host"

@@ -33,7 +33,7 @@ from .generate import RowStreams, run
 from .generation_state import CallState, GenerationState, LoopCall
 from .given_decoder import as_given, is_given_rows, served_by
 from .grammars import apply_constraint
-from .graphed_runner import cache_for_rows
+from .kept_runners import cache_for_rows
 from .model_runner import adopt_prefix, every_nth, weights_salt
 from .part_prompts import OF_PART, batch_of_part
 from .processing import way_back

@@ -55,8 +55,7 @@ class Session(Batcher):
     that they have, and share these with no other.
 
     cache: the settings for new pages, or a PagedCache whose pages are used. controller: chooses the draft lengths;
-    left out, it is a controller with what earlier sessions of the model have learnt. runner: of an earlier session
-    over these pages. most_tokens: more are never in the pages at once, so that they need not take all that a GPU has.
+    left out, it is a controller with what earlier sessions of the model have learnt.
 
     Raises UnsupportedError for a drafter that cannot draft for this model, or a model whose prompts cannot stay, and
     OutOfBlocksError if a GPU has too little free memory for new pages.
@@ -71,25 +70,21 @@ class Session(Batcher):
         token_budget: int | None = None,
         max_running: int | None = None,
         controller: Controller | None = None,
-        runner: GraphedRunner | None = None,
-        most_tokens: int | None = None,
     ) -> None:
         state = state_of(model).generation
         token_budget = min(filter(None, (token_budget, state.form.most_tokens)), default=None)
         keywords = {
             "speculative": speculative, "token_budget": token_budget, "max_running": max_running,
-            "controller": controller, "most_tokens": most_tokens,
+            "controller": controller,
         }  # fmt: skip
         self._given: Any = None if isinstance(cache, PagedCache) else (cache, keywords)  # makes its pages again
+        kept = None
         if isinstance(cache, PagedCache):
             pages, groups_of_layer = cache.pages, cache.groups_of_layer
+            kept, cache.runner = cache.runner, None
         else:
-            drafts = [] if speculative is None else speculative.drafters
-            models = [draft for draft in drafts if isinstance(draft, PreTrainedModel)]
-            settings = _fixed(model, cache, token_budget, models)
+            settings = _fixed(model, cache, token_budget, speculative)
             tokens = settings.max_tokens
-            if tokens is not None and cache.max_tokens is None and most_tokens is not None:
-                tokens = min(tokens, most_tokens)
             if tokens is not None:  # of as much memory as this process has free
                 shares = state.context.size if state.context is not None and cache.max_tokens is None else 1
                 settings = replace(settings, max_tokens=state.agreement.least(tokens) * shares)
@@ -97,7 +92,7 @@ class Session(Batcher):
             pages = Pages(groups)
         rows = state.invariant_rows
         if model_device(model).type in graphs.DEVICES:
-            passes = make_runner(model, pages.groups, groups_of_layer, rows, runner)
+            passes = make_runner(model, pages.groups, groups_of_layer, rows, kept=kept)
         else:
             kind = EncoderDecoderRunner if model.config.is_encoder_decoder else ModelRunner
             passes = kind(model, pages.groups, groups_of_layer)
@@ -252,7 +247,26 @@ class Session(Batcher):
             keep_controller(self._learns, self.speculation, self.model)
 
 
-def _fixed(model: Any, settings: CacheConfig, token_budget: int | None, drafts: list[Any]) -> CacheConfig:
+def with_pages_for(
+    model: Any,
+    settings: CacheConfig,
+    *,
+    most_tokens: int,
+    speculative: SpeculativeConfig | None,
+    token_budget: int | None,
+) -> CacheConfig:
+    """Return the settings of pages which never hold more tokens, where they would take all memory of a GPU."""
+    if settings.max_tokens is not None or state_of(model).generation.agreement.size > 1:
+        return settings
+    tokens = _fixed(model, settings, token_budget, speculative).max_tokens
+    return settings if tokens is None else replace(settings, max_tokens=min(tokens, most_tokens))
+
+
+def _fixed(
+    model: Any, settings: CacheConfig, token_budget: int | None, speculative: SpeculativeConfig | None
+) -> CacheConfig:
+    drafters = [] if speculative is None else speculative.drafters
+    drafts = [drafter for drafter in drafters if isinstance(drafter, PreTrainedModel)]
     rows, own_heads = token_budget or DEFAULT_ROWS, heads_of_rank(model)
     return fixed_settings(model, settings, model_device(model), rows=rows, drafts=drafts, own_heads=own_heads)
 

@@ -9,21 +9,18 @@ what a copy reaches there, and by `multiply` at 3.7. Stages of shared memory (nu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .blocked_weight import BlockedWeight, LinearTile
 from .launch import Launch
 from .layer_parts import GATES
-from .programs.multiply_few import BYTES, ROWS, multiply_few
-
-if TYPE_CHECKING:
-    from .quantized_linear import BlockedWeight, LinearTile
+from .programs.multiply_few import BYTES, multiply_few
 
 MOST_TOGETHER = 3  # weights of one launch
 MOST_GATED_PARTS = 4  # blocks of both weights of a gate that a warp reads at a time
-MOST_ROWS = int(ROWS.value)
 
 
 def takes_few_rows(weight: BlockedWeight, dtype: torch.dtype) -> bool:

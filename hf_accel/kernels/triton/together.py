@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .blocked_weight import TENSORS, BlockedWeight, LinearTile
 from .few_rows import MOST_TOGETHER, arguments_of, few_launch
 from .launch import Launch
 from .layer_parts import GATES
 from .programs.multiply import multiply_by_some
 from .programs.multiply_row import multiply_row_by_some
-from .quantized_linear import TENSORS, BlockedWeight, LinearTile, row_constants
+from .quantized_linear import row_constants
 
 
 def go_together(weights: Sequence[BlockedWeight]) -> bool:

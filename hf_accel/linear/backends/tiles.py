@@ -23,8 +23,9 @@ from torch import Tensor
 from ...config import Layout
 from ...kernels import ACTIVATION_GROUP
 from ...kernels import triton as kernels
+from ...kernels.triton.blocked_weight import BlockedWeight, LinearTile
 from ...kernels.triton.few_rows import takes_few_rows
-from ...kernels.triton.quantized_linear import BlockedWeight, LinearTile, numbers_launch, quantized_linear, rounding
+from ...kernels.triton.quantized_linear import numbers_launch, quantized_linear, rounding
 from ..formats import FLOAT8
 from .backend import FEW_ROWS, Rounding
 

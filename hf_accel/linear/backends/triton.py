@@ -66,7 +66,7 @@ def shared_tile(rows: int, weights: Sequence[Any], dtype: torch.dtype, backend: 
 
     It is the tile of one of them, without splits.
     """
-    from ...kernels.triton.quantized_linear import LinearTile
+    from ...kernels.triton.blocked_weight import LinearTile
 
     if backend.row_invariant:
         return None
@@ -89,7 +89,7 @@ def recorded_blocked_linear(
     divisor: Tensor | None, bias: Tensor | None, in_features: int, row_invariant: bool, rounding: str, layout: str,
 ) -> Tensor:  # fmt: skip
     """The kernel as a torch operator, which compiled and exported graphs can record. layout: its settings as JSON."""
-    from ...kernels.triton.quantized_linear import BlockedWeight
+    from ...kernels.triton.blocked_weight import BlockedWeight
 
     weight = BlockedWeight(
         integers=integers, scale=scale, in_features=in_features, layout=_layout_of(layout), zero_point=zero_point,
@@ -163,7 +163,7 @@ class Triton(Backend):
         return f"calls with more than {FEW_ROWS} rows may round {rounded}"
 
     def pack(self, weight: QuantizedWeight) -> Any:
-        from ...kernels.triton.quantized_linear import BlockedWeight
+        from ...kernels.triton.blocked_weight import BlockedWeight
 
         out_features, in_features = weight.shape
         layout = replace(weight.layout, ordered=False, scale_dtype=None)

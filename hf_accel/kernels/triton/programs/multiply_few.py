@@ -10,7 +10,7 @@ from .order import let_the_next_begin, wait_for_the_one_before
 from .pointwise import activation_of
 from .stored_weight import numbers_that_scale, scales_of, zero_points_of
 
-ROWS = tl.constexpr(8)  # the fewest that a product of 16 outputs takes
+OPERAND_ROWS = tl.constexpr(8)  # the fewest that a product of 16 outputs takes
 BYTES = tl.constexpr(64)  # of a block, and of an output: 16 in each of four threads
 TOGETHER = tl.constexpr(4)  # bytes of a thread that the compiler lets lie side by side in an operand of stored bytes
 
@@ -29,8 +29,8 @@ def _weight_operand(numbers, HALVES: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def _rows_operand(values, PARTS: tl.constexpr):
     """[2, parts, rows, 4 threads, 8 inputs] -> [parts, inputs, rows], with the order of `_weight_operand`."""
-    apart = tl.reshape(values, (2, PARTS, ROWS, 4, 8 // TOGETHER, TOGETHER))
-    return tl.reshape(tl.permute(apart, (1, 0, 4, 3, 5, 2)), (PARTS, BYTES, ROWS))
+    apart = tl.reshape(values, (2, PARTS, OPERAND_ROWS, 4, 8 // TOGETHER, TOGETHER))
+    return tl.reshape(tl.permute(apart, (1, 0, 4, 3, 5, 2)), (PARTS, BYTES, OPERAND_ROWS))
 
 
 @triton.jit
@@ -86,17 +86,17 @@ def multiply_few(
         from_weight = tl.multiple_of(from_weight, 16)
     here = (from_weight + (line_part * wide + line_output) * BYTES)[:, None] + tl.arange(0, BYTES)[None, :]
 
-    place = tl.arange(0, 2 * PARTS * ROWS * 4)  # half, part, row, thread: each has eight inputs
-    place_part = place // (4 * ROWS) % PARTS
-    row = row_tile * ROWS + place // 4 % ROWS
-    start = place_part * BLOCK + place % 4 * 16 + place // (4 * ROWS * PARTS) * 8
+    place = tl.arange(0, 2 * PARTS * OPERAND_ROWS * 4)  # half, part, row, thread: each has eight inputs
+    place_part = place // (4 * OPERAND_ROWS) % PARTS
+    row = row_tile * OPERAND_ROWS + place // 4 % OPERAND_ROWS
+    start = place_part * BLOCK + place % 4 * 16 + place // (4 * OPERAND_ROWS * PARTS) * 8
     there = (x + row.to(tl.int64) * inputs + start)[:, None] + tl.arange(0, 8)[None, :]
 
     part = tl.arange(0, PARTS)
     column = tl.arange(0, WIDTH)
     output = tile * OUTPUTS + column % OUTPUTS
     of_second = column >= OUTPUTS
-    total = tl.zeros((PARTS, WIDTH, ROWS), tl.float32)
+    total = tl.zeros((PARTS, WIDTH, OPERAND_ROWS), tl.float32)
     wait_for_the_one_before(OVERLAPS)
     for first in range(0, blocks, PARTS):
         is_line = (first + line_part < blocks) & (line_output < outputs)
@@ -118,7 +118,7 @@ def multiply_few(
         if zero_point is not None:
             from_zeros = _of_line(zero_point, zero_point_1, is_second, IS_GATED)
             zero = zero_points_of(from_zeros, (first + line_part) // PER_GROUP, wide, line_output, is_line)
-        added = total if (PER_GROUP == 0 or IN_NUMBERS) else tl.zeros((PARTS, WIDTH, ROWS), tl.float32)
+        added = total if (PER_GROUP == 0 or IN_NUMBERS) else tl.zeros((PARTS, WIDTH, OPERAND_ROWS), tl.float32)
         if BITS == 4:
             low = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
             added = tl.dot(_weight_operand(low, HALVES, PARTS), _rows_operand(values, PARTS), added)
@@ -151,10 +151,10 @@ def multiply_few(
     if bias_2 is not None:
         sums += tl.load(bias_2 + output, mask=is_output & (weight == 2), other=0).to(tl.float32)[:, None]
     if IS_GATED:
-        apart = tl.permute(tl.reshape(sums.to(DTYPE).to(tl.float32), (2, OUTPUTS, ROWS)), (1, 2, 0))
+        apart = tl.permute(tl.reshape(sums.to(DTYPE).to(tl.float32), (2, OUTPUTS, OPERAND_ROWS)), (1, 2, 0))
         gate, up = tl.split(apart)
         sums = activation_of(gate, ACTIVATION).to(DTYPE).to(tl.float32) * up
-    out_row = row_tile * ROWS + tl.arange(0, ROWS)
+    out_row = row_tile * OPERAND_ROWS + tl.arange(0, OPERAND_ROWS)
     store_tile(out, sums, out_row, out_row < rows, tile * OUTPUTS + tl.arange(0, OUTPUTS), outputs)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_accel.kernels.triton.blocked_weight import BlockedWeight, LinearTile
 from hf_accel.kernels.triton.few_rows import few_launch, takes_few_rows
 from hf_accel.kernels.triton.layer_parts import gated
-from hf_accel.kernels.triton.quantized_linear import BlockedWeight, LinearTile
 from hf_accel.linear.backends.tiles import EIGHT, eight
 from hf_accel.linear.backends.triton import Triton
 from tests.devices import triton_device
