@@ -119,8 +119,6 @@ class PagedCache(CacheOverPages, KeptOnDisk):
     The method is PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
     """
 
-    runner: Any = None  # what an earlier call has kept for these pages, until a session takes it
-
     def __init__(
         self,
         config: PreTrainedConfig,
