@@ -268,8 +268,9 @@ class LayerProgramme(NativeOperations, TracedLayer):
 
     @property
     def takes_adapters(self) -> bool:
-        """True if all linear layers are products of the native call, which can then add to their results."""
-        return self.tail is None and all(operation.kind != "head_products" for operation in self.operations)
+        if self.tail is not None or self.state_sizes is not None:
+            return False
+        return all(operation.kind != "head_products" for operation in self.operations)
 
     @property
     def called(self) -> list[nn.Module]:

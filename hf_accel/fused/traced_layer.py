@@ -135,6 +135,11 @@ class TracedLayer(Traced):
         self.keeps = self.attends_to_pages, self.state_sizes is not None
 
     @property
+    def takes_adapters(self) -> bool:
+        """True if all linear layers are products of one call, which can then add to their results."""
+        return False
+
+    @property
     def limits(self) -> tuple[object, ...]:
         """The sizes that `takes` and `fits` compare, besides dtypes and the device."""
         shapes = (tensor.shape for tensor in self.written)

@@ -17,7 +17,6 @@ from ...kernels.cpu.attention import NO_BIAS, position_bias_fields
 from ...kernels.cpu.layer_call import NO_STATES
 from ...kernels.cpu.library import native
 from ...kernels.layouts import PositionBias
-from ...linear.adapters import PassAdapters
 from ...recognition.call_form import BIAS, SOURCE_BIAS, SOURCE_STATES
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
@@ -57,15 +56,13 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         )
 
     def compute(self, programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
-        states, adapters = NO_STATES, PassAdapters.running()
+        states, adapters = NO_STATES, place.adapters
         if programme.state_sizes is not None:
-            if adapters is not None:
-                return None
             states = _states(programme, x, pages.cache, place)
         if not programme.written:
             if place.fields is None:
                 place.fields = CallFields.of(x, None, None, 1)
-            return programme(x, place.fields, LayerPages(None, states=states))
+            return programme(x, place.fields, LayerPages(None, states=states), adapters=adapters)
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
             return None
@@ -77,10 +74,10 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             if known is None:
                 return None
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
-        if not programme.takes_adapters and (adapters is not None or place.whole is not None):
-            return None
         if place.whole is None:
             return programme(x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=adapters)
+        if not programme.takes_adapters:
+            return None
         if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
             return None
         source = _source_layer(programme, place)

@@ -1,4 +1,4 @@
-"""Passes that give a decoder more than ids for some tokens."""
+"""Passes that give a decoder more than ids for some tokens: what its call is made of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...cache.step import PassInputs
 from ..marked_inputs import marked_arguments
 from ..prompt_inputs import Rows
 from ..token_arguments import placed_arguments
@@ -15,14 +16,15 @@ from .decoder_call import giving_decoder
 
 
 def giving_more(
-    model: PreTrainedModel, own_hook: object, rows: Rows, *, count: int, more: Mapping[str, Any], own_masks: bool
+    model: PreTrainedModel, own_hook: object, inputs: PassInputs, *, more: Mapping[str, Any], own_masks: bool
 ) -> Any:
-    """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some of them.
+    """Return what a pass calls: the model, or a copy that gives its decoder more for some of the tokens.
 
     The decoder is given for all others what the model's own code makes of their ids. own_hook: see UpToDecoder.
     more: other arguments of the decoder, by name. own_masks: whether it makes its masks by itself, see
     DecoderForm.makes_masks.
     """
+    rows, count = _rows_of(inputs), len(inputs.ids)
     embedded = [(each.first, each.embeddings) for each in rows if each.embeddings is not None]
     marked = [(each.first, each.marked) for each in rows if each.marked is not None]
     others = [(each.first, each.arguments) for each in rows if each.arguments is not None]
@@ -56,14 +58,37 @@ def _embeddings(model: PreTrainedModel, call: Mapping[str, Any], embedded: list[
     return embeddings
 
 
-def planes_of(planes: int | None, rows: Rows) -> int | None:
-    """Return how many coordinates the positions of a pass have: those of texts, or more that a token is given."""
+def _rows_of(inputs: PassInputs) -> Rows:
+    return () if inputs.carried is None else inputs.carried.rows
+
+
+def ids_in(inputs: PassInputs) -> Tensor:
+    """Return the ids [N] of a pass; those of tokens that have been given embeddings may have none of their own."""
+    embedded = [each for each in _rows_of(inputs) if each.embeddings is not None]
+    ids = inputs.ids.clone() if embedded else inputs.ids
+    for each in embedded:
+        ids[each.first : each.first + each.count] = 0
+    return ids
+
+
+def positions_in(inputs: PassInputs) -> Tensor:
+    """Return the positions [N] of a pass, with those that some of its tokens have been given."""
+    return _placed(inputs.positions, _rows_of(inputs))
+
+
+def coordinates_in(inputs: PassInputs, planes: int | None) -> Tensor:
+    """Return the positions of a pass as a decoder takes them: [1, N], or [P, 1, N] for several coordinates.
+
+    planes: P of texts; None for one. Where a token is given more, all have as many.
+    """
+    rows = _rows_of(inputs)
     given = max((len(each.positions) for each in rows if each.positions is not None), default=1)
-    return given if planes is None and given > 1 else planes
+    planes = given if planes is None and given > 1 else planes
+    return _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
 
 
-def placed(positions: Tensor, rows: Rows) -> Tensor:
-    """Return the positions [..., N] of a pass, with those that some of its tokens have been given."""
+def _placed(positions: Tensor, rows: Rows) -> Tensor:
+    """Return positions [..., N], with those that some of the tokens have been given."""
     given = [each for each in rows if each.positions is not None]
     positions = positions.clone() if given else positions
     for each in given:
