@@ -267,7 +267,7 @@ class LayerProgramme(NativeOperations, TracedLayer):
         return out if self.tail is None else self.tail(x, out)
 
     @property
-    def takes_adapters(self) -> bool:
+    def is_one_call(self) -> bool:
         if self.tail is not None or self.state_sizes is not None:
             return False
         return all(operation.kind != "head_products" for operation in self.operations)

@@ -135,8 +135,8 @@ class TracedLayer(Traced):
         self.keeps = self.attends_to_pages, self.state_sizes is not None
 
     @property
-    def takes_adapters(self) -> bool:
-        """True if all linear layers are products of one call, which can then add to their results."""
+    def is_one_call(self) -> bool:
+        """True if all linear layers are products of one native call, which can add something else to their results."""
         return False
 
     @property

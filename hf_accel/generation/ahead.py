@@ -150,7 +150,7 @@ def can_go_ahead(pages: Pages, sequences: abc.Sequence[Sequence]) -> bool:
 
     A recurrent state could not be taken back; other settings than greedy search may read the tokens on the host.
     """
-    return all(type(group) is PageGroup and group.context is None for group in pages.groups) and all(
+    return all(type(group) is PageGroup for group in pages.groups) and all(
         each.settings.sampling.plain and each.settings.sampling.num_logprobs is None and each.joint is None
         and not each.followers and not may_carry(each)
         for each in sequences

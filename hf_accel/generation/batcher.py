@@ -270,8 +270,7 @@ class Batcher:
             logits = logits[sent(integers(others), logits)]
         verifier = TOKEN_VERIFIER if self.speculation is None else self.speculation.verifier
         are_all = len(sequences) == len(self.scheduler.running) and not self.scheduler.waiting
-        may_go_ahead = are_all and self.speculation is None and self.agreement.size == 1
-        meanwhile = self.ahead.launching(sequences) if may_go_ahead else None
+        meanwhile = self.ahead.launching(sequences) if are_all and self.speculation is None else None
         chosen = choose_tokens(logits, sequences, proposed, verifier, meanwhile=meanwhile)
         if self.agreement.size > 1:
             # A rank that rounds otherwise, or draws without a seed, would go on with other tokens than the others.

@@ -17,7 +17,7 @@ from ..joined_layer import JoinedLayer
 from ..modules import by_library, computes
 from .layer_attention import attention_of, planned_of
 from .layer_calls import LayerCalls
-from .layer_place import LayerPlace
+from .running_pass import LayerPlace
 
 
 class JoinedCalls(LayerCalls[JoinedLayer]):

@@ -31,8 +31,7 @@ from ...undo.state import FUSED
 from ..kept_states import Recorded
 from ..traced_layer import TracedLayer
 from .layer_attention import operators_within
-from .layer_place import LayerPlace
-from .running_pass import RunningPass
+from .running_pass import LayerPlace, RunningPass
 
 
 class TracedForward(Mixin):
@@ -108,7 +107,7 @@ class LayerCalls(ABC, Generic[Layer]):
             if isinstance(asked, str):
                 return None
             place = asked
-            place.adapters = None if running is None else running.adapters
+            place.carried = None if running is None else running.carried
         programme = self.programme
         assert programme is not None
         if running is not None and not running.is_taken(programme):

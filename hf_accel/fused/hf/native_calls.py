@@ -24,7 +24,7 @@ from ..layer_programme import CallFields, LayerPages, LayerProgramme, SourceFiel
 from ..traced_layer import Attention
 from .layer_attention import as_called, attend_of, attention_of, planned_of, planned_source, source_attention
 from .layer_calls import LayerCalls, cache_of
-from .layer_place import LayerPlace
+from .running_pass import LayerPlace
 
 
 class NativeCalls(LayerCalls[LayerProgramme]):
@@ -76,7 +76,7 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
         if place.whole is None:
             return programme(x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=adapters)
-        if not programme.takes_adapters:
+        if not programme.is_one_call:
             return None
         if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
             return None

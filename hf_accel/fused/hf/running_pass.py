@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from operator import is_
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ...cache.group import PageGroup
+from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
+from ...cache.step import GroupStep, Step
 from ...linear.adapters import PassAdapters
+from ..layer_programme import CallFields, SourceFields, StateFields
 from ..traced_layer import TracedLayer
-from .layer_place import LayerPlace
 
 PlaceKey = tuple[int, tuple[bool, bool] | None]  # the mask, which the place keeps; and TracedLayer.keeps
 
@@ -25,6 +29,37 @@ class CarriedToLayers(Protocol):
 
     @property
     def adapters(self) -> PassAdapters | None: ...
+
+
+@dataclass(eq=False)
+class LayerPlace:
+    """The place where a pass writes K and V, or states, of the layers of one group, and what it gives to each of them.
+
+    kwargs: the arguments of a layer's call, by name. kind: the `kind` of that layer. tables: cos and sin, [B or 1, T,
+    head_dim]; None if the layer is given none. step: the Step of all groups.
+    fields: the part of a native call that all layers of the group share; it is made with the first call. whole: the
+    cache that also keeps keys of an encoder's output; None for one without. source_fields: as fields, of its pages.
+    state_group: of the states that the layers keep, with K and V or alone; None if they keep none. state_fields: as
+    fields, of its pages. carried: what some tokens of the pass carry; None for nothing.
+    """
+
+    kwargs: dict[str, Any]
+    kind: tuple[object, ...]
+    tables: tuple[Tensor, Tensor] | None
+    group: PageGroup
+    step: Step
+    group_step: GroupStep
+    whole: RaggedEncoderDecoderCache | None = None
+    state_group: PageGroup | None = None
+    fields: CallFields | None = None
+    source_fields: SourceFields | None = None
+    state_fields: StateFields | None = None
+    carried: CarriedToLayers | None = None
+
+    @property
+    def adapters(self) -> PassAdapters | None:
+        """What is added to products in some of the rows; None for nothing."""
+        return None if self.carried is None else self.carried.adapters
 
 
 class RunningPass:
@@ -39,7 +74,7 @@ class RunningPass:
     def __init__(
         self, cache: Any, programmes: frozenset[TracedLayer] = frozenset(), carried: CarriedToLayers | None = None
     ) -> None:
-        self.cache, self.programmes = cache, programmes
+        self.cache, self.programmes, self.carried = cache, programmes, carried
         self.adapters = None if carried is None else carried.adapters
         self.out: Tensor | None = None  # of the layer before
         self.places: dict[PlaceKey, LayerPlace] = {}
@@ -75,7 +110,7 @@ class RunningPass:
 
     def is_taken(self, programme: TracedLayer) -> bool:
         """Return whether the one call of a layer can do all that its tokens carry."""
-        return self.adapters is None or programme.takes_adapters
+        return self.adapters is None or programme.is_one_call
 
     def place_of(
         self, programme: TracedLayer | None, kind: tuple[object, ...], x: Tensor, kwargs: dict[str, Any]

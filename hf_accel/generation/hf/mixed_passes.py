@@ -24,7 +24,8 @@ def giving_more(
     more: other arguments of the decoder, by name. own_masks: whether it makes its masks by itself, see
     DecoderForm.makes_masks.
     """
-    rows, count = _rows_of(inputs), len(inputs.ids)
+    rows: Rows = () if inputs.carried is None else inputs.carried.rows
+    count = len(inputs.ids)
     embedded = [(each.first, each.embeddings) for each in rows if each.embeddings is not None]
     marked = [(each.first, each.marked) for each in rows if each.marked is not None]
     others = [(each.first, each.arguments) for each in rows if each.arguments is not None]
@@ -58,42 +59,18 @@ def _embeddings(model: PreTrainedModel, call: Mapping[str, Any], embedded: list[
     return embeddings
 
 
-def _rows_of(inputs: PassInputs) -> Rows:
-    return () if inputs.carried is None else inputs.carried.rows
+def given_in(inputs: PassInputs) -> tuple[Tensor, Tensor]:
+    """Return the ids [N] and positions [N], or [P, N] for several coordinates, with those that tokens have been given.
 
-
-def ids_in(inputs: PassInputs) -> Tensor:
-    """Return the ids [N] of a pass; those of tokens that have been given embeddings may have none of their own."""
-    embedded = [each for each in _rows_of(inputs) if each.embeddings is not None]
-    ids = inputs.ids.clone() if embedded else inputs.ids
-    for each in embedded:
-        ids[each.first : each.first + each.count] = 0
-    return ids
-
-
-def positions_in(inputs: PassInputs) -> Tensor:
-    """Return the positions [N] of a pass, with those that some of its tokens have been given."""
-    return _placed(inputs.positions, _rows_of(inputs))
-
-
-def coordinates_in(inputs: PassInputs, planes: int | None) -> Tensor:
-    """Return the positions of a pass as a decoder takes them: [1, N], or [P, 1, N] for several coordinates.
-
-    planes: P of texts; None for one. Where a token is given more, all have as many.
+    Tokens that have been given embeddings may have no ids of their own.
     """
-    rows = _rows_of(inputs)
-    given = max((len(each.positions) for each in rows if each.positions is not None), default=1)
-    planes = given if planes is None and given > 1 else planes
-    return _placed(inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1), rows)
-
-
-def _placed(positions: Tensor, rows: Rows) -> Tensor:
-    """Return positions [..., N], with those that some of the tokens have been given."""
-    given = [each for each in rows if each.positions is not None]
-    positions = positions.clone() if given else positions
-    for each in given:
-        assert each.positions is not None
-        own = each.positions.to(positions.device)
-        own = own if positions.ndim < 3 else own[:, None]
-        positions[..., each.first : each.first + each.count] = own
-    return positions
+    ids, positions, rows = inputs.ids.clone(), inputs.positions, inputs.carried.rows
+    planes = max((len(each.positions) for each in rows if each.positions is not None), default=0)
+    positions = (positions.expand(planes, -1) if planes > 1 else positions).clone()
+    for each in rows:
+        place = slice(each.first, each.first + each.count)
+        if each.embeddings is not None:
+            ids[place] = 0
+        if each.positions is not None:
+            positions[..., place] = each.positions.to(positions.device)
+    return ids, positions

@@ -28,7 +28,7 @@ from ...undo.state import PART_OF, find_state, state_of
 from ..carried import Carried
 from ..prompt_inputs import other_input, positions_count_tokens
 from .generation_state import STOCK_FORM
-from .mixed_passes import coordinates_in, giving_more, ids_in, positions_in
+from .mixed_passes import given_in, giving_more
 from .pass_states import PassStates, read_outputs
 
 # PEFT binds these to hooks on its layers during a call.
@@ -251,7 +251,7 @@ class ModelRunner:
         if self.operators is None:
             given = self._tokens(inputs)
         else:
-            given = self.operators.inputs(self.cache, inputs.ids, positions_in(inputs))
+            given = self.operators.inputs(self.cache, inputs.ids, self._given(inputs)[1])
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         reading: Any = read_outputs(taps) if taps else nullcontext([])
         with begun.running(), reading as found:
@@ -276,21 +276,28 @@ class ModelRunner:
             return self.model
         return giving_more(self.model, prepare_step, inputs, more=more, own_masks=self._own_masks)
 
+    def _given(self, inputs: PassInputs) -> tuple[Tensor, Tensor]:
+        """Return the ids [N] and the positions of a pass, [N], or [P, N] where tokens were given P coordinates."""
+        return (inputs.ids, inputs.positions) if inputs.carried is None else given_in(inputs)
+
     def _tokens(self, inputs: PassInputs) -> dict[str, Tensor]:
         """Return the ids [1, N] and the positions of a pass, which a model that counts them by itself learns from its
         cache.
         """
+        ids, positions = self._given(inputs)
         if self._counts:
-            self.cache.before = TokensBefore(positions_in(inputs))
-            given = {"input_ids": ids_in(inputs)[None]}
+            self.cache.before = TokensBefore(positions)
+            given = {"input_ids": ids[None]}
             return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
         form = STOCK_FORM if (state := find_state(self.model)) is None else state.generation.form
-        positions = coordinates_in(inputs, form.planes)
+        if form.planes is not None:
+            positions = positions.expand(form.planes, -1)
+        positions = positions.view(-1, 1, positions.shape[-1]) if positions.ndim > 1 else positions[None]
         if form.uncounted is not None:
             positions = form.placed(positions, inputs.ids)
-        return {"input_ids": ids_in(inputs)[None], "position_ids": positions}
+        return {"input_ids": ids[None], "position_ids": positions}
 
 
 def weights_changed(model: Any) -> None:
