@@ -56,13 +56,13 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         )
 
     def compute(self, programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
-        states, adapters = NO_STATES, place.adapters
+        states = NO_STATES
         if programme.state_sizes is not None:
             states = _states(programme, x, pages.cache, place)
         if not programme.written:
             if place.fields is None:
                 place.fields = CallFields.of(x, None, None, 1)
-            return programme(x, place.fields, LayerPages(None, states=states), adapters=adapters)
+            return programme(x, place.fields, LayerPages(None, states=states))
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
             return None
@@ -75,7 +75,9 @@ class NativeCalls(LayerCalls[LayerProgramme]):
                 return None
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
         if place.whole is None:
-            return programme(x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=adapters)
+            return programme(
+                x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=place.adapters
+            )
         if not programme.is_one_call:
             return None
         if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
