@@ -248,6 +248,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
         )
         self.max_tokens = UNLIMITED if rounds else MOST_TOKENS
         self.compile(trace.widths, behind)
+        products = all(operation.kind != "head_products" for operation in self.operations)
+        self.is_one_call = products and self.tail is None and self.state_sizes is None
         self._table: tuple[list[int], PartTable] | None = None  # of the adapters with these numbers
 
     def __call__(
@@ -265,12 +267,6 @@ class LayerProgramme(NativeOperations, TracedLayer):
         added = None if adapters is None else self._added(adapters)
         run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, bias=bias, added=added))
         return out if self.tail is None else self.tail(x, out)
-
-    @property
-    def is_one_call(self) -> bool:
-        if self.tail is not None or self.state_sizes is not None:
-            return False
-        return all(operation.kind != "head_products" for operation in self.operations)
 
     @property
     def called(self) -> list[nn.Module]:

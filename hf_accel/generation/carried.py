@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..cache.step import TokenRange
-from ..linear.adapters import Adapter, PassAdapters
+from ..linear.adapters import PassAdapters
 from .prompt_inputs import PassRows, Rows
 from .sequence import Sequence
 
@@ -22,7 +22,7 @@ def may_carry(sequence: Sequence) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """What some tokens of a pass carry. A pass whose tokens carry nothing has None instead.
+    """What some tokens of a pass carry. A pass whose tokens carry nothing has none.
 
     rows: the tokens whose inputs do not follow from their ids. adapters: what is added to products in some rows; None
     for nothing.
@@ -43,12 +43,6 @@ class Carried:
                 rows += sequence.prompt_inputs.rows(end - each.count, each.start, each.count)
         adapters = PassAdapters.of([sequence.settings.adapter for sequence in sequences], counts)
         return Carried(rows, adapters) if rows or adapters is not None else None
-
-    @staticmethod
-    def by_adapters(adapters: abc.Sequence[Adapter | None], counts: abc.Sequence[int]) -> Carried | None:
-        """Return what a pass carries of which nothing but the adapters is not None; see PassAdapters.of."""
-        own = PassAdapters.of(adapters, counts)
-        return None if own is None else Carried(adapters=own)
 
     @property
     def graph_refusal(self) -> str:

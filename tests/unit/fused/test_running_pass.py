@@ -11,7 +11,7 @@ from torch import nn
 from hf_accel.errors import UnsupportedError
 from hf_accel.fused.hf.running_pass import RunningPass
 from hf_accel.generation.carried import Carried
-from hf_accel.linear.adapters import Adapter, LowRankPart
+from hf_accel.linear.adapters import Adapter, LowRankPart, PassAdapters
 
 
 def test_it_is_that_of_its_thread_and_its_cache() -> None:
@@ -36,9 +36,10 @@ def test_layers_that_run_their_own_code_add_what_it_carries() -> None:
     first, second, outside = (layer[0] for layer in layers)
     part = LowRankPart(torch.ones(1, 1), torch.full((1, 1), 3.0), 1.0)
     adapter = Adapter("own", dict.fromkeys((first, second, outside), part), frozenset({outside}), b"")
-    carried, x = Carried.by_adapters([None, adapter], [1, 2]), torch.ones(3, 1)
+    x = torch.ones(3, 1)
 
     def run(count: int) -> None:
+        carried = Carried(adapters=PassAdapters.of([None, adapter], [1, 2]))
         with RunningPass(None, carried=carried).running():
             assert outside(x).flatten().tolist() == [0, 3, 3]  # no layer with a native call has it
             for layer in layers[:count]:
@@ -49,6 +50,5 @@ def test_layers_that_run_their_own_code_add_what_it_carries() -> None:
 
     run(2)
     assert not any(module._forward_hooks for module in layers.modules())
-    carried = Carried.by_adapters([None, adapter], [1, 2])
     with pytest.raises(UnsupportedError, match="added 2 of 3 parts"):
         run(1)
