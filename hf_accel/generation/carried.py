@@ -1,4 +1,4 @@
-"""What a pass carries besides the ids of its tokens, in one object, which is made where the pass begins.
+"""The one object that says what a pass carries besides the ids of its tokens. It is made where the pass begins.
 
 Who runs a pass, or decides how, asks this object, and nobody asks the requests again.
 """
@@ -22,7 +22,7 @@ def may_carry(sequence: Sequence) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """What some tokens of a pass carry. A pass whose tokens carry nothing has none.
+    """All that some tokens of a pass carry. A pass whose tokens carry nothing has none.
 
     rows: the tokens whose inputs do not follow from their ids. adapters: what is added to products in some rows; None
     for nothing.
@@ -46,7 +46,7 @@ class Carried:
 
     @property
     def graph_refusal(self) -> str:
-        """Why the pass cannot be a graph, as a clause."""
+        """Return why the pass cannot be a graph, as a clause."""
         return (
             "it has tokens whose inputs do not follow from their ids"
             if self.rows

@@ -25,7 +25,7 @@ _running: ContextVar[RunningPass | None] = ContextVar("hf_accel_pass", default=N
 
 
 class CarriedToLayers(Protocol):
-    """What a pass carries, as its layers see it; see generation.carried.Carried."""
+    """The part of a generation.carried.Carried that layers ask for."""
 
     @property
     def adapters(self) -> PassAdapters | None: ...
@@ -58,7 +58,7 @@ class LayerPlace:
 
     @property
     def adapters(self) -> PassAdapters | None:
-        """What is added to products in some of the rows; None for nothing."""
+        """Return what is added to products in some of the rows; None for nothing."""
         return None if self.carried is None else self.carried.adapters
 
 

@@ -17,7 +17,6 @@ from ...cache.hf import PagedCache, attends_to_sources, keeps_states_alone
 from ...cache.step import SharedContext
 from ...config import CacheConfig, SpeculativeConfig
 from ...errors import UnsupportedError
-from ...fused.hf.pass_watch import PassWatch
 from ...models import learnt_prompt
 from ..agreement import ALONE, ProcessAgreement
 from ..prompt_inputs import other_input, positions_count_tokens
@@ -222,7 +221,7 @@ class GenerationState:
     cache: how PagedCaches are made; None means transformers' own caches. cache_name: of a cache among the arguments of
         the model.
     watch: sees whether the model has changed. seen_salt: the last one of its salts that all processes have agreed on.
-    passes: looks at the model at the beginning of each pass.
+    passes: the PassWatch of the model's passes, made by the first of them.
     speculative: the default of calls without speculative=. ragged_refusal: why the model cannot compute the tokens of
         many sequences in one row; None if it can.
     form: how ragged passes call the decoder. marked_form: in which form it was given features of marked tokens; None
@@ -258,7 +257,7 @@ class GenerationState:
     identity: tuple[bytes, str] | None = None
     watch: ModelWatch = field(default_factory=ModelWatch)
     seen_salt: bytes = b""
-    passes: PassWatch = field(default_factory=PassWatch)
+    passes: Any = None
     calls: dict[int, CallState] = field(default_factory=dict)
     drafts: dict[Any, Any] = field(default_factory=dict)
     controllers: dict[tuple[Any, ...], Controller] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, k
 from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.operator_models import OperatorModel, attends_alone
-from ...fused.hf.pass_watch import NONE_KNOWN
+from ...fused.hf.pass_watch import NONE_KNOWN, PassWatch
 from ...fused.hf.running_pass import RunningPass
 from ...models import cache_name, model_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
@@ -165,8 +165,11 @@ def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep:
 
 def begun_pass(model: nn.Module, cache: Any, carried: Carried | None) -> RunningPass:
     """Return the pass that begins. cache: of its tokens."""
-    state = find_state(model)
-    known = NONE_KNOWN if state is None else state.generation.passes.begin(model, prepare_step)
+    state, known = find_state(model), NONE_KNOWN
+    if state is not None:
+        if state.generation.passes is None:
+            state.generation.passes = PassWatch()
+        known = state.generation.passes.begin(model, prepare_step)
     return RunningPass(cache, known, carried)
 
 
