@@ -176,12 +176,14 @@ class PassInputs:
     """The tensors of a pass over N tokens. All are on one device.
 
     ids, positions: [N] int64. keep: [K] int64, the indices of the tokens whose logits are wanted. step: see Step.
+    carried: what tokens carry besides their ids (generation.carried.Carried); None for nothing.
     """
 
     ids: Tensor
     positions: Tensor
     keep: Tensor
     step: Step
+    carried: Any = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -209,7 +211,8 @@ class PassInputs:
             )
             for i, group in enumerate(groups)
         ]
-        return PassInputs(ids, positions, keep, replace(self.step, groups=moved))
+        step = replace(self.step, groups=moved)
+        return replace(self, ids=ids, positions=positions, keep=keep, step=step)
 
     def to(self, device: torch.device) -> PassInputs:
         """Return the same pass on `device`, copied there at once. The tensors are on the host before."""

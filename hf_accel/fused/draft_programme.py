@@ -118,7 +118,7 @@ class DraftProgramme:
     """
 
     def __init__(self, layer: LayerProgramme, parts: HeadParts, tables: tuple[Tensor, Tensor] | None) -> None:
-        if not layer.takes_adapters:
+        if not layer.is_one_call:
             raise UntraceableError("its layer calls a module, or keeps compressed keys")
         self.layer, self.parts, self.tables = layer, parts, tables
         self._hooks = [vars(module)[name] for module in parts.modules for name in HOOKS]

@@ -248,6 +248,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
         )
         self.max_tokens = UNLIMITED if rounds else MOST_TOKENS
         self.compile(trace.widths, behind)
+        products = all(operation.kind != "head_products" for operation in self.operations)
+        self.is_one_call = products and self.tail is None and self.state_sizes is None
         self._table: tuple[list[int], PartTable] | None = None  # of the adapters with these numbers
 
     def __call__(
@@ -265,11 +267,6 @@ class LayerProgramme(NativeOperations, TracedLayer):
         added = None if adapters is None else self._added(adapters)
         run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, bias=bias, added=added))
         return out if self.tail is None else self.tail(x, out)
-
-    @property
-    def takes_adapters(self) -> bool:
-        """True if all linear layers are products of the native call, which can then add to their results."""
-        return self.tail is None and all(operation.kind != "head_products" for operation in self.operations)
 
     @property
     def called(self) -> list[nn.Module]:

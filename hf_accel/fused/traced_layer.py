@@ -109,10 +109,12 @@ class TracedLayer(Traced):
 
     max_tokens: the most tokens of a call. written: empty if it keeps no keys and values, nor what pages hold as such.
     state_sizes: None if it keeps no states of fixed size. attends_to_pages: whether it attends to what it keeps.
-    keeps: that, and whether it keeps states.
+    keeps: that, and whether it keeps states. is_one_call: whether all linear layers are products of one native
+    call, which can add something else to their results.
     """
 
     max_tokens: int
+    is_one_call = False
 
     def __init__(
         self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention, device: torch.device

@@ -23,6 +23,7 @@ from ..cache.pages import Pages
 from ..cache.step import Step, TokenRange
 from ..errors import OutOfBlocksError
 from ..tensors import integers, sent
+from .carried import may_carry
 from .sequence import Chunk, Draft, Sequence
 
 Where = tuple[int, CachedSequence, tuple[tuple[int, int, int], ...]]
@@ -149,9 +150,9 @@ def can_go_ahead(pages: Pages, sequences: abc.Sequence[Sequence]) -> bool:
 
     A recurrent state could not be taken back; other settings than greedy search may read the tokens on the host.
     """
-    return all(type(group) is PageGroup and group.context is None for group in pages.groups) and all(
-        each.settings.sampling.plain and each.settings.sampling.num_logprobs is None and each.inputs is None
-        and each.joint is None and not each.followers and each.settings.adapter is None
+    return all(type(group) is PageGroup for group in pages.groups) and all(
+        each.settings.sampling.plain and each.settings.sampling.num_logprobs is None and each.joint is None
+        and not each.followers and not may_carry(each)
         for each in sequences
     )  # fmt: skip
 

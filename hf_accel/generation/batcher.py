@@ -14,12 +14,11 @@ from ..cache.cached_sequence import CachedSequence
 from ..cache.pages import Pages
 from ..cache.step import Step, TokenRange
 from ..errors import HfAccelError, HfAccelWarning
-from ..linear.adapters import pass_adapters
 from ..tensors import integers, sent
 from .agreement import ALONE, ProcessAgreement
 from .ahead import PassAhead
+from .carried import Carried
 from .joint_passes import continue_joint, end_joint
-from .prompt_inputs import PassRows, Rows
 from .sampling.choice import Chosen, TokenLogprobs, choose_tokens
 from .scheduling.scheduler import Scheduler
 from .sequence import NO_DRAFT, Chunk, Draft, Sequence
@@ -216,27 +215,21 @@ class Batcher:
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
-        rows: list[PassRows] = []
-        ranges = list[TokenRange]()
-        adapters = []
+        ranges, sequences = list[TokenRange](), list[Sequence]()
         for chunk, draft in zip(chunks, drafts, strict=True):
             sequence, start = chunk.sequence, chunk.sequence.num_computed
-            given = sequence.prompt_inputs
             forks = () if self.speculation is None else self.speculation.forks_of(sequence)
             for each in pass_ranges(chunk, draft, forks, len(ids)):
-                if given is not None:
-                    rows += given.rows(len(positions), each.start, each.count)
                 positions += each.span
                 ranges.append(each)
-                adapters.append(sequence.settings.adapter)
+                sequences.append(sequence)
             ids += sequence.tokens[start : start + chunk.count]
             ids += draft.tokens
             if chunk.reaches_end:
                 keep += range(len(ids) - len(draft.tokens) - 1, len(ids))
-        step = self.pages.step(ranges)
-        more = {"rows": rows} if rows else {}
-        with pass_adapters(adapters, [each.count for each in ranges]):
-            logits = self.runner(ids, positions, step, keep, **more)
+        step, carried = self.pages.step(ranges), Carried.of(sequences, ranges)
+        more = {} if carried is None else {"carried": carried}
+        logits = self.runner(ids, positions, step, keep, **more)
         if self.speculation is not None:
             self.speculation.watch(chunks, drafts)
         return logits
@@ -277,8 +270,7 @@ class Batcher:
             logits = logits[sent(integers(others), logits)]
         verifier = TOKEN_VERIFIER if self.speculation is None else self.speculation.verifier
         are_all = len(sequences) == len(self.scheduler.running) and not self.scheduler.waiting
-        may_go_ahead = are_all and self.speculation is None and self.agreement.size == 1
-        meanwhile = self.ahead.launching(sequences) if may_go_ahead else None
+        meanwhile = self.ahead.launching(sequences) if are_all and self.speculation is None else None
         chosen = choose_tokens(logits, sequences, proposed, verifier, meanwhile=meanwhile)
         if self.agreement.size > 1:
             # A rank that rounds otherwise, or draws without a seed, would go on with other tokens than the others.
@@ -348,12 +340,13 @@ class Runner(Protocol):
     def device(self) -> torch.device: ...
 
     def __call__(
-        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
-    ) -> Tensor:
+        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int],
+        *, carried: Carried | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute N tokens of one or many sequences, which stand end to end.
 
         ids: N, or a tensor [N] int64 on the model's device: one token of each sequence, which the host has not read.
         positions: N. step: the slots that the pass writes and reads; its tensors are on the host. keep: the
-        indices of the tokens whose logits are wanted. rows: the tokens whose inputs do not follow from their ids.
+        indices of the tokens whose logits are wanted. carried: what tokens carry besides their ids; None for nothing.
         Returns logits [len(keep), V], on the model's device.
         """

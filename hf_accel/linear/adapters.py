@@ -1,6 +1,6 @@
 """Adapters of requests (LoRA, Hu et al. 2021): in the rows of a request, linear layers return b (a x) more.
 
-The layers stay as they are. A pass in which a request has an adapter runs within a PassAdapters: native calls of whole
+The layers stay as they are. A pass in which a request has an adapter carries a PassAdapters: native calls of whole
 layers add the products themselves, and other layers have hooks for the time of a call.
 """
 
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar, Token
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from ..cache.prefixes import content_number
 from ..errors import UnsupportedError
@@ -94,14 +93,8 @@ class Adapter:
         return [content_number(self.salt, repr(known[0]).encode()), *known[1:]] if known else known
 
 
-_running: ContextVar[PassAdapters | None] = ContextVar("hf_accel_adapters", default=None)
-
-
 class PassAdapters:
-    """The adapters of the rows of one pass, which runs within the `with` block.
-
-    At its end, it raises UnsupportedError unless each of the adapters was added to each of its layers once.
-    """
+    """The adapters of the rows of one pass, which runs in the thread that has made this."""
 
     def __init__(self, given: Iterable[tuple[Adapter, range]], num_rows: int) -> None:
         """given: adapters, and the rows that each one is for. num_rows: of the pass."""
@@ -113,22 +106,25 @@ class PassAdapters:
         self.groups = RowGroups.of(list(rows.values()))
         self._rows = list(rows.values())
         self.num_added = 0  # parts, of all adapters and layers
-        self._outer: Token[PassAdapters | None] | None = None
+        self._thread = get_ident()
 
     @staticmethod
-    def running() -> PassAdapters | None:
-        """Return the adapters of the pass that this thread runs; None if no row has one."""
-        return None if is_compiling() else _running.get()  # a compiler could not follow; the end of a pass counts
+    def of(adapters: Sequence[Adapter | None], counts: Sequence[int]) -> PassAdapters | None:
+        """Return those of a pass; None if no row has one.
 
-    def __enter__(self) -> Self:
-        self._outer = _running.set(self)
-        return self
+        adapters: those of its sequences. counts: how many rows each of these has.
+        """
+        if not any(adapters):
+            return None
+        ends = itertools.accumulate(counts)
+        rows = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        given = [(adapter, own) for adapter, own in zip(adapters, rows, strict=True) if adapter is not None]
+        return PassAdapters(given, rows[-1].stop)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._outer is not None
-        _running.reset(self._outer)
+    def check_added(self) -> None:
+        """Raise UnsupportedError unless the pass, which has ended, added each adapter to each of its layers once."""
         expected = sum(len(adapter.parts) for adapter in self.adapters)
-        if kind is None and self.num_added != expected:
+        if self.num_added != expected:
             raise UnsupportedError(
                 f"a pass has added {self.num_added} of {expected} parts of the adapters "
                 f"{[adapter.name for adapter in self.adapters]}, because it has not called each of their layers once; "
@@ -150,18 +146,6 @@ class PassAdapters:
                     hooks.callback(module.register_forward_hook(self._add).remove)
             yield
 
-    @staticmethod
-    def added_within(layer: nn.Module) -> AbstractContextManager[None]:
-        """Return a block within which what adapters add to the linear layers in a decoder layer is added by hooks."""
-        running = PassAdapters.running()
-        return nullcontext() if running is None else running.hooked(layer.modules())
-
-    @staticmethod
-    def added_outside() -> AbstractContextManager[None]:
-        """Return the same for the linear layers that are in no decoder layer with a native call."""
-        running = PassAdapters.running()
-        return nullcontext() if running is None else running.hooked(running.outside)
-
     @property
     def outside(self) -> set[nn.Module]:
         """The layers of the adapters that no native call of a whole layer computes."""
@@ -169,7 +153,7 @@ class PassAdapters:
 
     def _add(self, module: nn.Module, given: tuple[Any, ...], out: Any) -> Tensor | None:
         """Change what a layer has returned: a forward hook."""
-        if _running.get() is not self:  # another thread calls the model meanwhile
+        if get_ident() != self._thread:  # another thread calls the model meanwhile
             return None
         if not isinstance(out, Tensor):  # a router may be a linear layer that returns its choice too
             raise UnsupportedError(
@@ -197,16 +181,3 @@ class PassAdapters:
             if (part := adapter.parts.get(module)) is not None:
                 index = torch.tensor(rows, device=x.device)
                 out[index] = (out[index].float() + part(x[index])).to(out.dtype)
-
-
-def pass_adapters(adapters: Sequence[Adapter | None], counts: Sequence[int]) -> AbstractContextManager[object]:
-    """Return the block within which a pass runs. adapters: those of its sequences. counts: how many rows each has."""
-    if not any(adapters):
-        return nullcontext()
-    ends = list(itertools.accumulate(counts))
-    given = [
-        (adapter, range(end - count, end))
-        for adapter, count, end in zip(adapters, counts, ends, strict=True)
-        if adapter is not None
-    ]
-    return PassAdapters(given, ends[-1])

@@ -32,14 +32,12 @@ class CacheOverPages(Cache):
     """A Cache whose layers store K and V in pages.
 
     unread: the layer that was updated last, until its attention reads the pages; then None.
-    known_pass: what is known of the pass that is under way (fused.hf.layer_place.KnownPass); None if nothing is.
     given_bias: the bias of positions that the last layer was given, and what it means.
     sequences: the PassSequences of the last pass in which a layer's own code has read each sequence.
     runner: what an earlier call has kept for these pages, until a session takes it.
     """
 
     unread: LayerOverPages | None = None
-    known_pass: Any = None
     sequences: Any = None
     runner: Any = None
     given_bias: Any = None

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from ...attention.hf.forward import attention_forward
 from ...cache.hf.layers import LayerOverPages, PagedKV
 from ...cache.storage import KVStorage
-from ...linear.adapters import PassAdapters
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ..joined_layer import JoinedLayer
 from ..modules import by_library, computes
 from .layer_attention import attention_of, planned_of
 from .layer_calls import LayerCalls
-from .layer_place import LayerPlace
+from .running_pass import LayerPlace
 
 
 class JoinedCalls(LayerCalls[JoinedLayer]):
@@ -47,7 +46,7 @@ class JoinedCalls(LayerCalls[JoinedLayer]):
 
     def compute(self, programme: JoinedLayer, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
         storage: KVStorage = pages.group.storage(programme.layer_idx, *programme.written)
-        if not programme.fits(storage) or place.group_step.written is not None or PassAdapters.running() is not None:
+        if not programme.fits(storage) or place.group_step.written is not None:
             return None
         step, mask = place.group_step, place.kwargs.get("attention_mask")
         assert place.tables is not None

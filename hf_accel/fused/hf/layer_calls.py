@@ -20,7 +20,6 @@ from ...attention.hf.stock import ATTENTION_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, tokens_part
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...kernels.cpu.library import FLOATS
-from ...linear.adapters import PassAdapters
 from ...linear.experts import is_mixture
 from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
 from ...recognition.complex_rotation import cos_and_sin
@@ -32,7 +31,7 @@ from ...undo.state import FUSED
 from ..kept_states import Recorded
 from ..traced_layer import TracedLayer
 from .layer_attention import operators_within
-from .layer_place import LayerPlace
+from .running_pass import LayerPlace, RunningPass
 
 
 class TracedForward(Mixin):
@@ -41,7 +40,7 @@ class TracedForward(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result = self.__dict__[FUSED].run(self, args, kwargs)
         if result is None:
-            with PassAdapters.added_within(self):  # type: ignore[arg-type]
+            with RunningPass.own_code(self):  # type: ignore[arg-type]
                 result = super().forward(*args, **kwargs)  # type: ignore[misc]
         return result
 
@@ -101,15 +100,18 @@ class LayerCalls(ABC, Generic[Layer]):
                 return self.run_without_pages(layer, args, kwargs)
         if len(args) != 1 or not self.computes(args[0]):
             return None
-        x, known = args[0], cache.known_pass
-        place = None if known is None else known.place_of(self.programme, self.kind, x, kwargs)
+        x, running = args[0], RunningPass.over(cache)
+        place = None if running is None else running.place_of(self.programme, self.kind, x, kwargs)
         if place is None:
             asked = self.ask(layer, x, kwargs)
             if isinstance(asked, str):
                 return None
             place = asked
+            place.carried = None if running is None else running.carried
         programme = self.programme
         assert programme is not None
+        if running is not None and not running.is_taken(programme):
+            return None
         pages: Any = cache.layers[programme.layer_idx]
         if pages.group is not place.group or pages.prepared_step() is not place.step:
             return None
@@ -122,8 +124,8 @@ class LayerCalls(ABC, Generic[Layer]):
         pages.pass_done(place.step)
         if of_states is not None and of_states is not pages:
             of_states.pass_done(place.step)
-        if known is not None:
-            known.note(programme, place, out)
+        if running is not None:
+            running.note(programme, place, out)
         return out if programme.others is None else (out, *self.others(programme, place))
 
     def ask(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> LayerPlace | str:

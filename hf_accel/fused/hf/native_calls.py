@@ -17,7 +17,6 @@ from ...kernels.cpu.attention import NO_BIAS, position_bias_fields
 from ...kernels.cpu.layer_call import NO_STATES
 from ...kernels.cpu.library import native
 from ...kernels.layouts import PositionBias
-from ...linear.adapters import PassAdapters
 from ...recognition.call_form import BIAS, SOURCE_BIAS, SOURCE_STATES
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
@@ -25,7 +24,7 @@ from ..layer_programme import CallFields, LayerPages, LayerProgramme, SourceFiel
 from ..traced_layer import Attention
 from .layer_attention import as_called, attend_of, attention_of, planned_of, planned_source, source_attention
 from .layer_calls import LayerCalls, cache_of
-from .layer_place import LayerPlace
+from .running_pass import LayerPlace
 
 
 class NativeCalls(LayerCalls[LayerProgramme]):
@@ -57,10 +56,8 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         )
 
     def compute(self, programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
-        states, adapters = NO_STATES, PassAdapters.running()
+        states = NO_STATES
         if programme.state_sizes is not None:
-            if adapters is not None:
-                return None
             states = _states(programme, x, pages.cache, place)
         if not programme.written:
             if place.fields is None:
@@ -77,10 +74,12 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             if known is None:
                 return None
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
-        if not programme.takes_adapters and (adapters is not None or place.whole is not None):
-            return None
         if place.whole is None:
-            return programme(x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=adapters)
+            return programme(
+                x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=place.adapters
+            )
+        if not programme.is_one_call:
+            return None
         if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
             return None
         source = _source_layer(programme, place)

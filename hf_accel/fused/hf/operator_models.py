@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -55,6 +53,7 @@ from .operator_bias import (
     place_of,
     refuse_hidden,
 )
+from .running_pass import RunningPass
 
 OPERATORS = SiteKind("operators", "attention modules by operators", "over pages")
 BIASES = ("alibi", "position_bias")  # the names of parameters that take a bias of positions
@@ -63,8 +62,6 @@ CLOSE = Tolerance(of_largest=1e-4)
 COUNTS = 5, 1, 3  # the tokens of each sequence in the passes of a trial
 PADDING = 3  # the columns in front of prompts in a trial
 LEAST_COLUMNS = 1024  # of a bias's table
-# The cache of the ragged pass that is under way in this thread, for code that takes none.
-PASSED: ContextVar[RaggedCache | None] = ContextVar("PASSED", default=None)
 RAGGED = RaggedCache, RaggedEncoderDecoderCache
 
 
@@ -76,7 +73,9 @@ class PagedOperators(Mixin):
         given = dict(zip(parameter_names(original_class(self).forward), args, strict=False)) | kwargs
         known: OperatorAttention = self.__dict__[FUSED]
         cache = next((value for value in given.values() if isinstance(value, RAGGED)), None)
-        cache = PASSED.get() if known.layer is not None else cache
+        if known.layer is not None:  # its code takes none
+            running = RunningPass.now()
+            cache = None if running is None else running.cache
         if cache is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return run_over_pages(self, known, cache, given, forward=super().forward)  # type: ignore[arg-type, misc]
@@ -110,15 +109,6 @@ class OperatorModel:
         if not self.call.by_interface:
             given["attention_mask"] = ids.new_ones(1, 1)
         return given | {"position_ids": positions[None]} if self.call.takes_positions else given
-
-    @contextmanager
-    def passing(self, cache: RaggedCache) -> Iterator[None]:
-        """Hand the cache of a ragged pass to attention that takes none, while the model is called."""
-        token = PASSED.set(cache)
-        try:
-            yield
-        finally:
-            PASSED.reset(token)
 
     def bias_for(self, model: PreTrainedModel, length: int) -> PositionBias | None:
         """Return the bias for sequences of up to `length` tokens. Raises UnsupportedError if the model makes none."""
@@ -349,7 +339,7 @@ def _in_passes(model: Any, known: OperatorModel, ids: Tensor, *, first: int = 0)
         cache.bias = known.bias
         positions = torch.arange(first + start, first + start + count).repeat(len(ids))
         inputs = known.inputs(cache, ids[:, start : start + count].flatten(), positions)
-        with known.passing(cache):
+        with RunningPass(cache).running():
             logits = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits
         results.append(logits.view(len(ids), count, -1))
         start += count

@@ -10,7 +10,8 @@ from ...recognition.unchanged import Surroundings
 from ...undo.state import FUSED
 from ..traced_layer import TracedLayer
 from .layer_calls import LayerCalls, TracedForward
-from .layer_place import KnownPass
+
+NONE_KNOWN: frozenset[TracedLayer] = frozenset()
 
 
 class PassWatch:
@@ -25,21 +26,24 @@ class PassWatch:
         self._calls: list[LayerCalls[Any]] = []
         self._programmes: list[TracedLayer | None] = []
 
-    def begin(self, model: nn.Module, own_hook: object) -> KnownPass | None:
-        """Return a KnownPass; None if each layer must be asked. own_hook: a hook that changes nothing."""
+    def begin(self, model: nn.Module, own_hook: object) -> frozenset[TracedLayer]:
+        """Return the programmes of layers that need not be asked in the pass that begins.
+
+        own_hook: a hook that changes nothing.
+        """
         if self._around is None:
             self._look(model, own_hook)
         if not self._calls:
-            return None
+            return NONE_KNOWN
         if [calls.programme for calls in self._calls] != self._programmes or not self._around.hold():  # type: ignore[union-attr]
             self._look(model, own_hook)
         known = [programme for programme in self._programmes if programme is not None]
         if not known or not self._around.is_quiet():  # type: ignore[union-attr]
-            return None
+            return NONE_KNOWN
         # A layer that has changed may hold code of others, which runs in this pass.
         if not all(programme.is_current() and programme.is_unobserved() for programme in known):
-            return None
-        return KnownPass(frozenset(known))
+            return NONE_KNOWN
+        return frozenset(known)
 
     def _look(self, model: nn.Module, own_hook: object) -> None:
         layers = [module for module in model.modules() if isinstance(module, TracedForward)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from ...cache.hf import RaggedEncoderDecoderCache
 from ...cache.step import PassInputs
 from ...fused.hf.operator_models import OperatorModel
 from ...models import encoder_width, layers_config
-from ..prompt_inputs import PassRows
 from .encoder_source import rows_as_output
-from .model_runner import ModelRunner, known_pass
+from .model_runner import ModelRunner, begun_pass
 
 POSITIONS = "decoder_position_ids"
 
@@ -45,13 +43,12 @@ class EncoderDecoderRunner(ModelRunner):
         # Stands for the encoder's output where all layers have its keys: code asks whether there is one.
         self._stands_in = torch.zeros(1, 1, encoder_width(model), dtype=model.dtype)
 
-    def _compute(self, inputs: PassInputs, *, everything: bool, rows: Sequence[PassRows] = ()) -> Tensor:
-        assert not rows, "an encoder-decoder is served token ids alone"
+    def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
+        assert inputs.carried is None, "an encoder-decoder is served token ids alone"
         counts = int(inputs.ids[0]) != self.pad_token
         sources = self.cache.begin(inputs.step, inputs.positions, first_counts=counts)
         ids, tokens_part = inputs.ids[None], self.cache.self_attention_cache
-        tokens_part.known_pass = known_pass(self.model)
-        try:
+        with begun_pass(self.model, tokens_part, None).running():
             output = self.model(
                 decoder_input_ids=ids,
                 decoder_attention_mask=torch.ones_like(ids if self.operators is None else ids[:, :1]),
@@ -61,8 +58,6 @@ class EncoderDecoderRunner(ModelRunner):
                 return_dict=True,
                 **({POSITIONS: inputs.positions[None]} if self.takes_positions else {}),
             )
-        finally:
-            tokens_part.known_pass = None
         self.cache.check_read()
         logits: Tensor = output.logits[0]
         # As many as there are tokens are all of them, in order, and a copy of them takes as long as their computation.

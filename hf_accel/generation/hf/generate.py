@@ -20,7 +20,8 @@ from ...cache.hf import PagedCache
 from ...cache.step import TokenRange
 from ...errors import UnsupportedError
 from ...undo.state import state_of
-from ..prompt_inputs import PassRows, PromptInputs, RequestInputs
+from ..carried import Carried
+from ..prompt_inputs import PromptInputs, RequestInputs
 from ..request_settings import RequestSettings
 from ..sequence import Sequence
 from .beams import begin_search, search_output
@@ -201,17 +202,17 @@ def _compute_ends(session: Session, sequences: list[Sequence]) -> None:
     longest, pages = max(sequence.num_new for sequence in sequences), session.pages
     ranges: list[TokenRange] = []
     ids: list[int] = []
-    rows: list[PassRows] = []
+    going: list[Sequence] = []
     for sequence in sequences:
         cached = sequence.kept_pages
         if cached is not None and sequence.num_new < longest and pages.can_append(cached, 1):
             ranges.append(TokenRange(cached, cached.num_tokens, 1, num_prompt=sequence.num_prompt))
-            if sequence.prompt_inputs is not None:
-                rows += sequence.prompt_inputs.rows(len(ids), cached.num_tokens, 1)
+            going.append(sequence)
             ids.append(sequence.tokens[-1])
             pages.append(cached, 1)
     if ranges:
-        session.runner(ids, [each.start for each in ranges], pages.step(ranges), [], rows=rows)
+        carried = Carried.of(going, ranges)
+        session.runner(ids, [each.start for each in ranges], pages.step(ranges), [], carried=carried)
 
 
 def _keep(call: LoopCall, sequences: list[Sequence]) -> None:

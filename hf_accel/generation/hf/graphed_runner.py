@@ -16,14 +16,13 @@ from ...attention import PlannedAttention
 from ...cache.group import PageGroup
 from ...cache.step import PassInputs, Step
 from ...config import CacheConfig
-from ...linear.adapters import PassAdapters
 from ...models import modules_of
 from ...recognition.unchanged import Hooks, has_own_forward
 from ...tensors import autocast_dtype, integers, packed, plain_tensors, views
 from ...undo.state import BACKEND_ATTRIBUTE, find_state
 from ..buckets import MOST_ROWS, Bucket, PaddedPass, padded
+from ..carried import Carried
 from ..graphs import SPLIT, Graph, GraphMaker, make_graphs
-from ..prompt_inputs import Rows
 from ..speculation.costs import done_once
 from .model_runner import ModelRunner, pass_inputs, prepare_step
 
@@ -115,10 +114,11 @@ class GraphedRunner(ModelRunner):
         return known is not None and self._model_refusal is None and known.hook_refusal is None
 
     def __call__(
-        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
-    ) -> Tensor:
+        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int],
+        *, carried: Carried | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute N tokens; see ModelRunner."""
-        refusal = "it has tokens whose inputs do not follow from their ids" if rows else self._refusal()
+        refusal = self._refusal() if carried is None else carried.graph_refusal
         found: PaddedPass | str | None = None
         if refusal is None:
             inputs = pass_inputs(ids, positions, step, keep)
@@ -135,7 +135,7 @@ class GraphedRunner(ModelRunner):
             else:
                 refusal = found
         self.statistics.eager[refusal] += 1
-        return super().__call__(ids, positions, step, keep, rows=rows)
+        return super().__call__(ids, positions, step, keep, carried=carried)
 
     # -- what cannot be captured -----------------------------------------------------------------------
 
@@ -148,8 +148,6 @@ class GraphedRunner(ModelRunner):
             return self._model_refusal
         if autocast_dtype(self.device.type) is not None:
             return "torch.autocast is on"
-        if PassAdapters.running() is not None:
-            return "some of its rows have adapters"
         storages = [storage for group in self.groups for storage in group.storages.values()]
         if len(storages) < sum(map(len, self.groups_of_layer)):
             return "the first pass makes the pages"

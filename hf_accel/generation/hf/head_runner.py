@@ -23,7 +23,6 @@ from ...recognition.operation import UntraceableError
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...tensors import integers
 from ...undo.state import FUSED, find_state
-from ..prompt_inputs import Rows
 from ..speculation.drafters.target_states import Ahead, Made, ReadRows
 from .generation_state import GenerationState
 from .head_module import HeadModule
@@ -98,10 +97,10 @@ class HeadRunner(ModelRunner):
     def _tokens_at(self, positions: Tensor, embeddings: Tensor) -> dict[str, Tensor]:
         self._embeddings = embeddings
         ids, step = torch.zeros_like(positions), cast(Step, None)  # no pass may have run yet, and none is looked at
-        return self._tokens(PassInputs(ids, positions, ids, step), ())
+        return self._tokens(PassInputs(ids, positions, ids, step))
 
-    def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
-        given = super()._tokens(inputs, rows)
+    def _tokens(self, inputs: PassInputs) -> dict[str, Tensor]:
+        given = super()._tokens(inputs)
         assert self._embeddings is not None
         del given["input_ids"]
         return given | {"inputs_embeds": self._embeddings[None]}

@@ -1,4 +1,4 @@
-"""Passes that give a decoder more than ids for some tokens."""
+"""Passes that give a decoder more than ids for some tokens: what its call is made of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...cache.step import PassInputs
 from ..marked_inputs import marked_arguments
 from ..prompt_inputs import Rows
 from ..token_arguments import placed_arguments
@@ -15,14 +16,16 @@ from .decoder_call import giving_decoder
 
 
 def giving_more(
-    model: PreTrainedModel, own_hook: object, rows: Rows, *, count: int, more: Mapping[str, Any], own_masks: bool
+    model: PreTrainedModel, own_hook: object, inputs: PassInputs, *, more: Mapping[str, Any], own_masks: bool
 ) -> Any:
-    """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some of them.
+    """Return what a pass calls: the model, or a copy that gives its decoder more for some of the tokens.
 
     The decoder is given for all others what the model's own code makes of their ids. own_hook: see UpToDecoder.
     more: other arguments of the decoder, by name. own_masks: whether it makes its masks by itself, see
     DecoderForm.makes_masks.
     """
+    rows: Rows = () if inputs.carried is None else inputs.carried.rows
+    count = len(inputs.ids)
     embedded = [(each.first, each.embeddings) for each in rows if each.embeddings is not None]
     marked = [(each.first, each.marked) for each in rows if each.marked is not None]
     others = [(each.first, each.arguments) for each in rows if each.arguments is not None]
@@ -56,19 +59,18 @@ def _embeddings(model: PreTrainedModel, call: Mapping[str, Any], embedded: list[
     return embeddings
 
 
-def planes_of(planes: int | None, rows: Rows) -> int | None:
-    """Return how many coordinates the positions of a pass have: those of texts, or more that a token is given."""
-    given = max((len(each.positions) for each in rows if each.positions is not None), default=1)
-    return given if planes is None and given > 1 else planes
+def given_in(inputs: PassInputs) -> tuple[Tensor, Tensor]:
+    """Return the ids [N] and positions [N], or [P, N] for several coordinates, with those that tokens have been given.
 
-
-def placed(positions: Tensor, rows: Rows) -> Tensor:
-    """Return the positions [..., N] of a pass, with those that some of its tokens have been given."""
-    given = [each for each in rows if each.positions is not None]
-    positions = positions.clone() if given else positions
-    for each in given:
-        assert each.positions is not None
-        own = each.positions.to(positions.device)
-        own = own if positions.ndim < 3 else own[:, None]
-        positions[..., each.first : each.first + each.count] = own
-    return positions
+    Tokens that have been given embeddings may have no ids of their own.
+    """
+    ids, positions, rows = inputs.ids.clone(), inputs.positions, inputs.carried.rows
+    planes = max((len(each.positions) for each in rows if each.positions is not None), default=0)
+    positions = (positions.expand(planes, -1) if planes > 1 else positions).clone()
+    for each in rows:
+        place = slice(each.first, each.first + each.count)
+        if each.embeddings is not None:
+            ids[place] = 0
+        if each.positions is not None:
+            positions[..., place] = each.positions.to(positions.device)
+    return ids, positions

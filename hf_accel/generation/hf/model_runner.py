@@ -18,17 +18,17 @@ from ...cache.group import PageGroup
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, keeps_states_alone, model_kinds
 from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
-from ...fused.hf.layer_place import KnownPass
 from ...fused.hf.operator_models import OperatorModel, attends_alone
-from ...fused.hf.pass_watch import PassWatch
-from ...linear.adapters import PassAdapters
+from ...fused.hf.pass_watch import NONE_KNOWN, PassWatch
+from ...fused.hf.running_pass import RunningPass
 from ...models import cache_name, model_of, modules_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
-from ..prompt_inputs import Rows, other_input, positions_count_tokens
+from ..carried import Carried
+from ..prompt_inputs import other_input, positions_count_tokens
 from .generation_state import STOCK_FORM
-from .mixed_passes import giving_more, placed, planes_of
+from .mixed_passes import given_in, giving_more
 from .pass_states import PassStates, read_outputs
 
 # PEFT binds these to hooks on its layers during a call.
@@ -163,15 +163,14 @@ def pass_inputs(ids: list[int] | Tensor, positions: list[int], step: Step, keep:
     return PassInputs(own, integers(positions), integers(keep or [0]), step)
 
 
-def known_pass(model: nn.Module) -> KnownPass | None:
-    """Return what is known of the model's layers for the pass that begins; None if each of them has to be asked."""
-    state = find_state(model)
-    if state is None:
-        return None
-    if state.generation.passes is None:
-        state.generation.passes = PassWatch()
-    known: KnownPass | None = state.generation.passes.begin(model, prepare_step)
-    return known
+def begun_pass(model: nn.Module, cache: Any, carried: Carried | None) -> RunningPass:
+    """Return the pass that begins. cache: of its tokens."""
+    state, known = find_state(model), NONE_KNOWN
+    if state is not None:
+        if state.generation.passes is None:
+            state.generation.passes = PassWatch()
+        known = state.generation.passes.begin(model, prepare_step)
+    return RunningPass(cache, known, carried)
 
 
 class ModelRunner:
@@ -205,22 +204,22 @@ class ModelRunner:
         return model_device(self.model)
 
     def __call__(
-        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int], *, rows: Rows = ()
-    ) -> Tensor:
+        self, ids: list[int] | Tensor, positions: list[int], step: Step, keep: list[int],
+        *, carried: Carried | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute N tokens; returns logits [len(keep), V] of the tokens with the indices `keep`. See Runner."""
         inputs = pass_inputs(ids, positions, step, keep).to(self.device)
-        if isinstance(ids, Tensor):
-            inputs = replace(inputs, ids=ids)
-        return self.compute(inputs, everything=len(keep) == len(ids), rows=rows)[: len(keep)]
+        inputs = replace(inputs, ids=ids if isinstance(ids, Tensor) else inputs.ids, carried=carried)
+        return self.compute(inputs, everything=len(keep) == len(ids))[: len(keep)]
 
-    def compute(self, inputs: PassInputs, *, everything: bool, rows: Rows = ()) -> Tensor:
+    def compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
         """Compute a pass whose tensors are on the device. Returns the logits [K, V] of the tokens inputs.keep.
 
-        everything: whether these are all tokens, in order; inputs.keep is then not read. rows: see Runner. Without
-        rows, nothing here waits for the device.
+        everything: whether these are all tokens, in order; inputs.keep is then not read. Where nothing is carried,
+        nothing here waits for the device.
         """
         try:
-            return self._compute(inputs, everything=everything, rows=rows)
+            return self._compute(inputs, everything=everything)
         except NotRaggedError:
             raise
         except (IndexError, UnsupportedError) as error:  # of layers that were not there, or do not read pages
@@ -241,32 +240,28 @@ class ModelRunner:
             return f"it has {layers} layers, and its pages were made for {own}; close the Engine, and make another"
         return refusal
 
-    def _compute(self, inputs: PassInputs, *, everything: bool, rows: Rows) -> Tensor:
+    def _compute(self, inputs: PassInputs, *, everything: bool) -> Tensor:
         self.cache.step, self.cache.positions = inputs.step, inputs.positions
         self.cache.unread = None  # a pass that failed may have left a layer unread
         selection: dict[str, Any] = {"logits_to_keep": 0 if everything else inputs.keep} if self.selects else {}
         more = {} if (once := self.cache.once) is None else once.arguments
-        called = self._called(rows, len(inputs.ids), more)
+        called = self._called(inputs, more)
         taps = self.kept.taps(self.model, called, selection)
-        self.cache.known_pass = known_pass(self.model)
+        begun = begun_pass(self.model, self.cache, inputs.carried)
         if self.operators is None:
-            given = self._tokens(inputs, rows)
+            given = self._tokens(inputs)
         else:
-            given = self.operators.inputs(self.cache, inputs.ids, placed(inputs.positions, rows))
+            given = self.operators.inputs(self.cache, inputs.ids, self._given(inputs)[1])
             self.cache.bias = self.operators.bias_for(self.model, inputs.step.groups[0].ragged.max_kv)
         reading: Any = read_outputs(taps) if taps else nullcontext([])
-        passing = nullcontext() if self.operators is None else self.operators.passing(self.cache)
-        try:
-            with passing, PassAdapters.added_outside(), reading as found:
-                output = called(
-                    **given,
-                    use_cache=True,
-                    return_dict=True,
-                    **{self._cache_name: self.cache},
-                    **selection,
-                )
-        finally:
-            self.cache.known_pass = None
+        with begun.running(), reading as found:
+            output = called(
+                **given,
+                use_cache=True,
+                return_dict=True,
+                **{self._cache_name: self.cache},
+                **selection,
+            )
         self.cache.check_read()
         if not self.cache.is_kept:
             raise NotRaggedError(f"no layer of {type(self.model).__name__} keeps anything in the cache of a pass")
@@ -275,38 +270,34 @@ class ModelRunner:
         logits: Tensor = output.logits[0]
         return logits if self.selects or everything else logits[inputs.keep]
 
-    def _called(self, rows: Rows, count: int, more: Mapping[str, Tensor]) -> Any:
-        """Return what a pass of `count` tokens calls: the model, or a copy that gives its decoder more for some."""
-        if not rows and not self._own_masks and not more:
+    def _called(self, inputs: PassInputs, more: Mapping[str, Tensor]) -> Any:
+        """Return what a pass calls: the model, or a copy that gives its decoder more for some tokens."""
+        if inputs.carried is None and not self._own_masks and not more:
             return self.model
-        return giving_more(self.model, prepare_step, rows, count=count, more=more, own_masks=self._own_masks)
+        return giving_more(self.model, prepare_step, inputs, more=more, own_masks=self._own_masks)
 
-    def _tokens(self, inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
+    def _given(self, inputs: PassInputs) -> tuple[Tensor, Tensor]:
+        """Return the ids [N] and the positions of a pass, [N], or [P, N] where tokens were given P coordinates."""
+        return (inputs.ids, inputs.positions) if inputs.carried is None else given_in(inputs)
+
+    def _tokens(self, inputs: PassInputs) -> dict[str, Tensor]:
         """Return the ids [1, N] and the positions of a pass, which a model that counts them by itself learns from its
         cache.
         """
+        ids, positions = self._given(inputs)
         if self._counts:
-            self.cache.before = TokensBefore(placed(inputs.positions, rows))
-            given = _ids(inputs, rows)
+            self.cache.before = TokensBefore(positions)
+            given = {"input_ids": ids[None]}
             return given | {"attention_mask": torch.ones_like(inputs.ids[None])} if self._takes_mask else given
         if not self._positions:
             return {"input_ids": inputs.ids[None]}
         form = STOCK_FORM if (state := find_state(self.model)) is None else state.generation.form
-        planes = planes_of(form.planes, rows) if rows else form.planes
-        positions = inputs.positions[None] if planes is None else inputs.positions.expand(planes, 1, -1)
-        positions = placed(positions, rows) if rows else positions
+        if form.planes is not None:
+            positions = positions.expand(form.planes, -1)
+        positions = positions.view(-1, 1, positions.shape[-1]) if positions.ndim > 1 else positions[None]
         if form.uncounted is not None:
             positions = form.placed(positions, inputs.ids)
-        return _ids(inputs, rows) | {"position_ids": positions}
-
-
-def _ids(inputs: PassInputs, rows: Rows) -> dict[str, Tensor]:
-    """Return the ids [1, N] of a pass; those of tokens that have been given embeddings may have none of their own."""
-    ids = inputs.ids.clone() if rows else inputs.ids
-    for each in rows:
-        if each.embeddings is not None:
-            ids[each.first : each.first + each.count] = 0
-    return {"input_ids": ids[None]}
+        return {"input_ids": ids[None], "position_ids": positions}
 
 
 def weights_changed(model: Any) -> None:

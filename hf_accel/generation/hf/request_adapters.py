@@ -22,9 +22,10 @@ from ...errors import UnsupportedError
 from ...fused.hf.layer_calls import TracedForward
 from ...kernels.cpu.library import FLOATS
 from ...linear import QuantLinear
-from ...linear.adapters import Adapter, LowRankPart, pass_adapters
+from ...linear.adapters import Adapter, LowRankPart, PassAdapters
 from ...tensors import model_device
 from ...undo.state import state_of
+from ..carried import Carried
 from .adapter_folder import WEIGHTS, factor_in, matrices_in, named_layers, reason_left_out, salt_of, settings_of
 from .model_runner import ModelRunner
 
@@ -173,8 +174,8 @@ def _logits(model: PreTrainedModel, rows: list[tuple[int, Adapter | None]]) -> T
 
     def compute(parts: Parts, step: Step) -> Tensor:
         ids = [place for _, span in parts for place in span]  # which are also their positions
-        with pass_adapters([adapter for _, adapter in rows], [len(span) for _, span in parts]):
-            return runner(ids, ids, step, list(range(len(ids)))).float()
+        adapters = PassAdapters.of([adapter for _, adapter in rows], [len(span) for _, span in parts])
+        return runner(ids, ids, step, list(range(len(ids))), carried=Carried(adapters=adapters)).float()
 
     return torch.cat(rows_of_passes(pages, [pages.begin() for _ in rows], (firsts, lasts), compute))
 

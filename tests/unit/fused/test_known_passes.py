@@ -15,8 +15,8 @@ from transformers import LlamaModel, PreTrainedModel
 
 import hf_accel
 from hf_accel.fused.hf.layer_calls import LayerCalls
-from hf_accel.fused.hf.layer_place import KnownPass
 from hf_accel.fused.hf.pass_watch import PassWatch
+from hf_accel.fused.hf.running_pass import RunningPass
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.state import FUSED, state_of
 from tests.families.models import build, family
@@ -226,16 +226,16 @@ def test_copies_know_nothing_yet() -> None:
 def test_a_pass_is_forgotten_when_it_ends() -> None:
     """An error within a pass leaves nothing known for the next one."""
     model, passes = patched(), []
-    note = KnownPass.note
+    note = RunningPass.note
 
-    def fails(self: KnownPass, *args: Any) -> None:
+    def fails(self: RunningPass, *args: Any) -> None:
         passes.append(self)
         if len(passes) == 4:
             raise RuntimeError("in the middle")
         note(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KnownPass, "note", fails)
+        patch.setattr(RunningPass, "note", fails)
         with pytest.raises(RuntimeError, match="in the middle"):
             tokens(model)
     assert len(set(map(id, passes))) == 2

@@ -22,8 +22,10 @@ def made(inputs: int, outputs: int, rank: int, *, seed: int, dtype: torch.dtype)
 def added(layer: nn.Linear, given: list[tuple[Adapter, list[int]]], x: Tensor) -> Tensor:
     """What the layer returns in a pass with these adapters."""
     running = PassAdapters(given, len(x))
-    with running, running.hooked([layer]):
-        return layer(x)
+    with running.hooked([layer]):
+        found = layer(x)
+    running.check_added()
+    return found
 
 
 @pytest.mark.usefixtures("isa")
