@@ -29,9 +29,10 @@ constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 #endif
 
 // What a tile prefetches: so many lines in each step. The tiles of a chunk, of which all but the first find their weights
-// in a cache, share the weights of the next group among them, so that memory is read while they multiply: 24 rows took
-// 1.33 times as long without. A single tile prefetches nothing: on EPYCs with AVX2 and with AVX-512 the CPU's own
-// prefetching is better, and one row of INT4 took up to 1.4 times as long with ours.
+// in a cache, share the weights of the next group among them, so that memory is read while they multiply: with AVX-512
+// 24 rows took 1.33 times as long without, with AVX2 4 rows 1.8 times. One or two tiles of few rows prefetch nothing: on
+// EPYCs with AVX2 and with AVX-512 the CPU's own prefetching is better, and one row of INT4 took up to 1.4 times as long
+// with ours.
 struct Ahead {
   const uint8_t* at;
   int64_t lines;
@@ -145,8 +146,9 @@ inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g,
   constexpr int WIDE = wide_for(ROWS);
   for (int start = 0; start < BLOCK; start += WIDE * LANES) {
     if constexpr (2 * ROWS >= TILE_ROWS) {  // the height of one of several tiles
-      if (start == 0 && ahead.lines) {
+      if (ahead.lines) {
         group_tile<FORMAT, ROWS, WIDE>(task, start, x, g, r0, ahead, out);
+        ahead.at += task.steps / Levels<FORMAT>::WORDS * ahead.lines * LINE;
         continue;
       }
     }
@@ -176,10 +178,12 @@ void group_chunk(const GroupTask& task, const QuantizedRows& x, int64_t g, int64
   constexpr int64_t UNIT = Levels<FORMAT>::PLANES * STEP / LINE;  // the lines of a step
   // Tiles have nearly equal height. For example, 7 rows are tiles of 4 and 3, not of 6 and 1.
   const int64_t tiles = ceil_div(rows, TILE_ROWS);
-  const int64_t lines = ceil_div(UNIT, tiles), bytes = task.steps / Levels<FORMAT>::WORDS * lines * LINE;
+  const int64_t wide = BLOCK / LANES / wide_for(tiles > 1 ? TILE_ROWS : static_cast<int>(rows));  // tiles side by side
+  const int64_t lines = ceil_div(UNIT, tiles * wide), share = wide * lines;
+  const int64_t bytes = task.steps / Levels<FORMAT>::WORDS * share * LINE;
   for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
     const int64_t height = ceil_div(rows - r, tiles - tile);
-    const Ahead ahead = {next + tile * bytes, tiles > 1 && tile * lines < UNIT ? lines : 0};
+    const Ahead ahead = {next + tile * bytes, (tiles > 1 || wide > 2) && tile * share < UNIT ? lines : 0};
     group_tile_of<FORMAT>(height, task, x, g, r0 + r, ahead, out + r * BLOCK);
     r += height;
   }
