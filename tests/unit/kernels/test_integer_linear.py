@@ -73,6 +73,15 @@ def test_as_documented_on_every_instruction_set(isa, bits, outputs, inputs, grou
         np.testing.assert_array_equal(linear(x).numpy(), oracle(x, integers, scales, bits=bits, group=group))
 
 
+@pytest.mark.parametrize("bits", [8, *FEWER])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_rows_than_are_quantized_at_once(isa, bits, dtype):
+    weights = [make(bits, outputs, 5664, 32)[0] for outputs in (70, 3)]
+    x = (torch.randn(101, 5700) * torch.logspace(-3, 3, 101)[:, None]).to(dtype)[:, 4:5668]
+    linear = IntegerLinear(weights, [torch.randn(70), None])
+    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
+
+
 @pytest.mark.parametrize("level", [-128, 127])
 def test_int8_levels_at_the_ends_of_their_range(isa, level):
     """Sums of products of the largest magnitudes fit what instructions hold between the steps."""
