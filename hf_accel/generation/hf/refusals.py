@@ -17,6 +17,7 @@ from ...cache.kinds import KeysAndValues, RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
 from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, vocabulary_size
+from ...recognition.unchanged import others_code
 from ...undo.journal import original_class
 from ...undo.state import FUSED, state_of
 from ..prompt_inputs import is_padded_behind, other_input
@@ -172,6 +173,9 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return "its attention counts padding in the positions of tokens"
     if positions is None and call.moves_tokens:
         return "position_ids do not count tokens"
+    has_padding = mask is not None and not bool(mask.all())
+    if (len(input_ids) > 1 or has_padding) and (code := others_code(call.model.modules())) is not None:
+        return f"{code} may read rows and columns, of which ragged passes have none"
     if call.has_beams:
         return beams_refusal(call)
     return together_refusal(call)
@@ -202,6 +206,8 @@ def drafts_refusal(call: LoopCall) -> str | None:
         return None
     if (together := why_together(call)) is not None:
         return together
+    if (code := others_code(call.model.modules())) is not None:
+        return f"{code} may read columns, and drafts add some"
     own = [processor for processor in call.processors if is_users(processor)]
     return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
 
