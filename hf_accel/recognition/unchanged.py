@@ -46,7 +46,7 @@ def is_known_code(function: Any) -> bool:
 
 
 def others_code(modules: Iterable[nn.Module]) -> str | None:
-    """Return where a hook or a replaced forward of others runs in forwards of some modules, as words; None if nowhere."""
+    """Return where a hook or a replaced forward of others runs, as words; None if none is on these modules."""
     if any(not is_known_code(_function(hook)) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook on all modules"
     for module in modules:
