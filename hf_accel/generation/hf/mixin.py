@@ -20,7 +20,6 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
 from ...linear.quantized_model import QuantizedModel
 from ...models import learnt_prompt
-from ...recognition.unchanged import others_code
 from ...tensors import made_on_host
 from ...undo.journal import original_class
 from ...undo.state import state_of
@@ -347,7 +346,6 @@ class AcceleratedGeneration(QuantizedModel):
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         text_only = other_input(model_kwargs) is None and not self._generation_state.form.reads_prompts
         text_only = text_only and ragged_refusal(self) is None and not learnt_prompt(self)  # type: ignore[arg-type]
-        text_only = text_only and others_code(self.modules()) is None  # type: ignore[attr-defined]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

@@ -174,11 +174,20 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if positions is None and call.moves_tokens:
         return "position_ids do not count tokens"
     has_padding = mask is not None and not bool(mask.all())
-    if (len(input_ids) > 1 or has_padding) and (code := others_code(call.model.modules())) is not None:
+    if (len(input_ids) > 1 or has_padding) and (code := others_code(_in_passes(call.model))) is not None:
         return f"{code} may read rows and columns, of which ragged passes have none"
     if call.has_beams:
         return beams_refusal(call)
     return together_refusal(call)
+
+
+def _in_passes(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that passes call: the decoder, those around it, and the head; no tower or encoder."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = set(decoder.modules()) | ({head} if isinstance(head, nn.Module) else set())
+    name = next((name for name, module in model.named_modules() if module is decoder), "")
+    around = {model.get_submodule(".".join(name.split(".")[:depth])) for depth in range(name.count(".") + 1)}
+    return [*(inside | around)]
 
 
 def _behind_refusal(call: LoopCall, own_cache: bool) -> str | None:
@@ -206,7 +215,7 @@ def drafts_refusal(call: LoopCall) -> str | None:
         return None
     if (together := why_together(call)) is not None:
         return together
-    if (code := others_code(call.model.modules())) is not None:
+    if (code := others_code(_in_passes(call.model))) is not None:
         return f"{code} may read columns, and drafts add some"
     own = [processor for processor in call.processors if is_users(processor)]
     return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
