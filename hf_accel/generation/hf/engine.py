@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from os import PathLike, fspath
@@ -195,10 +195,10 @@ class Engine:
         # The dict is weak to avoid a cycle. In a cycle, a Request that the program has dropped would live, and be
         # computed, until the garbage collector runs.
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
-        decode, ends = self._decode, sequences[0].settings.stop.token_ids
+        decode, stop = self._decode, sequences[0].settings.stop
         request = Request(
             num_samples=len(sequences),
-            decode=None if decode is None else lambda tokens: strings.cut(decode(_without_end(tokens, ends))),
+            decode=None if decode is None else lambda tokens: strings.cut(decode(stop.without_end(tokens))),
             on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # keeps the engine alive with the request
             on_wait=self.loop.refuse_own_thread,
         )
@@ -327,11 +327,6 @@ class Engine:
         except asyncio.CancelledError:  # nobody waits here any more
             self.loop.retire(cancel=True)
             raise
-
-
-def _without_end(tokens: list[int], ends: Container[int]) -> list[int]:
-    """Return tokens without the one that has ended them: what answers match does not hold it."""
-    return tokens[:-1] if tokens and tokens[-1] in ends else tokens
 
 
 def _integer(name: str, value: Any, *, least: int | None = None) -> int:
