@@ -21,6 +21,10 @@ class StopRules:
     token_ids: frozenset[int] = frozenset()
     others: tuple[Stop, ...] = ()
 
+    def without_end(self, tokens: list[int]) -> list[int]:
+        """Return tokens without the one that has ended them, which is no part of what an answer matches."""
+        return tokens[:-1] if tokens and tokens[-1] in self.token_ids else tokens
+
 
 @dataclass(frozen=True, eq=False)
 class RequestSettings:

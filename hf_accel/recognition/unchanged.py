@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any, NamedTuple
@@ -42,6 +43,27 @@ def is_known_code(function: Any) -> bool:
     # functools.wraps copies __module__, and not this.
     package = getattr(function, "__globals__", {}).get("__name__")
     return str(package).partition(".")[0] in KNOWN_PACKAGES
+
+
+def others_code(modules: Iterable[nn.Module]) -> str | None:
+    """Return where a hook or a replaced forward of others runs, as words; None if none is on these modules."""
+    if any(not is_known_code(_function(hook)) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
+        return "a hook on all modules"
+    for module in modules:
+        own = module.__dict__
+        if any(not is_known_code(_function(hook)) for name in HOOKS for hook in own[name].values()):
+            return f"a hook on a {type(module).__name__}"
+        if "forward" in own and not is_known_code(_function(own["forward"])):
+            return f"a forward that was set on a {type(module).__name__}"
+    return None
+
+
+def _function(called: Any) -> Any:
+    """Return the function that runs when something is called."""
+    while isinstance(called, functools.partial):
+        called = called.func
+    called = getattr(called, "__func__", called)
+    return called if hasattr(called, "__globals__") else type(called).__call__
 
 
 class Read(NamedTuple):

@@ -308,3 +308,21 @@ def test_adapters_that_begin_inside_a_row() -> None:
     expected = outer.generate(**asked)
     hf_accel.patch(outer, weights=None)
     assert torch.equal(outer.generate(**asked), expected)
+
+
+@pytest.mark.filterwarnings("ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
+def test_a_task_for_each_row() -> None:
+    """Poly, whose hooks hold the tasks in a closure."""
+    config = peft.PolyConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", n_tasks=3)
+    outer = peft.get_peft_model(build("llama"), config).eval()
+    randomize({name: p for name, p in outer.named_parameters() if "poly_" in name})
+    for name, parameter in outer.named_parameters():
+        parameter.data *= 5 if "poly_" in name else 1
+    ids = prompts(1, 9).expand(3, -1)
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    tasks = torch.tensor([2, 0, 1])
+    expected = outer.generate(**asked, task_ids=tasks)
+    assert len({tuple(row) for row in expected.tolist()}) == 3
+    hf_accel.patch(outer, weights=None)
+    assert torch.equal(outer.generate(**asked, task_ids=tasks), expected)
+    assert hf_accel.stats(outer)["loop"].startswith("stock: task_ids= gives each row")

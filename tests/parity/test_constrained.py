@@ -123,6 +123,14 @@ def test_engine_gives_the_tokens_of_stock(
         assert (statistics["preemptions"] > 0) == (max_tokens is not None)
 
 
+def test_the_token_that_ends_an_answer_is_no_part_of_its_text(model: Any, tokenizer: Any) -> None:
+    """More may follow "ab", so that the end of the text is chosen, and not foreseen."""
+    with Engine(model, tokenizer=tokenizer) as engine:
+        bias = {tokenizer.eos_token_id: 100.0}
+        result = engine.submit(WORDS[0], regex="ab(cd)?", logit_bias=bias, temperature=0, max_new_tokens=9).result()
+    assert (result.finish_reason, result.tokens[-1], result.text) == ("stop", tokenizer.eos_token_id, "ab")
+
+
 @pytest.mark.parametrize("drafts", ["forced alone", "ngram", "seeded"])
 def test_a_seed_gives_the_same_sample_with_drafts(model: Any, tokenizer: Any, drafts: str) -> None:
     given: dict[str, Any] = {"max_new_tokens": MANY, "temperature": 1.0, "top_p": 0.95, **ASKED["schema"]}

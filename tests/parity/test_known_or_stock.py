@@ -54,6 +54,52 @@ def test_a_call_that_falls_back_warns_once() -> None:
         assert loop(model) == "ragged"
 
 
+def last_token(module: nn.Module, args: Any, out: Any) -> Any:
+    """A hook that changes the last token of each row."""
+    out = out.clone()
+    out[:, -1] = out[:, -1].flip(-1)
+    return out
+
+
+def mean_forward(module: nn.Module) -> None:
+    """Replace a forward by one that reads all tokens of a row."""
+    forward = module.forward
+    module.forward = lambda x: forward(x) + x.mean(1, keepdim=True)  # type: ignore[method-assign]
+
+
+OTHERS_CODE = {
+    "a hook on a layer's part": lambda model: model.model.layers[0].mlp.register_forward_hook(last_token),
+    "a hook on the head": lambda model: model.lm_head.register_forward_hook(last_token),
+    "a forward": lambda model: mean_forward(model.model.layers[1].mlp),
+}
+
+
+@pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [("left", {}), ("single", {"num_beams": 2}), ("single", {"num_return_sequences": 2, "do_sample": True})],
+    ids=["rows", "beams", "samples"],
+)
+@pytest.mark.parametrize("added", OTHERS_CODE.values(), ids=OTHERS_CODE)
+def test_code_of_others_sees_rows_and_columns(added: Any, layout: str, settings: dict[str, Any]) -> None:
+    """In a ragged pass the tokens of all rows stand in one row, of which it would change the last."""
+    model, stock = patched(), build("llama")
+    for each in (model, stock):
+        added(each)
+    assert tokens(model, layout, **settings).equal(tokens(stock, layout, **settings))
+    assert "may read rows and columns" in loop(model)
+
+
+@pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
+def test_code_of_others_sees_no_drafts() -> None:
+    model, stock = patched(), build("llama")
+    for each in (model, stock):
+        each.model.layers[0].mlp.register_forward_hook(last_token)
+    assert tokens(model, "single", speculative="ngram").equal(tokens(stock, "single"))
+    assert "drafts add some" in hf_accel.stats(model)["drafts"]
+    assert loop(model) == "ragged"
+
+
 def test_a_call_that_asks_for_another_cache_does_not_warn() -> None:
     model = patched()
     with warnings.catch_warnings():

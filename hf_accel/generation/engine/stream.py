@@ -23,8 +23,8 @@ class Generated:
     """The result of one sample.
 
     tokens: the generated tokens, with those of a stop string. finish_reason: "stop", "length" or "cancelled".
-    logprobs: one for each token, or None if none were requested. text: the text of the tokens without the stop string,
-    or None if there is no tokenizer.
+    logprobs: one for each token, or None if none were requested. text: the text of the tokens without the stop string
+    or the token that ended them, or None if there is no tokenizer.
     """
 
     tokens: list[int]

@@ -195,10 +195,10 @@ class Engine:
         # The dict is weak to avoid a cycle. In a cycle, a Request that the program has dropped would live, and be
         # computed, until the garbage collector runs.
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
-        decode = self._decode
+        decode, stop = self._decode, sequences[0].settings.stop
         request = Request(
             num_samples=len(sequences),
-            decode=None if decode is None else lambda tokens: strings.cut(decode(tokens)),
+            decode=None if decode is None else lambda tokens: strings.cut(decode(stop.without_end(tokens))),
             on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # keeps the engine alive with the request
             on_wait=self.loop.refuse_own_thread,
         )

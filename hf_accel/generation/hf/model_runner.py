@@ -31,8 +31,8 @@ from .generation_state import STOCK_FORM
 from .mixed_passes import given_in, giving_more
 from .pass_states import PassStates, read_outputs
 
-# PEFT binds these to hooks on its layers during a call.
-FOR_EACH_ROW = ("adapter_names", "alora_offsets")
+# PEFT hands these to hooks on its layers during a call.
+FOR_EACH_ROW = ("adapter_names", "alora_offsets", "task_ids")
 
 
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,8 +107,9 @@ def keyword_for_each_row(model: nn.Module) -> str | None:
     """Return the keyword of this call that the layers use differently for each row of the batch; None without one."""
     for module in modules_of(model):
         for hook in module._forward_pre_hooks.values():
+            given = {*getattr(hook, "keywords", ()), *getattr(getattr(hook, "__code__", None), "co_freevars", ())}
             for name in FOR_EACH_ROW:
-                if name in getattr(hook, "keywords", ()):
+                if name in given:
                     return name
     return None
 

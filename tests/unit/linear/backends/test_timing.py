@@ -44,6 +44,13 @@ def test_every_choice_can_be_measured(monkeypatch, bits, dtype, outputs, inputs)
     assert 0 < chosen < 1
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a_weight_with_zero_points_can_be_measured(bits):
+    """Zero points lie one group after the other: they are written with strides."""
+    spec = linear_spec(in_features=128, out_features=48, bits=bits, symmetric=False, dtype=torch.float32)
+    assert min(measure(spec, choose(spec).backend)) > 0
+
+
 def test_measured_once():
     spec = linear_spec(in_features=32, out_features=48, bits=8, dtype=torch.float32)
     assert measure(spec, REFERENCES[None]) is measure(spec, REFERENCES[None])
