@@ -12,6 +12,7 @@ from .draft_sources import DraftSource, Plan, Trees, expected_trees, hoped_trees
 SHARE = 0.02  # of all time, what trials may lose
 REPLAN = 4  # the passes for which a plan holds that drafts
 REFRESH = 128  # the passes after which one without drafts shows again what such a pass costs
+LEAST = 0.01  # what drafts must be expected to gain, in passes: less would not pay for mistaking it
 UNMEASURED_DRAFT = 0.3  # the assumed time of a model's draft of one token before any was measured, in passes
 
 
@@ -89,7 +90,8 @@ class Choice:
         return self._draft(1, count) + self.costs.extra(self.rows, count)
 
     def _best(self, trees: Trees) -> tuple[list[Shape], float]:
-        least, others = self.costs.doubt(self.rows) + self.source.keeping, self.rows - len(self.sequences)
+        others = self.rows - len(self.sequences)
+        least = self.costs.doubt(self.rows) + self.source.keeping + LEAST * self.costs.seconds(self.rows)
         return allocate_trees(trees, self.costs.seconds, self._draft, other_rows=others, least=least)
 
     def _draft(self, levels: int, tokens: int) -> float:

@@ -21,7 +21,7 @@ FIRST_BUDGET, MOST_BUDGET = 0.4, 4.0
 LAST_WAIT = 256  # the most passes from one trial to the next
 HORIZON = 64  # in at most so many passes drafts must pay for reading sequences
 AHEAD = 32  # the passes before the next possible draft from which on hidden states are kept
-MANY = 64  # the passes after which it is known whether drafts pay
+MANY, FEW = 64, 4  # the passes, and the drafts of them that were verified, after which it is known whether drafts pay
 
 
 class Controller:
@@ -94,7 +94,7 @@ class Controller:
         known = self.sources.get(source)
         if self.num_draft != "auto" or known is None or self.num_passes < known.last_paid + MANY:
             return None
-        if not known.tally.verified or not known.cost.count or not self.verify_costs.is_measured(1):
+        if sum(known.tally.verified[:1]) < FEW or not known.cost.count or not self.verify_costs.is_measured(1):
             return None
         cost, rate = known.cost.seconds(1, 1) / self.verify_costs.seconds(1), known.tally.acceptances([None], 0)[0]
         if rate > cost + self.verify_costs.seconds(2) / self.verify_costs.seconds(1) - 1:
@@ -190,6 +190,8 @@ class Controller:
         self.num_passes += 1
         if self.num_draft == "auto" and self.budget is not None:
             self.budget = min(self.budget + SHARE * seconds, max(self.budget, MOST_BUDGET * seconds))
+            if not any(known.plan.pays for known in self.sources.values()):
+                self.budget -= min(self._kept, SHARE / 2 * seconds)  # which is for the next trial
             for known in self.sources.values():
                 if known.drafted or known.seconds:
                     self._settle(known, rows)
@@ -208,4 +210,7 @@ class Controller:
         known.drafted, known.accepted, known.seconds = 0, 0, 0.0
 
     def _source(self, source: str) -> DraftSource:
-        return self.sources.setdefault(source, DraftSource())
+        known = self.sources.get(source)
+        if known is None:
+            known = self.sources[source] = DraftSource()
+        return known

@@ -51,6 +51,10 @@ class Plan:
     def __post_init__(self) -> None:
         self.drafts = any(shape.nodes for shape in self.shapes)
 
+    @property
+    def pays(self) -> bool:
+        return self.drafts and not self.is_trial
+
     def holds_for(self, sequences: abc.Sequence[Sequence], rows: int, most_nodes: int) -> bool:
         if not self.drafts:
             return len(sequences) == len(self.sequences)
@@ -89,7 +93,10 @@ class DraftSource:
     seconds: float = 0.0
 
     def of(self, sequence: Sequence) -> Drafted:
-        return self.sequences.setdefault(sequence, Drafted())
+        record = self.sequences.get(sequence)
+        if record is None:
+            record = self.sequences[sequence] = Drafted()
+        return record
 
     def at(self, sequence: Sequence, now: int) -> Drafted:
         """Return the record of a sequence in pass `now`. What was seen of it long ago counts little."""

@@ -53,7 +53,8 @@ class SpeculationStatistics:
         self.steps += 1
         self.tokens += tokens
         self.lengths[drafted] += 1
-        self.tally.add(drafted if levels is None else levels, accepted)
+        if drafted:
+            self.tally.add(drafted if levels is None else levels, accepted)
 
     def record_pass(self, drafting_seconds: float, verifying_seconds: float) -> None:
         self.passes += 1
@@ -258,6 +259,9 @@ class Speculation:
     def observe(self, sequence: Sequence, accepted: list[int], tokens: int) -> None:
         """Record which drafted tokens of a sequence were accepted, and that it has `tokens` new tokens."""
         draft = self.draft_of(sequence)
+        if not len(draft):
+            self.statistics.record_step(0, 0, tokens)
+            return
         if draft.parents is None:
             self.controller.observe_drafts(sequence, len(draft), len(accepted), source=draft.source)
         else:
