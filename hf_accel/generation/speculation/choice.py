@@ -12,6 +12,7 @@ from .draft_sources import DraftSource, Plan, Trees, expected_trees, hoped_trees
 SHARE = 0.02  # of all time, what trials may lose
 REPLAN = 4  # the passes for which a plan holds that drafts
 REFRESH = 128  # the passes after which one without drafts shows again what such a pass costs
+APART = 3  # the passes from one trial that did not pay to the next, where there is hope
 LEAST = 0.01  # what drafts must be expected to gain, in passes: less would not pay for mistaking it
 UNMEASURED_DRAFT = 0.3  # the assumed time of a model's draft of one token before any was measured, in passes
 
@@ -43,7 +44,8 @@ class Choice:
             return self._trial(horizon, budget)
         source.last_paid = self.now
         if self.now < source.last_bare + REFRESH:
-            return self._plan(shapes, REPLAN)
+            wide = self.rows + sum(shape.nodes for shape in shapes)
+            return self._plan(shapes, REPLAN if self.costs.is_known(wide) else 1)
         source.last_bare = self.now
         return self._plan([NO_SHAPE] * len(shapes), 1)
 
@@ -73,14 +75,15 @@ class Choice:
             if prices[-1] > budget or (unread > 1 and reading is None):
                 break
             shapes[i] = Shape(1, 1)
-        wait = 1 if self._has_hope(horizon) else max(1, self.source.next_trial - self.now)
-        if wait == 1 and prices[0] <= budget:
+        first = self.source.last_trial + APART if self._has_hope(horizon) else self.source.next_trial
+        wait = max(1, first - self.now)
+        if self.now >= first and prices[0] <= budget:
             return self._plan(shapes, 1, is_trial=True)
         afforded = (prices[0] - budget) / (SHARE * self.costs.seconds(self.rows))
         return self._plan([NO_SHAPE] * len(shapes), max(wait, int(afforded)))
 
     def _plan(self, shapes: list[Shape], passes: int, *, is_trial: bool = False) -> Plan:
-        return Plan(list(self.sequences), self.rows, self.most_nodes, shapes, self.now + passes, is_trial)
+        return Plan(list(self.sequences), self.rows, self.most_nodes > 0, shapes, self.now + passes, is_trial)
 
     def _unread(self, shapes: list[Shape]) -> int:
         return sum(bool(shape.nodes) and not one.is_read for shape, one in zip(shapes, self.records, strict=True))
@@ -90,9 +93,9 @@ class Choice:
         return self._draft(1, count) + self.costs.extra(self.rows, count)
 
     def _best(self, trees: Trees) -> tuple[list[Shape], float]:
-        others = self.rows - len(self.sequences)
-        least = self.costs.doubt(self.rows) + self.source.keeping + LEAST * self.costs.seconds(self.rows)
-        return allocate_trees(trees, self.costs.seconds, self._draft, other_rows=others, least=least)
+        count = len(self.sequences)
+        least = self.costs.doubt(count) + self.source.keeping + LEAST * self.costs.seconds(count)
+        return allocate_trees(trees, self.costs.seconds, self._draft, other_rows=self.rows - count, least=least)
 
     def _draft(self, levels: int, tokens: int) -> float:
         if self.source.cost.count:

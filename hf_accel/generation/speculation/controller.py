@@ -13,15 +13,16 @@ from ...keywords import positive_int
 from ..sequence import NO_SHAPE, Draft, Sequence, Shape
 from .choice import SHARE, Choice
 from .costs import CostTable
-from .draft_sources import FIRST_WAIT, MOST_SIBLINGS, Drafted, DraftSource
+from .draft_sources import FIRST_WAIT, MOST_SIBLINGS, Drafted, DraftSource, hoped_rate
 
 MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
 # The budget of trials, in passes: what it holds at first and at most.
 FIRST_BUDGET, MOST_BUDGET = 0.4, 4.0
 LAST_WAIT = 256  # the most passes from one trial to the next
 HORIZON = 64  # in at most so many passes drafts must pay for reading sequences
+SIBLINGS = 4  # tokens of a tree for each of its levels, as long as it is not known how deep a tree pays
 AHEAD = 32  # the passes before the next possible draft from which on hidden states are kept
-MANY, FEW = 64, 4  # the passes, and the drafts of them that were verified, after which it is known whether drafts pay
+MANY = 64  # the passes after which it is known whether drafts pay
 
 
 class Controller:
@@ -94,11 +95,13 @@ class Controller:
         known = self.sources.get(source)
         if self.num_draft != "auto" or known is None or self.num_passes < known.last_paid + MANY:
             return None
-        if sum(known.tally.verified[:1]) < FEW or not known.cost.count or not self.verify_costs.is_measured(1):
+        if not sum(known.tally.verified) or not known.cost.count or not self.verify_costs.is_measured(1):
             return None
-        cost, rate = known.cost.seconds(1, 1) / self.verify_costs.seconds(1), known.tally.acceptances([None], 0)[0]
-        if rate > cost + self.verify_costs.seconds(2) / self.verify_costs.seconds(1) - 1:
-            return None  # the few trials say that they would
+        one = self.verify_costs.seconds(1)
+        cost = known.cost.seconds(1, 1) / one
+        if hoped_rate(known) > cost + self.verify_costs.seconds(2) / one - 1:
+            return None  # the few trials leave it possible that they would
+        rate = known.tally.acceptances([None], 0)[0]
         return f"drafts of {source!r} do not pay: a token costs {cost:.2f} of a pass, and {rate:.0%} are accepted"
 
     def _shapes(
@@ -111,15 +114,18 @@ class Controller:
             depths = (max(0, min(self.num_draft, limit)) for limit in limits)
             return [Shape(depth, max(depth, most_nodes) if depth else 0) for depth in depths]
         known, rows = self._source(source), len(sequences) + other_rows
-        bounds = [max(0, min(limit, self.max_draft)) for limit in limits]
-        if self.num_passes < known.plan.until and known.plan.holds_for(sequences, rows, most_nodes):
+        # Longer drafts than any that was accepted are tried step by step, because nobody knows yet what they cost.
+        deepest = min(self.max_draft, max(1, 2 * sum(count > 0 for count in known.tally.accepted)))
+        bounds = [max(0, min(limit, deepest)) for limit in limits]
+        if self.num_passes < known.plan.until and known.plan.holds_for(sequences, rows, trees=most_nodes > 0):
             return known.plan.within(bounds)
         if not any(bounds) or not self.verify_costs.is_measured(rows):
             return [NO_SHAPE] * len(bounds)
         if self.budget is None:
             self.budget = FIRST_BUDGET * self.verify_costs.seconds(len(sequences))
         known.is_free = is_free
-        choice = Choice(known, sequences, bounds, rows, self.verify_costs, self.num_passes, most_nodes)
+        nodes = min(most_nodes, SIBLINGS * deepest)
+        choice = Choice(known, sequences, bounds, rows, self.verify_costs, self.num_passes, nodes)
         known.plan = choice.plan(min(HORIZON, max(limits)), self.budget)
         return known.plan.within(bounds)
 
@@ -205,6 +211,8 @@ class Controller:
             gain = known.accepted * costs.seconds(self._sequences) / self._sequences - known.seconds
             gain -= costs.extra(max(1, rows - known.drafted), known.drafted) if known.drafted else 0.0
             self.budget += gain
+            if gain <= 0:
+                known.last_trial = self.num_passes
             known.wait = FIRST_WAIT if gain > 0 else min(2 * known.wait, LAST_WAIT)
             known.next_trial = self.num_passes + known.wait
         known.drafted, known.accepted, known.seconds = 0, 0, 0.0

@@ -97,6 +97,10 @@ class CostTable:
         near = (len(times) for seen, times in self.widths.items() if rows <= 2 * seen and seen <= 2 * rows)
         return sum(near) >= 2
 
+    def is_known(self, rows: int) -> bool:
+        """Return whether passes with so many rows were seen, or with more."""
+        return rows <= max((seen for seen, times in self.widths.items() if len(times) > 2), default=0)
+
     def seconds(self, rows: int) -> float:
         """The estimated seconds of a pass. Raises LookupError before the first pass was observed."""
         if self._unread:

@@ -14,8 +14,8 @@ from .costs import DraftCost
 
 FIRST_WAIT = 1  # the passes from the first trial to the next
 # The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
-# over all sequences, of about the last 96 drafts, is what is expected of each, of which the last 16 count.
-PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.3, 6.0, 96.0, 16.0
+# over all sequences, of about the last 64 drafts, is what is expected of each, of which the last 16 count.
+PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.3, 4.0, 64.0, 16.0
 IDLE_MEMORY = 64.0  # the passes without drafts in which the counts of a sequence fade
 HOPE = 1.5  # the standard errors by which the acceptance may be better than it looks
 # The siblings of a tree that count, and the part of what is left by those before it that one is expected to have.
@@ -42,7 +42,7 @@ class Plan:
 
     sequences: list[Sequence] = field(default_factory=list)
     rows: int = 0
-    most_nodes: int = 0
+    trees: bool = False
     shapes: list[Shape] = field(default_factory=list)
     until: int = 0
     is_trial: bool = False
@@ -55,10 +55,10 @@ class Plan:
     def pays(self) -> bool:
         return self.drafts and not self.is_trial
 
-    def holds_for(self, sequences: abc.Sequence[Sequence], rows: int, most_nodes: int) -> bool:
+    def holds_for(self, sequences: abc.Sequence[Sequence], rows: int, *, trees: bool) -> bool:
         if not self.drafts:
             return len(sequences) == len(self.sequences)
-        return (rows, most_nodes) == (self.rows, self.most_nodes) and sequences == self.sequences
+        return (rows, trees) == (self.rows, self.trees) and sequences == self.sequences
 
     def within(self, bounds: list[int]) -> list[Shape]:
         """Return the shapes, or chains of bounds[i] tokens where they are deeper than that."""
@@ -87,6 +87,7 @@ class DraftSource:
     last_bare: int = 0  # the last of these that went without, so that its time is known
     wait: int = FIRST_WAIT  # the passes from a trial to the next, which double from FIRST_WAIT on where no hope is left
     next_trial: int = 0
+    last_trial: int = -(10**9)  # that did not pay
     # Of this pass:
     drafted: int = 0
     accepted: int = 0
@@ -141,9 +142,14 @@ def expected_trees(
     return trees
 
 
-def hoped_trees(source: DraftSource, bounds: abc.Sequence[int]) -> Trees:
-    """Return chains that are accepted as often as what was seen of first tokens leaves possible."""
+def hoped_rate(source: DraftSource) -> float:
+    """Return the best acceptance of first tokens that what was seen of them leaves possible."""
     rate = source.tally.acceptances([PRIOR], WEIGHT)[0]
     seen = WEIGHT + sum(source.tally.verified[:1])
-    chain = gains([min(1.0, rate + HOPE * sqrt(rate * (1 - rate) / seen))] * max(bounds))
+    return min(1.0, rate + HOPE * sqrt(rate * (1 - rate) / seen))
+
+
+def hoped_trees(source: DraftSource, bounds: abc.Sequence[int]) -> Trees:
+    """Return chains of tokens that are accepted as often as is possible."""
+    chain = gains([hoped_rate(source)] * max(bounds))
     return [[(gain, depth) for depth, gain in enumerate(chain[:bound])] for bound in bounds]

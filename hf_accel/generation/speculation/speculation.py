@@ -259,9 +259,6 @@ class Speculation:
     def observe(self, sequence: Sequence, accepted: list[int], tokens: int) -> None:
         """Record which drafted tokens of a sequence were accepted, and that it has `tokens` new tokens."""
         draft = self.draft_of(sequence)
-        if not len(draft):
-            self.statistics.record_step(0, 0, tokens)
-            return
         if draft.parents is None:
             self.controller.observe_drafts(sequence, len(draft), len(accepted), source=draft.source)
         else:
