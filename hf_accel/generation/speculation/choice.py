@@ -58,7 +58,7 @@ class Choice:
         return shapes
 
     def _has_hope(self, horizon: int) -> bool:
-        """Return whether drafts would pay, reading included, if acceptance were as good as the counts leave possible."""
+        """Return whether drafts would pay, reading included, if as many were accepted as the counts leave possible."""
         shapes, gained = self._best(hoped_trees(self.source, self.bounds))
         return gained * horizon > self._unread(shapes) * (self.source.reading or 0.0)
 

@@ -142,8 +142,9 @@ class Controller:
             known.cost.observe(levels, tokens, seconds)
 
     def observe_reading(self, sequences: abc.Sequence[Sequence], seconds: float, source: str = "") -> float:
-        """Learn that it took `seconds` until a drafter was ready to draft for these sequences. Returns how many of them
-        count as reading: all if it had to read any sequence for the first time, and else none.
+        """Learn that it took `seconds` until a drafter was ready to draft for these sequences.
+
+        Returns how many of them count as reading: all if it had to read any sequence for the first time, else none.
         """
         known = self._source(source)
         new = [record for record in map(known.of, sequences) if not record.is_read]

@@ -85,7 +85,9 @@ class DraftSource:
     plan: Plan = field(default_factory=Plan)
     last_paid: int = 0  # the last pass for which drafts were expected to pay
     last_bare: int = 0  # the last of these that went without, so that its time is known
-    wait: int = FIRST_WAIT  # the passes from a trial to the next, which double from FIRST_WAIT on where no hope is left
+    wait: int = (
+        FIRST_WAIT  # the passes from a trial to the next, which double from FIRST_WAIT on where no hope is left
+    )
     next_trial: int = 0
     last_trial: int = -(10**9)  # that did not pay
     # Of this pass:

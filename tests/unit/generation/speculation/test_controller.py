@@ -88,7 +88,9 @@ def test_a_trial_reads_no_more_sequences_than_the_budget_pays_for() -> None:
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("drafting", [0.0, 0.3])
 @pytest.mark.parametrize("curve", CURVES)
-def test_in_a_thousand_passes_drafts_that_are_never_right_cost_less_than_their_share(curve: str, drafting: float, batch: int) -> None:
+def test_in_a_thousand_passes_drafts_that_are_never_right_cost_less_than_their_share(
+    curve: str, drafting: float, batch: int
+) -> None:
     run = Simulation(CURVES[curve], [0.0] * batch, drafting=drafting, noise=0.1, outliers=0.01, seed=batch)
     wasted = sum(any(lengths) for lengths in run.run(1000))
     assert wasted >= 2
@@ -310,7 +312,8 @@ def test_nearly_what_the_best_fixed_length_brings_is_reached(costs: tuple[float,
         for call in range(4):
             run = Simulation(
                 curve, [acceptance] * batch, controller=controller, calling=calling, drafting=drafting,
-                reading=0.3 if drafting else 0.0, keeping=0.01 if drafting else 0.0, noise=0.1, outliers=0.005, seed=call,
+                reading=0.3 if drafting else 0.0, keeping=0.01 if drafting else 0.0, noise=0.1, outliers=0.005,
+                seed=call,
             )  # fmt: skip
             run.run(150)
             if call >= 2:
