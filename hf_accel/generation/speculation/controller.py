@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from ...keywords import positive_int
 from ..sequence import NO_SHAPE, Draft, Sequence, Shape
-from .choice import SHARE, Choice
 from .costs import CostTable
+from .draft_choice import SHARE, DraftChoice
 from .draft_sources import FIRST_WAIT, MOST_SIBLINGS, Drafted, DraftSource, hoped_rate
 
 MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
@@ -35,7 +35,7 @@ class Controller:
     max_draft with the most new tokens per second.
 
     What drafts bring and cost is known from counts of accepted tokens and from clocks, and a plan that drafts is made
-    anew every few passes. Where none is expected to pay, there are trials of one token for each sequence, as soon as
+    again every few passes. Where none is expected to pay, there are trials of one token for each sequence, as soon as
     the budget pays for one: it is given SHARE of all time, and a trial takes from it what it costs beyond what it
     brings. If even an acceptance at the end of what the counts leave possible would not pay, the distance between
     trials doubles each time. A drafter reads a sequence when it is first asked for a draft of it (a draft model
@@ -125,7 +125,7 @@ class Controller:
             self.budget = FIRST_BUDGET * self.verify_costs.seconds(len(sequences))
         known.is_free = is_free
         nodes = min(most_nodes, SIBLINGS * deepest)
-        choice = Choice(known, sequences, bounds, rows, self.verify_costs, self.num_passes, nodes)
+        choice = DraftChoice(known, sequences, bounds, rows, self.verify_costs, self.num_passes, nodes)
         known.plan = choice.plan(min(HORIZON, max(limits)), self.budget)
         return known.plan.within(bounds)
 

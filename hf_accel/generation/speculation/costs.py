@@ -18,7 +18,7 @@ MEMORY = 31  # the last observations of a width that count
 EXTRAPOLATED = 0.02  # a further row than any measured is assumed to add this share of the time, or a quarter of a row
 DRAFTS = 32.0  # about so many of the last drafts count
 SLOW = 2.0  # how many times slower than expected an observed draft may count as
-STEP = 16  # of more drafted tokens than so many not all numbers are tried
+ALL_COUNTS = 16  # of more drafted tokens than so many not all numbers are tried
 NOISE = 0.1  # the assumed mean relative deviation of an observation, which counts as two of them
 
 # The seconds of a pass, as a function of its rows: the tokens that it computes, which are the rows of its input.
@@ -225,13 +225,13 @@ def allocate_trees(
     than by decoding alone. least: seconds that any draft must gain.
 
     No token is likelier than the one that it follows. So for each total number of drafted tokens, those with the
-    highest gains are the best choice. All total numbers are tried (of many, those that differ by more than a part of
-    STEP), because the time of a kernel rises in steps, and all depths, because each costs the drafter something. The
-    choice is optimal among these.
+    highest gains are the best choice. All total numbers are tried, because the time of a kernel rises in steps (of
+    more than ALL_COUNTS, some are left out), and all depths, because each costs the drafter something. The choice is
+    optimal among these.
     """
     entries = sorted((-gain, depth, i) for i, tree in enumerate(gains) for gain, depth in tree)
     deepest = 1 + max((depth for _, depth, _ in entries), default=-1)
-    counts = [n for n in range(1, len(entries) + 1) if n <= STEP or n % (n // STEP) == 0]
+    counts = [n for n in range(1, len(entries) + 1) if n <= ALL_COUNTS or n % (n // ALL_COUNTS) == 0]
     rows = len(gains)
     bare, whole = verify(rows), verify(rows + other_rows)
     alone = {n: verify(rows + n) - bare for n in counts}

@@ -35,9 +35,10 @@ class Drafted:
 
 
 @dataclass
-class Plan:
-    """What a source drafts in the passes ahead of pass `until`, in passes of the same sequences, rows and trees; if it
-    drafts nothing, in those of as many sequences.
+class DraftPlan:
+    """The drafts of a source until pass `until`, for passes of the same sequences and as many rows.
+
+    A plan for no drafts holds for any as many sequences.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -82,7 +83,7 @@ class DraftSource:
     reading: float | None = None  # seconds to read a sequence for the first time
     keeping: float = 0.0  # seconds in which a pass keeps what the drafter reads
     is_free: bool = True
-    plan: Plan = field(default_factory=Plan)
+    plan: DraftPlan = field(default_factory=DraftPlan)
     last_paid: int = 0  # the last pass for which drafts were expected to pay
     last_bare: int = 0  # the last of these that went without, so that its time is known
     wait: int = (

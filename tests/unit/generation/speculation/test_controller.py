@@ -8,9 +8,9 @@ from hf_accel.errors import UnsupportedError
 from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.acceptance import gains
-from hf_accel.generation.speculation.choice import SHARE, Choice
 from hf_accel.generation.speculation.controller import Controller
-from hf_accel.generation.speculation.draft_sources import Plan
+from hf_accel.generation.speculation.draft_choice import SHARE, DraftChoice
+from hf_accel.generation.speculation.draft_sources import DraftPlan
 
 from ..simulation import CURVES, Simulation
 
@@ -329,13 +329,13 @@ def test_nearly_what_the_best_fixed_length_brings_is_reached(costs: tuple[float,
 def test_a_plan_holds_until_its_end_and_within_new_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Simulation(CURVES["flat"], [0.9, 0.9], drafting=0.01)
     run.run(60)
-    made, make = list[Choice](), Choice.plan
+    made, make = list[DraftChoice](), DraftChoice.plan
 
-    def counted(self: Choice, horizon: int, budget: float) -> Plan:
+    def counted(self: DraftChoice, horizon: int, budget: float) -> DraftPlan:
         made.append(self)
         return make(self, horizon, budget)
 
-    monkeypatch.setattr(Choice, "plan", counted)
+    monkeypatch.setattr(DraftChoice, "plan", counted)
     run.run(40)
     assert 10 <= len(made) <= 14
     controller = run.controller

@@ -15,7 +15,7 @@ from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
 from hf_accel.generation.sequence import NO_SHAPE, Draft, Sequence
 from hf_accel.generation.speculation.controller import Controller
-from hf_accel.generation.speculation.draft_sources import DraftSource, Plan
+from hf_accel.generation.speculation.draft_sources import DraftPlan, DraftSource
 from hf_accel.generation.speculation.drafters.drafter import Drafter
 from hf_accel.generation.speculation.speculation import Speculation, SpeculationStatistics
 from hf_accel.generation.speculation.verifiers import verifier
@@ -226,7 +226,7 @@ def test_drafters_that_rest_are_asked_nothing_and_no_states_are_kept(monkeypatch
     speculation, kept = batcher.speculation, list[bool]()
     assert speculation is not None
     speculation.states, speculation.keep_states = lambda: torch.zeros(1, 1), kept.append
-    plan = Plan([Sequence([1], RequestSettings(9, sampling=None))], 1, shapes=[NO_SHAPE], until=100)  # type: ignore[arg-type]
+    plan = DraftPlan([Sequence([1], RequestSettings(9, sampling=None))], 1, shapes=[NO_SHAPE], until=100)  # type: ignore[arg-type]
     speculation.controller.sources[drafter.name] = DraftSource(plan=plan)
     [sequence] = add(batcher, [1, 2, 3])
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What a source drafts for the sequences of a pass: what is expected to pay, or a trial, or nothing."""
+"""The choice of what a source drafts in a pass, which is what pays, a trial, or nothing."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from ..sequence import NO_SHAPE, Sequence, Shape
 from .costs import CostTable, allocate_trees
-from .draft_sources import DraftSource, Plan, Trees, expected_trees, hoped_trees
+from .draft_sources import DraftPlan, DraftSource, Trees, expected_trees, hoped_trees
 
 SHARE = 0.02  # of all time, what trials may lose
 REPLAN = 4  # the passes for which a plan holds that drafts
 REFRESH = 128  # the passes after which one without drafts shows again what such a pass costs
 APART = 3  # the passes from one trial that did not pay to the next, where there is hope
-LEAST = 0.01  # what drafts must be expected to gain, in passes: less would not pay for mistaking it
+LEAST_GAIN = 0.01  # what drafts must be expected to gain, in passes: less would not pay for mistaking it
 UNMEASURED_DRAFT = 0.3  # the assumed time of a model's draft of one token before any was measured, in passes
 
 
 @dataclass
-class Choice:
+class DraftChoice:
     """bounds: the most tokens of each sequence that follow each other. rows: of the pass, besides drafted tokens. now:
     the number of the pass. most_nodes: the most tokens of a tree; 0 for chains.
     """
@@ -34,7 +34,7 @@ class Choice:
     def __post_init__(self) -> None:
         self.records = [self.source.at(sequence, self.now) for sequence in self.sequences]
 
-    def plan(self, horizon: int, budget: float) -> Plan:
+    def plan(self, horizon: int, budget: float) -> DraftPlan:
         """Return the plan with the most new tokens a second, or a trial if it drafts nothing and the budget, in
         seconds, pays for one. horizon: the passes in which drafts must pay for reading sequences.
         """
@@ -62,7 +62,7 @@ class Choice:
         shapes, gained = self._best(hoped_trees(self.source, self.bounds))
         return gained * horizon > self._unread(shapes) * (self.source.reading or 0.0)
 
-    def _trial(self, horizon: int, budget: float) -> Plan:
+    def _trial(self, horizon: int, budget: float) -> DraftPlan:
         """Return a plan for one token of as many sequences as the budget pays for, those that were read first; or
         for nothing, until there can be a trial.
         """
@@ -82,8 +82,8 @@ class Choice:
         afforded = (prices[0] - budget) / (SHARE * self.costs.seconds(self.rows))
         return self._plan([NO_SHAPE] * len(shapes), max(wait, int(afforded)))
 
-    def _plan(self, shapes: list[Shape], passes: int, *, is_trial: bool = False) -> Plan:
-        return Plan(list(self.sequences), self.rows, self.most_nodes > 0, shapes, self.now + passes, is_trial)
+    def _plan(self, shapes: list[Shape], passes: int, *, is_trial: bool = False) -> DraftPlan:
+        return DraftPlan(list(self.sequences), self.rows, self.most_nodes > 0, shapes, self.now + passes, is_trial)
 
     def _unread(self, shapes: list[Shape]) -> int:
         return sum(bool(shape.nodes) and not one.is_read for shape, one in zip(shapes, self.records, strict=True))
@@ -94,7 +94,7 @@ class Choice:
 
     def _best(self, trees: Trees) -> tuple[list[Shape], float]:
         count = len(self.sequences)
-        least = self.costs.doubt(count) + self.source.keeping + LEAST * self.costs.seconds(count)
+        least = self.costs.doubt(count) + self.source.keeping + LEAST_GAIN * self.costs.seconds(count)
         return allocate_trees(trees, self.costs.seconds, self._draft, other_rows=self.rows - count, least=least)
 
     def _draft(self, levels: int, tokens: int) -> float:
