@@ -78,6 +78,7 @@ BOOKKEEPING = {  # and what that may use
     "generation.engine.stream",
     "generation.speculation.acceptance",
     "generation.speculation.controller",
+    "generation.speculation.draft_choice",
     "generation.speculation.costs",
     "generation.speculation.draft_sources",
     "generation.speculation.drafters.drafter",

@@ -25,23 +25,31 @@ class Tally:
         self.verified: list[float] = []
         self.accepted: list[float] = []
 
+    def fade(self, keep: float | None = None) -> None:
+        """Let all counts so far count less, as one more draft does, or to the part `keep`."""
+        keep = self.keep if keep is None else keep
+        if keep < 1:
+            for counts in (self.drafted, self.verified, self.accepted):
+                counts[:] = [count * keep for count in counts]
+
     def add(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` tokens, of which the first `accepted` were accepted."""
+        # Positions that it does not reach get older too: what is known of them may be true no longer.
+        self.fade()
         for counts in (self.drafted, self.verified, self.accepted):
             counts += [0] * (drafted - len(counts))
         for position in range(drafted):
-            self.drafted[position] = self.drafted[position] * self.keep + 1
-            # Positions after the rejected token get older too: what is known of them may be true no longer.
-            self.verified[position] = self.verified[position] * self.keep + (position <= accepted)
-            self.accepted[position] = self.accepted[position] * self.keep + (position < accepted)
+            self.drafted[position] += 1
+            self.verified[position] += position <= accepted
+            self.accepted[position] += position < accepted
 
     def count(self, position: int, *, accepted: bool) -> None:
         """Count one token whose prefix was accepted."""
         for counts in (self.drafted, self.verified, self.accepted):
             counts += [0] * (position + 1 - len(counts))
-        self.drafted[position] = self.drafted[position] * self.keep + 1
-        self.verified[position] = self.verified[position] * self.keep + 1
-        self.accepted[position] = self.accepted[position] * self.keep + accepted
+        self.drafted[position] += 1
+        self.verified[position] += 1
+        self.accepted[position] += accepted
 
     def acceptances(self, expected: Sequence[float | None], weight: float) -> list[float]:
         """Return the acceptance of each position. What is expected there counts as `weight` verified tokens.

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from math import sqrt
 from statistics import median_low
 
@@ -17,6 +18,7 @@ MEMORY = 31  # the last observations of a width that count
 EXTRAPOLATED = 0.02  # a further row than any measured is assumed to add this share of the time, or a quarter of a row
 DRAFTS = 32.0  # about so many of the last drafts count
 SLOW = 2.0  # how many times slower than expected an observed draft may count as
+ALL_COUNTS = 16  # of more drafted tokens than so many not all numbers are tried
 NOISE = 0.1  # the assumed mean relative deviation of an observation, which counts as two of them
 
 # The seconds of a pass, as a function of its rows: the tokens that it computes, which are the rows of its input.
@@ -61,6 +63,7 @@ class CostTable:
 
     def __init__(self) -> None:
         self.widths: dict[int, deque[float]] = {}  # observations
+        self._unread = set[int]()  # widths with observations that the estimates do not know yet
         self._doubts: dict[int, float] = {}  # relative standard errors of the estimates
         self._medians: dict[int, float] = {}
         self._curve: tuple[list[int], list[float]] = [], []  # widths in order, and the seconds of each
@@ -73,13 +76,19 @@ class CostTable:
         rows = round(rows / step) * step
         if rows not in self.widths:
             self.widths[rows] = deque([self.seconds(rows)] if self.widths else [], maxlen=MEMORY)
-        seen = self.widths[rows]
-        seen.append(seconds)
-        # The lower median, because outliers are slow. The first observation of a width is half believed.
-        median = min(seconds, 2 * seen[0]) if len(seen) == 2 else median_low(seen)
-        self._medians[rows] = median
-        deviations = sum(min(abs(one / median - 1), 0.5) for one in seen)
-        self._doubts[rows] = (2 * NOISE + deviations) / (2 + len(seen)) / sqrt(len(seen))
+        self.widths[rows].append(seconds)
+        self._unread.add(rows)
+
+    def _read(self) -> None:
+        """Estimate what was observed since it was asked for last."""
+        for rows in self._unread:
+            seen = self.widths[rows]
+            # The lower median, because outliers are slow. The first observation of a width is half believed.
+            median = min(seen[1], 2 * seen[0]) if len(seen) == 2 else median_low(seen)
+            self._medians[rows] = median
+            deviations = sum(min(abs(one / median - 1), 0.5) for one in seen)
+            self._doubts[rows] = (2 * NOISE + deviations) / (2 + len(seen)) / sqrt(len(seen))
+        self._unread.clear()
         widths = sorted(self.widths)
         self._curve = widths, isotonic([self._medians[n] for n in widths], [len(self.widths[n]) for n in widths])
 
@@ -88,8 +97,14 @@ class CostTable:
         near = (len(times) for seen, times in self.widths.items() if rows <= 2 * seen and seen <= 2 * rows)
         return sum(near) >= 2
 
+    def is_known(self, rows: int) -> bool:
+        """Return whether passes with so many rows were seen, or with more."""
+        return rows <= max((seen for seen, times in self.widths.items() if len(times) > 2), default=0)
+
     def seconds(self, rows: int) -> float:
         """The estimated seconds of a pass. Raises LookupError before the first pass was observed."""
+        if self._unread:
+            self._read()
         widths, seconds = self._curve
         if not widths:
             raise LookupError("no pass was observed yet")
@@ -112,6 +127,8 @@ class CostTable:
 
     def doubt(self, rows: int) -> float:
         """The standard error of `seconds(rows)`."""
+        if self._unread:
+            self._read()
         return self._doubts[min(self.widths, key=lambda seen: abs(seen - rows))] * self.seconds(rows)
 
 
@@ -208,23 +225,29 @@ def allocate_trees(
     than by decoding alone. least: seconds that any draft must gain.
 
     No token is likelier than the one that it follows. So for each total number of drafted tokens, those with the
-    highest gains are the best choice. All total numbers are tried, because the time of a kernel rises in steps, and
-    all depths, because each costs the drafter something. The choice is optimal.
+    highest gains are the best choice. All total numbers are tried, because the time of a kernel rises in steps (of
+    more than ALL_COUNTS, some are left out), and all depths, because each costs the drafter something. The choice is
+    optimal among these.
     """
     entries = sorted((-gain, depth, i) for i, tree in enumerate(gains) for gain, depth in tree)
     deepest = 1 + max((depth for _, depth, _ in entries), default=-1)
+    counts = [n for n in range(1, len(entries) + 1) if n <= ALL_COUNTS or n % (n // ALL_COUNTS) == 0]
+    rows = len(gains)
+    bare, whole = verify(rows), verify(rows + other_rows)
+    alone = {n: verify(rows + n) - bare for n in counts}
+    added = alone if not other_rows else {n: verify(rows + other_rows + n) - whole for n in counts}
     options = [(0, 0, 0.0, 0.0)]  # depth, drafted tokens, expected accepted ones, seconds to draft
     for depth in [deepest] if draft is None else range(1, deepest + 1):
-        tokens = 0.0
-        for count, (gain, _, _) in enumerate((entry for entry in entries if entry[1] < depth), 1):
-            tokens -= gain
-            options.append((depth, count, tokens, least + (0.0 if draft is None else draft(depth, count))))
-    rows = len(gains)
-    best = max((rows + tokens) / (verify(rows + n) + seconds) for _, n, tokens, seconds in options)
+        sums = list(accumulate(-gain for gain, at, _ in entries if at < depth))
+        options += [
+            (depth, n, sums[n - 1], least + (0.0 if draft is None else draft(depth, n)))
+            for n in counts
+            if n <= len(sums)
+        ]
+    best = max((rows + tokens) / (bare + alone.get(n, 0.0) + seconds) for _, n, tokens, seconds in options)
     # Among equal choices the one with the fewest rows is taken, which comes first.
-    whole = rows + other_rows
-    depth, count, tokens, seconds = max(options, key=lambda one: one[2] - best * (verify(whole + one[1]) + one[3]))
-    gained = tokens * verify(rows) / max(1, rows) + verify(whole) - verify(whole + count) - seconds
+    depth, count, tokens, seconds = max(options, key=lambda one: one[2] - best * (added.get(one[1], 0.0) + one[3]))
+    gained = tokens * bare / max(1, rows) - added.get(count, 0.0) - seconds
     shapes = [NO_SHAPE] * len(gains)
     for _, at, i in [entry for entry in entries if entry[1] < depth][:count]:
         shapes[i] = Shape(max(shapes[i].depth, at + 1), shapes[i].nodes + 1)

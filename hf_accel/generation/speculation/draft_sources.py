@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from functools import partial
+from math import sqrt
 from weakref import WeakKeyDictionary
 
-from ..sequence import Sequence
+from ..sequence import NO_SHAPE, Sequence, Shape
 from .acceptance import Tally, gains, likeliest_tree
 from .costs import DraftCost
 
 FIRST_WAIT = 1  # the passes from the first trial to the next
 # The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
-# over all sequences, of about the last 96 drafts, is what is expected of each, of which the last 16 count.
-PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.5, 2.5, 96.0, 16.0
+# over all sequences, of about the last 64 drafts, is what is expected of each, of which the last 16 count.
+PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.3, 4.0, 64.0, 16.0
+IDLE_MEMORY = 64.0  # the passes without drafts in which the counts of a sequence fade
+HOPE = 1.5  # the standard errors by which the acceptance may be better than it looks
 # The siblings of a tree that count, and the part of what is left by those before it that one is expected to have.
 MOST_SIBLINGS, SIBLING = 6, 0.3
+
+# Of each token that can be drafted for each sequence, what allocate_trees takes.
+Trees = list[list[tuple[float, int]]]
 
 
 @dataclass
@@ -26,7 +32,41 @@ class Drafted:
     tally: Tally = field(default_factory=partial(Tally, SEQUENCE_MEMORY))
     last_pass: int = -1
     is_read: bool = False
-    is_trial: bool = False  # whether the draft of this pass only tests whether drafts pay now
+
+
+@dataclass
+class DraftPlan:
+    """The drafts of a source until pass `until`, for passes of the same sequences and as many rows.
+
+    A plan for no drafts holds for any as many sequences.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    rows: int = 0
+    trees: bool = False
+    shapes: list[Shape] = field(default_factory=list)
+    until: int = 0
+    is_trial: bool = False
+    drafts: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drafts = any(shape.nodes for shape in self.shapes)
+
+    @property
+    def pays(self) -> bool:
+        return self.drafts and not self.is_trial
+
+    def holds_for(self, sequences: abc.Sequence[Sequence], rows: int, *, trees: bool) -> bool:
+        if not self.drafts:
+            return len(sequences) == len(self.sequences)
+        return (rows, trees) == (self.rows, self.trees) and sequences == self.sequences
+
+    def within(self, bounds: list[int]) -> list[Shape]:
+        """Return the shapes, or chains of bounds[i] tokens where they are deeper than that."""
+        if not self.drafts:
+            return [NO_SHAPE] * len(bounds)
+        pairs = zip(self.shapes, bounds, strict=True)
+        return [shape if shape.depth <= bound else Shape(bound, bound) for shape, bound in pairs]
 
 
 @dataclass
@@ -39,33 +79,36 @@ class DraftSource:
     tally: Tally = field(default_factory=partial(Tally, SOURCE_MEMORY))
     ranks: list[Tally] = field(default_factory=lambda: [Tally(SOURCE_MEMORY) for _ in range(1, MOST_SIBLINGS)])
     sequences: WeakKeyDictionary[Sequence, Drafted] = field(default_factory=WeakKeyDictionary)
-    deepest: int = 0  # the most accepted tokens of one draft
     cost: DraftCost = field(default_factory=DraftCost)
-    reading: float = 0.0  # seconds to read a sequence for the first time
+    reading: float | None = None  # seconds to read a sequence for the first time
     keeping: float = 0.0  # seconds in which a pass keeps what the drafter reads
     is_free: bool = True
-    has_hope: bool = False  # whether drafts would pay if they were as often accepted as may still be
-    is_tried: bool = False  # whether this pass has a trial
-    wait: int = FIRST_WAIT
-    next_trial: int = 0  # the pass from which on there may be trials
-    idle: tuple[int, int] = (0, 0)  # for so many sequences nothing can be drafted before this pass
-    gained: float = 0.0  # seconds that drafts have gained in about the last 96 passes with any; readings are left out
+    plan: DraftPlan = field(default_factory=DraftPlan)
+    last_paid: int = 0  # the last pass for which drafts were expected to pay
+    last_bare: int = 0  # the last of these that went without, so that its time is known
+    wait: int = (
+        FIRST_WAIT  # the passes from a trial to the next, which double from FIRST_WAIT on where no hope is left
+    )
+    next_trial: int = 0
+    last_trial: int = -(10**9)  # that did not pay
     # Of this pass:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
 
     def of(self, sequence: Sequence) -> Drafted:
-        return self.sequences.setdefault(sequence, Drafted())
+        record = self.sequences.get(sequence)
+        if record is None:
+            record = self.sequences[sequence] = Drafted()
+        return record
 
-    def end_pass(self, saved: float, added: float) -> None:
-        """Count what the drafts of the pass have gained. saved, added: the seconds that an accepted token saves, and
-        those that a drafted one adds to the pass.
-        """
-        if self.drafted or self.seconds:
-            gain = self.accepted * saved - self.drafted * added - self.seconds
-            self.gained = (1 - 1 / SOURCE_MEMORY) * self.gained + gain
-        self.drafted, self.accepted, self.seconds = 0, 0, 0.0
+    def at(self, sequence: Sequence, now: int) -> Drafted:
+        """Return the record of a sequence in pass `now`. What was seen of it long ago counts little."""
+        record = self.of(sequence)
+        if record.last_pass < now:
+            record.tally.fade((1 - 1 / IDLE_MEMORY) ** (now - record.last_pass))
+            record.last_pass = now
+        return record
 
 
 def expected_gains(
@@ -83,8 +126,8 @@ def expected_gains(
 
 def expected_trees(
     source: DraftSource, drafted: abc.Sequence[Drafted], bounds: abc.Sequence[int], most_nodes: int
-) -> list[list[tuple[float, int]]]:
-    """Return the tokens of the next draft of each sequence, as allocate_trees takes them. most_nodes: 0 for chains."""
+) -> Trees:
+    """Return the tokens of the next draft of each sequence. most_nodes: 0 for chains."""
     chains = expected_gains(source, drafted, bounds)
     if not most_nodes:
         return [[(gain, depth) for depth, gain in enumerate(chain)] for chain in chains]
@@ -100,3 +143,16 @@ def expected_trees(
                 left = [max(0.0, all - rate) for all, rate in zip(left, rates[-1], strict=True)]
         trees.append(likeliest_tree(rates, most_nodes))
     return trees
+
+
+def hoped_rate(source: DraftSource) -> float:
+    """Return the best acceptance of first tokens that what was seen of them leaves possible."""
+    rate = source.tally.acceptances([PRIOR], WEIGHT)[0]
+    seen = WEIGHT + sum(source.tally.verified[:1])
+    return min(1.0, rate + HOPE * sqrt(rate * (1 - rate) / seen))
+
+
+def hoped_trees(source: DraftSource, bounds: abc.Sequence[int]) -> Trees:
+    """Return chains of tokens that are accepted as often as is possible."""
+    chain = gains([hoped_rate(source)] * max(bounds))
+    return [[(gain, depth) for depth, gain in enumerate(chain[:bound])] for bound in bounds]

@@ -53,7 +53,8 @@ class SpeculationStatistics:
         self.steps += 1
         self.tokens += tokens
         self.lengths[drafted] += 1
-        self.tally.add(drafted if levels is None else levels, accepted)
+        if drafted:
+            self.tally.add(drafted if levels is None else levels, accepted)
 
     def record_pass(self, drafting_seconds: float, verifying_seconds: float) -> None:
         self.passes += 1
@@ -141,7 +142,11 @@ class Speculation:
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[Draft]:
         """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
         self._drafts, self._states, self._seconds = {}, {}, 0.0
-        begun = now()
+        if self.states is not None:
+            self._keeps = not all(self.controller.rests(drafter.name) for drafter in self.drafters if drafter.layers)
+            self.keep_states(self._keeps)
+        if all(self.controller.rests(drafter.name, 0, count=len(chunks)) for drafter in self.drafters):
+            return [NO_DRAFT] * len(chunks)
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
             room = min(self.invariant_rows - rows, sys.maxsize if room is None else room)
@@ -159,13 +164,6 @@ class Speculation:
             if asked:
                 self._propose_from(drafter, asked, rows - len(asked) + drafted, left, pages=pages)
             waiting = [sequence for sequence in waiting if sequence not in self._drafts]
-        if self.states is not None:
-            self._keeps = not all(self.controller.rests(drafter.name) for drafter in self.drafters if drafter.layers)
-            self.keep_states(self._keeps)
-        seconds = now() - begun
-        if self._drafts:  # otherwise the balance would fall where nothing is drafted, and nothing ever would be again
-            self.controller.observe_asking([], seconds - self._seconds)
-        self._seconds = seconds
         return [self.draft_of(chunk.sequence) for chunk in chunks]
 
     def _propose_from(
@@ -195,15 +193,18 @@ class Speculation:
             drafts = drafter.propose_trees(chosen, [shape for _, shape in asked])
         else:
             drafts = drafter.propose(chosen, [shape.depth for _, shape in asked])
-        ended = now()
         for (sequence, shape), draft in zip(asked, drafts, strict=True):
             self._take(drafter, sequence, in_branches(draft, shape, drafter.name), pages)
-        passes = 0.0 if drafter.is_free else ended - ready
-        if passes:
-            tokens = sum(map(len, drafts))
-            levels = max(draft.num_levels for draft in drafts)
-            self.controller.observe_drafting(tokens, levels, passes, source=drafter.name)
-        self.controller.observe_asking(chosen, ended - begun - passes, source=drafter.name)
+        ended = now()
+        # A drafter that is free reads a text when it is first asked for a draft.
+        read = (ended if drafter.is_free else ready) - begun
+        read = self.controller.observe_reading(chosen, read, source=drafter.name)
+        if drafter.is_free:
+            levels, tokens = max(shape.depth for _, shape in asked), sum(shape.nodes for _, shape in asked)
+        else:
+            levels, tokens = max(draft.num_levels for draft in drafts), sum(map(len, drafts))
+        if ended - begun > read:
+            self.controller.observe_drafting(tokens, levels, ended - begun - read, source=drafter.name)
         self._seconds += ended - begun
 
     def _take(self, drafter: Drafter, sequence: Sequence, draft: Draft, pages: Pages) -> None:

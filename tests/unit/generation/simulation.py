@@ -62,16 +62,14 @@ class Simulation:
         lengths = self.controller.lengths(
             self.sequences, [100] * many, other_rows=other_rows, is_free=not self.drafting
         )
-        if self.drafting and any(lengths):
-            spent = self.calling + self.drafting * max(lengths)
-            self.time += spent
-            self.controller.observe_drafting(sum(lengths), max(lengths), self.measured(spent))
         asked = [sequence for sequence, length in zip(self.sequences, lengths, strict=True) if length]
-        if asked and (self.reading or self.searching):
-            spent = self.searching + self.reading * len(set(asked) - self.read)
+        if asked:
+            read = self.reading * len(set(asked) - self.read)
             self.read |= set(asked)
-            self.time += spent
-            self.controller.observe_asking(asked, self.measured(spent))
+            self.controller.observe_reading(asked, self.measured(read))
+            spent = self.searching + (self.calling + self.drafting * max(lengths) if self.drafting else 0.0)
+            self.controller.observe_drafting(sum(lengths), max(lengths), self.measured(spent))
+            self.time += read + spent
         for sequence, length, chance in zip(self.sequences, lengths, self.acceptance, strict=True):
             accepted = 0
             while accepted < length and self.dice.random() < chance:

@@ -13,8 +13,9 @@ from hf_accel.errors import HfAccelError
 from hf_accel.generation.batcher import Batcher
 from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sampling.sampling import Sampling
-from hf_accel.generation.sequence import Draft, Sequence
+from hf_accel.generation.sequence import NO_SHAPE, Draft, Sequence
 from hf_accel.generation.speculation.controller import Controller
+from hf_accel.generation.speculation.draft_sources import DraftPlan, DraftSource
 from hf_accel.generation.speculation.drafters.drafter import Drafter
 from hf_accel.generation.speculation.speculation import Speculation, SpeculationStatistics
 from hf_accel.generation.speculation.verifiers import verifier
@@ -216,3 +217,22 @@ def test_a_stop_within_the_accepted_tokens_counts_what_stayed() -> None:
 def test_more_accepted_than_drafted_is_an_error() -> None:
     with pytest.raises(ValueError, match="3 tokens accepted of 2"):
         SpeculationStatistics().record_step(2, 3, 4)
+
+
+def test_drafters_that_rest_are_asked_nothing_and_no_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Scripted(is_free=False)
+    drafter.layers = (-1,)
+    batcher = batcher_of(drafter, num_draft="auto")
+    speculation, kept = batcher.speculation, list[bool]()
+    assert speculation is not None
+    speculation.states, speculation.keep_states = lambda: torch.zeros(1, 1), kept.append
+    plan = DraftPlan([Sequence([1], RequestSettings(9, sampling=None))], 1, shapes=[NO_SHAPE], until=100)  # type: ignore[arg-type]
+    speculation.controller.sources[drafter.name] = DraftSource(plan=plan)
+    [sequence] = add(batcher, [1, 2, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "shapes", lambda *args, **settings: pytest.fail("it was asked"))
+        for _ in range(5):
+            batcher.step()
+    assert kept == [False] * 5 and not drafter.asked and len(sequence.tokens) == 8
+    finish(batcher)
+    assert sequence.tokens[3:] == alone([1, 2, 3])
