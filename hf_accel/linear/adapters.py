@@ -43,10 +43,15 @@ class LowRankPart:
     def _hold(self, a: Tensor, b: Tensor) -> None:
         self._packed, self.fields = (a, b), part_fields(a, b, self.scale)
 
+    def to(self, device: torch.device) -> LowRankPart:
+        """Move the matrices to a device."""
+        self._hold(*(each.to(device) for each in self._packed))
+        return self
+
     @staticmethod
     def put_together(parts: Iterable[LowRankPart]) -> None:
-        """Move the matrices of parts to one memory, which is read faster."""
-        parts = list(parts)
+        """Move the matrices of parts on a CPU to one memory, which is read faster."""
+        parts = [part for part in parts if part._packed[0].is_cpu]
         memory, start = in_large_pages(sum(whole_lines(each.nbytes) for part in parts for each in part._packed)), 0
         for part in parts:
             moved = []
@@ -105,6 +110,7 @@ class PassAdapters:
         self.numbers = [adapter.number for adapter in self.adapters]
         self.groups = RowGroups.of(list(rows.values()))
         self._rows = list(rows.values())
+        self._indices: dict[torch.device, list[Tensor]] = {}
         self.num_added = 0  # parts, of all adapters and layers
         self._thread = get_ident()
 
@@ -177,7 +183,8 @@ class PassAdapters:
         return added.view(out.shape)
 
     def _add_by_torch(self, module: nn.Module, x: Tensor, out: Tensor) -> None:
-        for adapter, rows in zip(self.adapters, self._rows, strict=True):
+        if x.device not in self._indices:  # a copy to a GPU takes as long as a product there
+            self._indices[x.device] = [torch.tensor(rows, device=x.device) for rows in self._rows]
+        for adapter, index in zip(self.adapters, self._indices[x.device], strict=True):
             if (part := adapter.parts.get(module)) is not None:
-                index = torch.tensor(rows, device=x.device)
                 out[index] = (out[index].float() + part(x[index])).to(out.dtype)

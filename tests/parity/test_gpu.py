@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import hf_accel
 
 from .families import FAMILIES, build
 from .speculating import answers, by_engine, near, requests
+from .test_programmes import MODELS, answer, texts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +36,10 @@ def patched(family: str = "llama", **settings: Any) -> Any:
     return hf_accel.patch(build(family).to("cuda"), weights=None, **settings)
 
 
-def by_generate_batch(model: Any, new_tokens: int = NEW_TOKENS, **settings: Any) -> list[list[int]]:
-    outputs = model.generate_batch(PROMPTS, max_new_tokens=new_tokens, do_sample=False, **settings)
+def by_generate_batch(
+    model: Any, new_tokens: int = NEW_TOKENS, prompts: Any = PROMPTS, **settings: Any
+) -> list[list[int]]:
+    outputs = model.generate_batch(prompts, max_new_tokens=new_tokens, do_sample=False, **settings)
     return [output.generated_tokens for output in outputs.values()]
 
 
@@ -120,3 +124,35 @@ def test_quantized_weights(weights: Any) -> None:
     model = hf_accel.patch(build("llama").to("cuda"), weights=weights, cache=hf_accel.CacheConfig(max_tokens=4096))
     first = by_generate_batch(model)
     assert len(first) == len(PROMPTS) and first == by_generate_batch(model)
+
+
+def test_adapters_of_requests(tmp_path: Path) -> None:
+    """One request of three has one: each gets the tokens that it gets alone, and the one those of PEFT."""
+    peft = pytest.importorskip("peft")
+    outer = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in outer.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    outer.save_pretrained(tmp_path)
+    prompts, adapters = PROMPTS[:3], [None, str(tmp_path), None]
+    found = by_generate_batch(patched(), prompts=prompts, adapter=adapters)
+    ids = torch.tensor([prompts[1]])
+    wanted = outer.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS)
+    assert found[1] == wanted[0, ids.shape[1] :].tolist() != answers("llama", prompts[1:2], NEW_TOKENS)[0]
+    assert [found[0], found[2]] == answers("llama", [prompts[0], prompts[2]], NEW_TOKENS)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_kinds_of_state(kind: str) -> None:
+    """Slots of fixed size, compressed keys, windows, chunks, an encoder: one by one, and together if that can be."""
+    stock, prompts = MODELS[kind](), texts()[:5]
+    wanted = [answer(stock, prompt, NEW_TOKENS) for prompt in prompts]
+    model = hf_accel.patch(MODELS[kind]().to("cuda"), weights=None)
+    first = 1 if stock.config.is_encoder_decoder else None
+    for prompt, tokens in zip(prompts, wanted, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert out[0, first or len(prompt) :].tolist() == tokens
+    if "loop" in hf_accel.stats(model) and hf_accel.stats(model)["loop"] == "ragged":
+        outputs = model.generate_batch(prompts, max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert [output.generated_tokens for output in outputs.values()] == wanted

@@ -102,8 +102,8 @@ def read_adapter(model: PreTrainedModel, name: str, path: str | PathLike[str]) -
             reason = reason_left_out(layer, config) or _shape_refusal(module, matrices)
         if reason is not None or module is None:
             raise UnsupportedError(f"{where}: {layer!r}: {reason}; load it into the model that it was trained for")
-        dtype = _dtype_of(module)
-        a, b = (matrices[each].to(dtype) for each in "AB")
+        dtype, device = _dtype_of(module), model_device(model)
+        a, b = (matrices[each].to(device=device, dtype=dtype) for each in "AB")
         parts[module] = LowRankPart(a, b, factor_in(layer, config, len(a), where))
     if not parts:
         raise UnsupportedError(f"{where}: {WEIGHTS} holds nothing that could be added to a layer")
@@ -140,7 +140,7 @@ def refuse_other_rows(model: PreTrainedModel, adapter: Adapter) -> None:
     So does one that is never called, as of attention to an encoder that is not there. No pass may run meanwhile.
     """
     numbers = torch.Generator().manual_seed(0)
-    parts = {layer: _noise(layer, numbers) for layer in adapter.parts}
+    parts = {layer: _noise(layer, numbers).to(model_device(model)) for layer in adapter.parts}
     tried = Adapter(adapter.name, parts, adapter.outside, b"")
     first, second = LENGTHS
     try:
@@ -192,8 +192,8 @@ def model_refusal(model: PreTrainedModel) -> str | None:
         return "its generate() calls that of a part of it"
     if model.config.is_encoder_decoder:
         return "an encoder reads their prompts outside of its passes"
-    if model_device(model).type != "cpu":
-        return f"it is on {model_device(model)}, and their products are computed on the CPU"
+    if len({each.device for each in model.parameters()}) > 1:
+        return "it is on several devices"
     if any(hasattr(module, "base_layer") for module in model.modules()):
         return "PEFT has put adapters into it already, which apply to all requests; unload those"
     return None
