@@ -39,7 +39,7 @@ LOGS = Path("build") / "gpu"
 MOST_PRINTED = 2000  # characters of a log's end
 COLUMNS = 3  # of a table's rows that are printed, beside their name
 OURS = "hf_accel exact,hf_accel int8,hf_accel fp8,hf_accel int4"
-MODEL_TESTS = ("tests/parity/test_gpu.py",)
+MODEL_TESTS = ("tests/parity/test_gpu.py", "tests/parity/test_gpu_kinds.py")
 KERNEL_TESTS = (  # at the same time, as compiling takes more than running; the first has a case for each feature
     ("tests/unit/fused/test_on_gpu.py", *ATTENTION, *LINEARS),
     ("tests/unit/attention/test_paged.py",),

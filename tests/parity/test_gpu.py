@@ -13,7 +13,6 @@ import hf_accel
 
 from .families import FAMILIES, build
 from .speculating import answers, by_engine, near, requests
-from .test_programmes import MODELS, answer, texts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,19 +139,3 @@ def test_adapters_of_requests(tmp_path: Path) -> None:
     wanted = outer.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS)
     assert found[1] == wanted[0, ids.shape[1] :].tolist() != answers("llama", prompts[1:2], NEW_TOKENS)[0]
     assert [found[0], found[2]] == answers("llama", [prompts[0], prompts[2]], NEW_TOKENS)
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_kinds_of_state(kind: str) -> None:
-    """Slots of fixed size, compressed keys, windows, chunks, an encoder: one by one, and together if that can be."""
-    stock, prompts = MODELS[kind](), texts()[:5]
-    wanted = [answer(stock, prompt, NEW_TOKENS) for prompt in prompts]
-    model = hf_accel.patch(MODELS[kind]().to("cuda"), weights=None)
-    first = 1 if stock.config.is_encoder_decoder else None
-    for prompt, tokens in zip(prompts, wanted, strict=True):
-        ids = torch.tensor([prompt], device="cuda")
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-        assert out[0, first or len(prompt) :].tolist() == tokens
-    if "loop" in hf_accel.stats(model) and hf_accel.stats(model)["loop"] == "ragged":
-        outputs = model.generate_batch(prompts, max_new_tokens=NEW_TOKENS, do_sample=False)
-        assert [output.generated_tokens for output in outputs.values()] == wanted

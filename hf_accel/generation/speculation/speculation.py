@@ -142,10 +142,12 @@ class Speculation:
     def propose(self, chunks: abc.Sequence[Chunk], room: int | None, pages: Pages) -> list[Draft]:
         """Draft tokens for each chunk and allocate their slots. room: the most drafted tokens of the pass, or None."""
         self._drafts, self._states, self._seconds = {}, {}, 0.0
+        is_alone = self.agreement.size == 1  # or the clock of each process would say when drafters rest
         if self.states is not None:
-            self._keeps = not all(self.controller.rests(drafter.name) for drafter in self.drafters if drafter.layers)
+            resting = (self.controller.rests(drafter.name) for drafter in self.drafters if drafter.layers)
+            self._keeps = not (is_alone and all(resting))
             self.keep_states(self._keeps)
-        if all(self.controller.rests(drafter.name, 0, count=len(chunks)) for drafter in self.drafters):
+        if is_alone and all(self.controller.rests(drafter.name, 0, count=len(chunks)) for drafter in self.drafters):
             return [NO_DRAFT] * len(chunks)
         rows = sum(chunk.count for chunk in chunks)
         if self.invariant_rows is not None and rows <= self.invariant_rows:
