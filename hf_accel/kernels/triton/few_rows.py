@@ -20,6 +20,7 @@ from .layer_parts import GATES
 from .programs.multiply_few import BYTES, multiply_few
 
 MOST_TOGETHER = 3  # weights of one launch
+MOST_ROWS = 8  # of a tile: see OPERAND_ROWS
 MOST_GATED_PARTS = 4  # blocks of both weights of a gate that a warp reads at a time
 
 

@@ -24,7 +24,7 @@ from ...config import Layout
 from ...kernels import ACTIVATION_GROUP
 from ...kernels import triton as kernels
 from ...kernels.triton.blocked_weight import BlockedWeight, LinearTile
-from ...kernels.triton.few_rows import takes_few_rows
+from ...kernels.triton.few_rows import MOST_ROWS, takes_few_rows
 from ...kernels.triton.quantized_linear import numbers_launch, quantized_linear, rounding
 from ..formats import FLOAT8
 from .backend import FEW_ROWS, Rounding
@@ -237,19 +237,23 @@ def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[Line
 def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> list[Tile]:
     """Return the tiles that are worth measuring for so many rows, that of the rule first.
 
-    Left out are tiles of which most would be empty, and those of few rows, which would read the weight many times.
+    Left out are tiles of which most would be empty, those of few rows, which would read the weight many times, and
+    where there are tiles of eight rows those that are never near them: each takes seconds to compile.
     """
     found: list[Tile] = [by_rule(rows, weight, dtype, rounding)]
+    has_eight = rows <= MOST_ROWS and takes_few_rows(weight, dtype)
     for tile in tiles_of(weight, dtype, rounding):
         is_allowed = not tile.rounded or rows > FEW_ROWS or rounding != "many rows"
         if not is_allowed or tile.rows > max(32, 4 * rows) or 8 * tile.rows < min(rows, 512):
             continue
         if tile.inputs and rows > tile.rows:  # it would read the weight once for each of its tiles
             continue
+        if has_eight and not tile.inputs and tile not in (FEW, DEEP):
+            continue
         is_whole = bool(tile.rounded or tile.inputs)
         wanted = 1 if is_whole else _wanted_splits(rows, weight, tile)
         most = 1 if is_whole else most_splits(rows, weight)
-        for splits in sorted({1, wanted // 2, wanted, wanted * 2}):
+        for splits in (wanted,) if has_eight else sorted({1, wanted // 2, wanted, wanted * 2}):
             if 1 <= splits <= most:
                 found.append(replace(tile, splits=splits))
     if rounding != "never" and rows > FEW_ROWS and serves(weight, dtype):
