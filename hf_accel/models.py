@@ -170,7 +170,7 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return what `model.modules()` gives, in its order and in a fraction of its time, as each generate() asks."""
+    """Return what `model.modules()` gives, in its order, without its generators: each call of generate() asks."""
     found: dict[int, nn.Module] = {}
     waiting: list[nn.Module | None] = [model]
     while waiting:

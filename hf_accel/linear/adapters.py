@@ -33,20 +33,15 @@ def whole_lines(size: int) -> int:
 class LowRankPart:
     """The product that an adapter adds to what one linear layer returns: scale * b (a x).
 
-    a: [rank, in]. b: [out, rank], of one dtype.
+    a: [rank, in]. b: [out, rank], of one dtype. They are held as the CPU's kernel reads them, elsewhere as they are.
     """
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
         self.sizes, self.scale = (a.shape[1], len(b)), scale
-        self._hold(by_block(a.T), by_block(b))
+        self._hold(*((by_block(a.T), by_block(b)) if a.is_cpu else (a.T, b)))
 
     def _hold(self, a: Tensor, b: Tensor) -> None:
         self._packed, self.fields = (a, b), part_fields(a, b, self.scale)
-
-    def to(self, device: torch.device) -> LowRankPart:
-        """Move the matrices to a device."""
-        self._hold(*(each.to(device) for each in self._packed))
-        return self
 
     @staticmethod
     def put_together(parts: Iterable[LowRankPart]) -> None:
@@ -66,8 +61,10 @@ class LowRankPart:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [n, in] -> [n, out] float32. This is the reference of the kernel."""
-        a, b = (by_output(each, size).float() for each, size in zip(self._packed, self.sizes, strict=True))
-        return (x.float() @ a @ b.T) * self.scale
+        a, b = self._packed
+        if a.is_cpu:
+            a, b = (by_output(each, size) for each, size in zip(self._packed, self.sizes, strict=True))
+        return (x.float() @ a.float() @ b.float().T) * self.scale
 
 
 @dataclass(frozen=True, eq=False)

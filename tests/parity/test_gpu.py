@@ -64,12 +64,12 @@ def test_generate() -> None:
 def test_prompts_of_a_shape() -> None:
     """They are graphs from the second one on."""
     model, prompt = patched(), (PROMPTS[0] * 40)[:40]
-    for length, captured in ((40, 0), (40, 0), (37, 1), (33, 0), (39, 0)):
+    for number, length in enumerate((40, 40, 37, 33, 39)):
         ids = torch.tensor([prompt[:length]], device="cuda")
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
         assert out[0, length:].tolist() == answers("llama", [prompt[:length]], NEW_TOKENS)[0]
-        assert hf_accel.stats(model)["graphs"]["captures"] >= captured
-    assert hf_accel.stats(model)["graphs"]["eager"] == {}
+        assert len(hf_accel.stats(model)["graphs"]["eager"]) == (number < 2), "pages are made, and a shape is met"
+    assert hf_accel.stats(model)["graphs"]["captures"] == 0
 
 
 def test_generate_after_the_weights_have_moved() -> None:

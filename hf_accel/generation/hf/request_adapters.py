@@ -140,7 +140,8 @@ def refuse_other_rows(model: PreTrainedModel, adapter: Adapter) -> None:
     So does one that is never called, as of attention to an encoder that is not there. No pass may run meanwhile.
     """
     numbers = torch.Generator().manual_seed(0)
-    parts = {layer: _noise(layer, numbers).to(model_device(model)) for layer in adapter.parts}
+    device = model_device(model)
+    parts = {layer: _noise(layer, numbers, device) for layer in adapter.parts}
     tried = Adapter(adapter.name, parts, adapter.outside, b"")
     first, second = LENGTHS
     try:
@@ -156,9 +157,9 @@ def refuse_other_rows(model: PreTrainedModel, adapter: Adapter) -> None:
         )
 
 
-def _noise(layer: Any, numbers: torch.Generator) -> LowRankPart:
+def _noise(layer: Any, numbers: torch.Generator, device: torch.device) -> LowRankPart:
     sizes = ((2, layer.in_features), (layer.out_features, 2))
-    a, b = (torch.randn(size, generator=numbers).to(_dtype_of(layer)) for size in sizes)
+    a, b = (torch.randn(size, generator=numbers).to(device, _dtype_of(layer)) for size in sizes)
     return LowRankPart(a, b, 0.5 * layer.in_features**-0.5)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from .blocked_weight import BlockedWeight, LinearTile
 from .launch import Launch
 from .layer_parts import GATES
-from .programs.multiply_few import BYTES, multiply_few
+from .programs.multiply_few import BYTES, OPERAND_ROWS, multiply_few
 
 MOST_TOGETHER = 3  # weights of one launch
-MOST_ROWS = 8  # of a tile: see OPERAND_ROWS
+MOST_ROWS: int = OPERAND_ROWS.value  # of a tile
 MOST_GATED_PARTS = 4  # blocks of both weights of a gate that a warp reads at a time
 
 

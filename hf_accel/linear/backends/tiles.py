@@ -175,7 +175,7 @@ def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "ne
 def eight(weight: BlockedWeight) -> list[LinearTile]:
     """Return the tiles for up to eight rows, those of many outputs first."""
     return [
-        LinearTile(outputs=16, rows=8, inputs=parts * weight.block, num_warps=warps, num_stages=1)
+        LinearTile(outputs=16, rows=MOST_ROWS, inputs=parts * weight.block, num_warps=warps, num_stages=1)
         for parts, warps in EIGHT
     ]
 

@@ -66,3 +66,12 @@ def test_packing() -> None:
     groups = RowGroups.of([[3, 4], list(range(10, 30)), [0]])
     assert groups.groups.tolist() == [[0, 0, 2], [1, 2, 16], [1, 18, 4], [2, 22, 1]]
     assert groups.rows.tolist() == [3, 4, *range(10, 30), 0]
+
+
+def test_elsewhere_matrices_are_held_as_they_are() -> None:
+    """And no memory of the CPU is made for them."""
+    part = LowRankPart(torch.ones(3, 70, device="meta"), torch.ones(65, 3, device="meta"), 0.5)
+    LowRankPart.put_together([part])
+    found = part(torch.ones(4, 70, device="meta", dtype=torch.bfloat16))
+    assert found.shape == (4, 65) and found.dtype is torch.float32 and found.is_meta
+    assert part.num_bytes == 3 * (70 + 65) * 4
