@@ -29,7 +29,7 @@ def loss(curve: str, drafting: float, seed: int, steps: int = 64) -> float:
 def test_zero_acceptance_costs_little_from_the_first_pass_on(curve: str, drafting: float) -> None:
     losses = [loss(curve, drafting, seed) for seed in SEEDS]
     # A first look at a pass that takes twice as long, or a second one by a wrong clock, is 1.6 % of this short run.
-    assert max(losses) <= 0.05
+    assert max(losses) <= 0.041
     assert sum(losses) / len(losses) <= 0.022
 
 
@@ -135,7 +135,7 @@ def test_where_a_row_costs_a_pass_it_stays_at_none() -> None:
         assert run.tokens / run.time >= 0.97
         run = Simulation(CURVES["steep"], [0.9], noise=0.1, seed=seed)
         run.run(400)
-        assert run.tokens / run.time >= 0.96
+        assert run.tokens / run.time >= 0.97
 
 
 def test_it_recovers_after_a_thousand_passes_without_acceptance() -> None:
