@@ -15,6 +15,7 @@ import torch
 from hf_accel.errors import HfAccelWarning
 from hf_accel.kernels.cpu import library, openmp, refusal
 from hf_accel.kernels.cpu.float_linear import FloatLinear
+from hf_accel.kernels.cpu.integer_linear import IntegerLinear, quantize
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
 
@@ -81,6 +82,17 @@ def test_either_interface(interface: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert openmp.share_threads(library._library())
     product()
     assert runtime.threads and set(runtime.threads) == {3}
+
+
+def test_few_tasks_have_a_whole_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine rows are quantized by two threads. A team of two would end the third one, and the next starts it again."""
+    runtime = Runtime("hfa_use_gomp")
+    monkeypatch.setattr(openmp, "loaded_runtimes", lambda: [runtime.functions])
+    assert openmp.share_threads(library._library())
+    found = quantize(8, torch.ones(1000, 8), 8)
+    assert found is not None
+    torch.testing.assert_close(IntegerLinear([found[0]], [None])(torch.ones(9, 8)), torch.full((9, 1000), 8.0))
+    assert runtime.threads[-2:] == [3, 3] and set(runtime.threads) == {3}
 
 
 @pytest.mark.parametrize("interface", openmp.INTERFACES)
