@@ -17,10 +17,10 @@ from torch import Tensor
 from .blocked_weight import BlockedWeight, LinearTile
 from .launch import Launch
 from .layer_parts import GATES
-from .programs.multiply_few import BYTES, OPERAND_ROWS, multiply_few
+from .programs.multiply_few import BYTES, EIGHT, multiply_few
 
 MOST_TOGETHER = 3  # weights of one launch
-MOST_ROWS: int = OPERAND_ROWS.value  # of a tile
+MOST_ROWS: int = EIGHT.value  # of a tile
 MOST_GATED_PARTS = 4  # blocks of both weights of a gate that a warp reads at a time
 
 
@@ -54,7 +54,7 @@ def few_launch(
             **arguments, "x": x, "rows": len(x), "inputs": first.in_features, "blocks": first.num_blocks,
         },
         constants={
-            **constants, "IS_WHOLE": is_whole, "OUTPUTS": tile.outputs, "PARTS": parts,
+            **constants, "IS_WHOLE": is_whole, "OUTPUTS": tile.outputs, "ROWS": tile.rows, "PARTS": parts,
             "ACTIVATION": -1 if activation is None else GATES[activation],
         },
         num_warps=tile.num_warps,

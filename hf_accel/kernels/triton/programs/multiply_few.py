@@ -1,4 +1,4 @@
-"""Up to eight rows times quantized weights, which go from memory into products; see ../few_rows.py."""
+"""A few rows times quantized weights, which go from memory into products; see ../few_rows.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .order import let_the_next_begin, wait_for_the_one_before
 from .pointwise import activation_of
 from .stored_weight import numbers_that_scale, scales_of, zero_points_of
 
-OPERAND_ROWS = tl.constexpr(8)  # the fewest that a product of 16 outputs takes
+EIGHT = tl.constexpr(8)  # rows: the fewest that a product of 16 outputs takes
 BYTES = tl.constexpr(64)  # of a block, and of an output: 16 in each of four threads
 TOGETHER = tl.constexpr(4)  # bytes of a thread that the compiler lets lie side by side in an operand of stored bytes
 
@@ -27,10 +27,10 @@ def _weight_operand(numbers, HALVES: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _rows_operand(values, PARTS: tl.constexpr):
-    """[2, parts, rows, 4 threads, 8 inputs] -> [parts, inputs, rows], with the order of `_weight_operand`."""
-    apart = tl.reshape(values, (2, PARTS, OPERAND_ROWS, 4, 8 // TOGETHER, TOGETHER))
-    return tl.reshape(tl.permute(apart, (1, 0, 4, 3, 5, 2)), (PARTS, BYTES, OPERAND_ROWS))
+def _rows_operand(values, EIGHTS: tl.constexpr, PARTS: tl.constexpr):
+    """[2, eights, parts, 8 rows, 4 threads, 8 inputs] -> [parts, inputs, rows], in the order of `_weight_operand`."""
+    apart = tl.reshape(values, (2, EIGHTS, PARTS, EIGHT, 4, 8 // TOGETHER, TOGETHER))
+    return tl.reshape(tl.permute(apart, (2, 0, 5, 4, 6, 1, 3)), (PARTS, BYTES, EIGHTS * EIGHT))
 
 
 @triton.jit
@@ -48,9 +48,9 @@ def multiply_few(
     integers_1, scale_1, zero_point_1, minimum_1, bias_1, out_1, outputs_1,
     integers_2, scale_2, zero_point_2, minimum_2, bias_2, out_2, outputs_2, rows, inputs, blocks,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_WHOLE: tl.constexpr,
-    OUTPUTS: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTPUTS outputs of one of up to three weights of a layout; the program is (row tile, tile).
+    """Compute OUTPUTS outputs of one of up to three weights of a layout, of ROWS rows; the program is (row tile, tile).
 
     PARTS blocks of inputs are read at a time, shared by the warps, whose sums are added at the end. A row has the same
     bits whatever other rows there are. IS_WHOLE: whether PARTS and OUTPUTS divide the blocks and all outputs.
@@ -60,6 +60,7 @@ def multiply_few(
     IS_GATED: tl.constexpr = ACTIVATION >= 0
     WIDTH: tl.constexpr = 2 * OUTPUTS if IS_GATED else OUTPUTS  # a program has the outputs of both weights of a gate
     HALVES: tl.constexpr = WIDTH // 8  # halves of 16 outputs
+    EIGHTS: tl.constexpr = ROWS // EIGHT
     IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
     IN_NUMBERS: tl.constexpr = minimum is not None  # whether the scale is in the numbers that are multiplied
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -86,17 +87,17 @@ def multiply_few(
         from_weight = tl.multiple_of(from_weight, 16)
     here = (from_weight + (line_part * wide + line_output) * BYTES)[:, None] + tl.arange(0, BYTES)[None, :]
 
-    place = tl.arange(0, 2 * PARTS * OPERAND_ROWS * 4)  # half, part, row, thread: each has eight inputs
-    place_part = place // (4 * OPERAND_ROWS) % PARTS
-    row = row_tile * OPERAND_ROWS + place // 4 % OPERAND_ROWS
-    start = place_part * BLOCK + place % 4 * 16 + place // (4 * OPERAND_ROWS * PARTS) * 8
+    place = tl.arange(0, 2 * EIGHTS * PARTS * EIGHT * 4)  # half, eight rows, part, row, thread: each has eight inputs
+    place_part = place // (4 * EIGHT) % PARTS
+    row = row_tile * ROWS + place // (4 * EIGHT * PARTS) % EIGHTS * EIGHT + place // 4 % EIGHT
+    start = place_part * BLOCK + place % 4 * 16 + place // (4 * EIGHT * PARTS * EIGHTS) * 8
     there = (x + row.to(tl.int64) * inputs + start)[:, None] + tl.arange(0, 8)[None, :]
 
     part = tl.arange(0, PARTS)
     column = tl.arange(0, WIDTH)
     output = tile * OUTPUTS + column % OUTPUTS
     of_second = column >= OUTPUTS
-    total = tl.zeros((PARTS, WIDTH, OPERAND_ROWS), tl.float32)
+    total = tl.zeros((PARTS, WIDTH, ROWS), tl.float32)
     wait_for_the_one_before(OVERLAPS)
     for first in range(0, blocks, PARTS):
         is_line = (first + line_part < blocks) & (line_output < outputs)
@@ -118,16 +119,16 @@ def multiply_few(
         if zero_point is not None:
             from_zeros = _of_line(zero_point, zero_point_1, is_second, IS_GATED)
             zero = zero_points_of(from_zeros, (first + line_part) // PER_GROUP, wide, line_output, is_line)
-        added = total if (PER_GROUP == 0 or IN_NUMBERS) else tl.zeros((PARTS, WIDTH, OPERAND_ROWS), tl.float32)
+        added = total if (PER_GROUP == 0 or IN_NUMBERS) else tl.zeros((PARTS, WIDTH, ROWS), tl.float32)
         if BITS == 4:
             low = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
-            added = tl.dot(_weight_operand(low, HALVES, PARTS), _rows_operand(values, PARTS), added)
+            added = tl.dot(_weight_operand(low, HALVES, PARTS), _rows_operand(values, EIGHTS, PARTS), added)
             values = tl.load(there + BYTES, mask=is_place[:, None], other=0)
             high = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, True)
-            added = tl.dot(_weight_operand(high, HALVES, PARTS), _rows_operand(values, PARTS), added)
+            added = tl.dot(_weight_operand(high, HALVES, PARTS), _rows_operand(values, EIGHTS, PARTS), added)
         else:
             whole = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
-            added = tl.dot(_weight_operand(whole, HALVES, PARTS), _rows_operand(values, PARTS), added)
+            added = tl.dot(_weight_operand(whole, HALVES, PARTS), _rows_operand(values, EIGHTS, PARTS), added)
         if PER_GROUP == 0 or IN_NUMBERS:
             total = added
         else:
@@ -151,10 +152,10 @@ def multiply_few(
     if bias_2 is not None:
         sums += tl.load(bias_2 + output, mask=is_output & (weight == 2), other=0).to(tl.float32)[:, None]
     if IS_GATED:
-        apart = tl.permute(tl.reshape(sums.to(DTYPE).to(tl.float32), (2, OUTPUTS, OPERAND_ROWS)), (1, 2, 0))
+        apart = tl.permute(tl.reshape(sums.to(DTYPE).to(tl.float32), (2, OUTPUTS, ROWS)), (1, 2, 0))
         gate, up = tl.split(apart)
         sums = activation_of(gate, ACTIVATION).to(DTYPE).to(tl.float32) * up
-    out_row = row_tile * OPERAND_ROWS + tl.arange(0, OPERAND_ROWS)
+    out_row = row_tile * ROWS + tl.arange(0, ROWS)
     store_tile(out, sums, out_row, out_row < rows, tile * OUTPUTS + tl.arange(0, OUTPUTS), outputs)
 
 

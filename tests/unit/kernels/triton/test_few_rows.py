@@ -1,4 +1,4 @@
-"""Up to eight rows times up to three weights: bits depend on no other row, and on no other weight."""
+"""A few rows times up to three weights: bits depend on no other row, and on no other weight."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def packed(kind: str, outputs: list[int], inputs: int, dtype: torch.dtype = BF16
     return [BACKEND.pack(weight_of(kind, (count, inputs), group=128, dtype=dtype)) for count in outputs]
 
 
-def tile_of(weight: BlockedWeight, parts: int = 4, warps: int = 2) -> LinearTile:
-    return LinearTile(outputs=16, rows=8, inputs=parts * weight.block, num_warps=warps, num_stages=1)
+def tile_of(weight: BlockedWeight, size: tuple[int, int] = (16, 8)) -> LinearTile:
+    return LinearTile(outputs=size[0], rows=size[1], inputs=4 * weight.block, num_warps=2, num_stages=1)
 
 
 def product(x: Tensor, weights: list[BlockedWeight], biases: list[Any], **settings: Any) -> list[Tensor]:
@@ -41,33 +41,40 @@ def product(x: Tensor, weights: list[BlockedWeight], biases: list[Any], **settin
 @runs
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("outputs", "inputs", "dtype"), [([70, 48, 5], 640, BF16), ([32, 64], 1024, FP16)], ids=str)
-def test_rows_times_weights(kind: str, outputs: list[int], inputs: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "dtype", "size"),
+    [([70, 48, 5], 640, BF16, (16, 8)), ([32, 64], 1024, FP16, (32, 16)), ([70, 48, 5], 640, BF16, (64, 32))], ids=str,
+)  # fmt: skip
+def test_rows_times_weights(
+    kind: str, outputs: list[int], inputs: int, dtype: torch.dtype, size: tuple[int, int]
+) -> None:
     weights = packed(kind, outputs, inputs, dtype)
     assert all(takes_few_rows(weight, dtype) for weight in weights)
-    x = torch.randn(11, inputs, device=triton_device()).to(dtype)  # more than a tile has
+    rows, tile = size[1] + 3, tile_of(weights[0], size)  # more than a tile has
+    x = torch.randn(rows, inputs, device=triton_device()).to(dtype)
     biases = [torch.randn(outputs[0], device=x.device).to(dtype), *[None] * (len(outputs) - 1)]
-    found = product(x, weights, biases)
+    found = product(x, weights, biases, tile=tile)
     for weight, bias, out in zip(weights, biases, found, strict=True):
         dense = BACKEND.unpack(weight).dequantize(torch.float64)
         expected = x.double() @ dense.t() + (0 if bias is None else bias.double())
         size = (x.double() ** 2 @ dense.t() ** 2).sqrt() + expected.abs()
         assert ((out.double() - expected).abs() / size).max() < (2.0**-7 if dtype is BF16 else 2.0**-9)
-        assert torch.equal(out, product(x, [weight], [bias])[0])
-    for row in (0, 3, 10):
-        alone = product(x[row : row + 1].contiguous(), weights, biases)
+        assert torch.equal(out, product(x, [weight], [bias], tile=tile)[0])
+    for row in (0, 3, rows - 1):
+        alone = product(x[row : row + 1].contiguous(), weights, biases, tile=tile)
         assert all(torch.equal(one[0], out[row]) for one, out in zip(alone, found, strict=True))
 
 
 @runs
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4 minima", "int4 zero points"])
-@pytest.mark.parametrize(("outputs", "activation"), [(70, "silu"), (64, "gelu")])
-def test_gates(kind: str, outputs: int, activation: str) -> None:
+@pytest.mark.parametrize(("outputs", "activation", "size"), [(70, "silu", (16, 8)), (64, "gelu", (16, 16))])
+def test_gates(kind: str, outputs: int, activation: str, size: tuple[int, int]) -> None:
     weights, x = packed(kind, [outputs] * 2, 640), torch.randn(3, 640, device=triton_device()).to(BF16)
+    tile = tile_of(weights[0], size)
     biases = [None, torch.randn(outputs, device=x.device).to(BF16)]
-    [out] = product(x, weights, biases, activation=activation)
-    halves = [product(x, [weight], [bias])[0] for weight, bias in zip(weights, biases, strict=True)]
+    [out] = product(x, weights, biases, activation=activation, tile=tile)
+    halves = [product(x, [weight], [bias], tile=tile)[0] for weight, bias in zip(weights, biases, strict=True)]
     assert torch.equal(out, gated(*halves, activation=activation))
 
 
