@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ from .topics import (
     weight_formats,
 )
 
-TOPICS: dict[str, Callable[[Bench], list[Table]]] = {
+TOPICS: dict[str, Callable[[Bench], Iterable[Table]]] = {
     "isa": isa.measure,  # first: its processes need several GB, which later the models have
     "quality": quality.measure,
     "methods": methods.measure,
@@ -130,16 +130,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for topic in TOPICS if "all" in arguments.topics else arguments.topics:
         busy = wait_until_quiet(even_busy=arguments.even_busy)
         print(f"{topic}, {time.perf_counter() - start:.0f} s from the start", flush=True)
+        tables: list[Table] = []
         try:
             with time_limit(arguments.topic_seconds):
-                tables = TOPICS[topic](bench)
-        except (Exception, TooLongError):
+                tables.extend(TOPICS[topic](bench))
+        except (Exception, TooLongError) as error:
             if not arguments.keep_going:
                 raise
             traceback.print_exc()
             left_out.append(topic)
-            print(f"{topic} is left out", flush=True)
-            continue
+            if not tables:
+                print(f"{topic} is left out", flush=True)
+                continue
+            note = f"The rest of the topic is missing: {str(error).partition(chr(10))[0] or type(error).__name__}."
+            tables[-1] = dataclasses.replace(tables[-1], note=f"{tables[-1].note} {note}".strip())
         print("\n" + "\n".join(table.markdown() for table in tables))
         result = record(topic, tables, bench, machine={**where, "busy_cores": busy}, command=arguments.command)
         print(plots.draw(out, result, arguments.label), flush=True)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,14 +203,21 @@ def test_a_topic_that_fails_or_takes_too_long_is_left_out(
         raise RuntimeError("CUDA error: out of memory")
 
     table = Table("a title", [{"setup": "stock", "ratio": 1.0}])
-    topics = {"decode": fails, "ladder": slow, "memory": lambda bench: [table]}
+
+    def half(bench: Bench) -> Iterator[Table]:
+        yield table
+        yield from slow(bench)
+
+    topics = {"decode": fails, "ladder": slow, "memory": lambda bench: [table], "kinds": half}
     monkeypatch.setattr(run, "TOPICS", topics)
-    names = ["decode", "ladder", "memory"]
+    names = ["decode", "ladder", "memory", "kinds"]
     options = ["--model", "tiny", "--even-busy", "--even-without-kernels", "--out", str(tmp_path), "--label", "x"]
     assert run.main([*names, *options, "--keep-going", "--topic-seconds", "0.3"]) == 1
-    assert [path.name for path in tmp_path.glob("*.json")] == ["memory_x.json"]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["kinds_x.json", "memory_x.json"]
+    notes = [json.loads((tmp_path / f"{name}_x.json").read_text())["tables"][0]["note"] for name in ("kinds", "memory")]
+    assert notes == ["The rest of the topic is missing: it took more than 0.3 s.", ""]
     told = capsys.readouterr()
-    assert "decode failed; ladder failed" in told.out
+    assert "decode failed; ladder failed; kinds failed" in told.out
     assert "out of memory" in told.err and "TooLongError: it took more than 0.3 s" in told.err
     with pytest.raises(RuntimeError, match="out of memory"):
         run.main(["decode", *options])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import hf_accel
@@ -19,21 +19,20 @@ NOTE = "Share of the measured read bandwidth that the step's weights and KV cach
 FILLED = "generate() starts from a cache of random keys and values."
 
 
-def measure(bench: Bench) -> list[Table]:
-    context = bench.settings.context
-    return [step_table(bench, bench.entrants, batch=batch, context=context) for batch in bench.settings.batches]
+def measure(bench: Bench) -> Iterator[Table]:
+    for batch in bench.settings.batches:
+        yield step_table(bench, bench.entrants, batch=batch, context=bench.settings.context)
 
 
-def measure_long(bench: Bench) -> list[Table]:
+def measure_long(bench: Bench) -> Iterator[Table]:
     """Of setups that attend in their own way, and our INT8 also with INT8 keys and values."""
     entrants = {entrant.setup.name: entrant for entrant in map(bench.entrant, attending(bench))}
     if accel.INT8.name in entrants:
         entrants[accel.INT8_KV.name] = Entrant(accel.INT8_KV, entrants[accel.INT8.name].model, 0.0, {})
     context = bench.settings.long_context
     note = "Setups that attend as stock does are left out."
-    return [
-        step_table(bench, entrants, batch=batch, context=context, note=note) for batch in bench.settings.long_batches
-    ]
+    for batch in bench.settings.long_batches:
+        yield step_table(bench, entrants, batch=batch, context=context, note=note)
 
 
 def attending(bench: Bench) -> list[accel.Setup]:

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,19 +87,19 @@ CLOSE = (
 )
 
 
-def measure(bench: Bench) -> list[Table]:
+def measure(bench: Bench) -> Iterator[Table]:
     """No tables without kernels."""
     if refusal() is not None:
-        return []
-    quick = bench.settings.quick
-    tables, cosines = [], []
+        return
+    quick, cosines = bench.settings.quick, []
     for name in (name for name in MODELS if not quick or name in QUICK):
         with torch.inference_mode(), tempfile.TemporaryDirectory(prefix="hf_accel-encoder-") as folder:
             rows, close = measured(name, bench.settings.seed, SECONDS / 4 if quick else SECONDS, Path(folder))
-        tables.append(Table(name, rows, SPEED))
+        yield Table(name, rows, SPEED)
         cosines.append(close)
         gc.collect()
-    return [*tables, Table("Cosine to stock's outputs", cosines, CLOSE), accuracy(bench.settings)]
+    yield Table("Cosine to stock's outputs", cosines, CLOSE)
+    yield accuracy(bench.settings)
 
 
 def measured(name: str, seed: int, seconds: float, folder: Path) -> tuple[list[Row], Row]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,12 +41,14 @@ Run = Callable[[Entrant], float]
 Found = Mapping[str, Sequence[float]]
 
 
-def measure(bench: Bench) -> list[Table]:
+def measure(bench: Bench) -> Iterator[Table]:
     """A table for each shape; a quick run takes the first of each sort."""
     quick = bench.settings.quick
     texts, others = (list(shapes)[:1] if quick else list(shapes) for shapes in (TEXT, MORE))
-    tables = [text_table(bench, name, TEXT[name]) for name in texts]
-    return tables + [more_table(bench, name, MORE[name]) for name in others]
+    for name in texts:
+        yield text_table(bench, name, TEXT[name])
+    for name in others:
+        yield more_table(bench, name, MORE[name])
 
 
 # -- text ----------------------------------------------------------------------------------------------

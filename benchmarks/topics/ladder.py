@@ -27,12 +27,13 @@ from . import engine_ladder
 Seconds = Callable[[], float]
 
 
-def measure(bench: Bench) -> list[Table]:
+def measure(bench: Bench) -> Iterator[Table]:
     found = steps_on_gpu if bench.settings.device == "cuda" else steps
     seconds = take_turns(dict(found(bench)), rounds=bench.settings.rounds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     title = f"seconds per token, batch 1, context {bench.settings.context}"
-    return [Table(title, rows(medians), note(bench)), engine_ladder.measure(bench)]
+    yield Table(title, rows(medians), note(bench))
+    yield engine_ladder.measure(bench)
 
 
 def steps(bench: Bench) -> Iterator[tuple[str, Seconds]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,10 +40,11 @@ class Decoding:
     statistics: Mapping[str, Any]
 
 
-def measure(bench: Bench) -> list[Table]:
+def measure(bench: Bench) -> Iterator[Table]:
     entrants = [agreeing(bench, bench.entrant(setup)) for setup in (accel.INT8, accel.EXACT, accel.INT4)]
-    tables = [table(bench, entrants, batch) for batch in bench.settings.oracle.batches]
-    return [*tables, nothing_accepted(bench, entrants[0])]
+    for batch in bench.settings.oracle.batches:
+        yield table(bench, entrants, batch)
+    yield nothing_accepted(bench, entrants[0])
 
 
 def table(bench: Bench, entrants: list[Entrant], batch: int) -> Table:
