@@ -19,8 +19,11 @@ pytestmark = [
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_kinds_of_state(kind: str) -> None:
-    """Slots of fixed size, compressed keys, windows, chunks, an encoder: one by one, and together if that can be."""
-    stock: Any = MODELS[kind]()
+    """Slots of fixed size, compressed keys, windows, chunks, an encoder: one by one, and together if that can be.
+
+    stock computes on the GPU: on a CPU its sums are others in the last bits, which choose other tokens to attend to.
+    """
+    stock: Any = MODELS[kind]().to("cuda")
     prompts = texts()[:5]
     wanted = [answer(stock, prompt, NEW_TOKENS) for prompt in prompts]
     model = hf_accel.patch(MODELS[kind]().to("cuda"), weights=None)

@@ -115,7 +115,7 @@ def asked(kind: str) -> Asked:
 
 def answer(stock: Any, prompt: list[int], count: int) -> list[int]:
     """The tokens that a model of transformers writes behind a prompt, at most so many."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=stock.device)
     settings = {"max_new_tokens": count, "do_sample": False}
     tokens: list[int] = stock.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
     return tokens[1 if stock.config.is_encoder_decoder else len(prompt) :]
