@@ -214,7 +214,9 @@ def test_a_topic_that_fails_or_takes_too_long_is_left_out(
     options = ["--model", "tiny", "--even-busy", "--even-without-kernels", "--out", str(tmp_path), "--label", "x"]
     assert run.main([*names, *options, "--keep-going", "--topic-seconds", "0.3"]) == 1
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["kinds_x.json", "memory_x.json"]
-    notes = [json.loads((tmp_path / f"{name}_x.json").read_text())["tables"][0]["note"] for name in ("kinds", "memory")]
+    notes = [
+        json.loads((tmp_path / f"{name}_x.json").read_text())["tables"][0]["note"] for name in ("kinds", "memory")
+    ]
     assert notes == ["The rest of the topic is missing: it took more than 0.3 s.", ""]
     told = capsys.readouterr()
     assert "decode failed; ladder failed; kinds failed" in told.out

@@ -27,6 +27,7 @@ FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 ROWS_OF_LEVELS = {  # another number on these instruction sets
     (torch.bfloat16, "avx512_vnni_bf16"): 64,
     (torch.float32, "avx512_vnni_bf16"): 256,
+    (torch.bfloat16, "amx"): 128,
 }
 UNLIMITED = 2**62
 

@@ -19,8 +19,7 @@ class LinearTile:
     """The work of one program: outputs x rows, over one of `splits` parts of the inputs.
 
     The partial sums of several splits are written in float32 and added up in order. rounded: the format that rows are
-    rounded to and multiplied in, without splits. inputs: for a tile of one row, or of `few_rows`, the inputs that are
-    read at a time.
+    rounded to and multiplied in, without splits. inputs: for a tile of `few_rows`, the inputs that are read at a time.
     """
 
     outputs: int

@@ -1,9 +1,11 @@
-"""Up to eight rows times quantized weights of one layout: a weight goes from memory straight into the products.
+"""A few rows times quantized weights of one layout: a weight goes from memory straight into the products.
 
 A tile of `multiply` copies the weight to shared memory first, and each of its stages waits for all threads. Here a
 thread reads 16 bytes of an output at a time, which are its part of the operand of a product as they are: the order of
 inputs within a block does not matter, if rows have the same. On an H200 a head in INT8 is read at 4.3 TB/s, which is
 what a copy reaches there, and by `multiply` at 3.7. Stages of shared memory (num_stages=3 and more) made it slower.
+With more rows programs wait for those, which each reads anew: a gate of 28,672 outputs takes 41 us of 16 rows and
+56 us of 32, and 45 and 65 us by `multiply`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 from .blocked_weight import BlockedWeight, LinearTile
 from .launch import Launch
 from .layer_parts import GATES
-from .programs.multiply_few import BYTES, EIGHT, multiply_few
+from .programs.multiply_few import EIGHT, multiply_few
 
 MOST_TOGETHER = 3  # weights of one launch
 MOST_ROWS: int = EIGHT.value  # of a tile
@@ -26,8 +28,7 @@ MOST_GATED_PARTS = 4  # blocks of both weights of a gate that a warp reads at a 
 
 def takes_few_rows(weight: BlockedWeight, dtype: torch.dtype) -> bool:
     """Return whether `few_launch` can multiply rows of `dtype` by the weight."""
-    fits = weight.integers.shape[-1] == BYTES.value and not weight.is_halved and weight.divisor is None
-    return fits and dtype.itemsize == 2 and weight.in_features % weight.block == 0 and not weight.is_stacked
+    return dtype.itemsize == 2 and not weight.is_stacked
 
 
 def few_launch(
@@ -37,7 +38,8 @@ def few_launch(
     """Return the launch that computes x [rows, in] @ W^T + bias for up to three weights of a layout, each in its out.
 
     activation: a name of GATES: outs[0] becomes activation(the first) * the second, of two weights of one shape.
-    tile: one with 8 rows, and the inputs that are read at a time, a power of 2 of blocks for each warp.
+    tile: one of a multiple of 8 rows, and the inputs that are read at a time, a power of 2 of blocks for each warp.
+    With more than 8 rows its outputs are those of both weights of a gate.
     """
     first = weights[0]
     assert tile.inputs is not None
@@ -45,16 +47,18 @@ def few_launch(
     if activation is not None:  # the registers of a thread hold the bytes of both weights
         parts = min(parts, MOST_GATED_PARTS * tile.num_warps)
     arguments = arguments_of([*weights, *[None] * (MOST_TOGETHER - len(weights))], biases, outs)
-    is_whole = first.num_blocks % parts == 0 and all(out.shape[1] % tile.outputs == 0 for out in outs)
-    constants = {name: value for name, value in first.constants.items() if name != "IS_HALVED"}
+    outputs = tile.outputs // 2 if activation is not None and tile.rows > MOST_ROWS else tile.outputs
+    is_whole = first.num_blocks % parts == 0 and all(out.shape[1] % outputs == 0 for out in outs)
     return Launch(
         kernel=multiply_few,
-        grid=(-(-len(x) // tile.rows), sum(-(-out.shape[1] // tile.outputs) for out in outs)),
+        grid=(-(-len(x) // tile.rows), sum(-(-out.shape[1] // outputs) for out in outs)),
         arguments={
-            **arguments, "x": x, "rows": len(x), "inputs": first.in_features, "blocks": first.num_blocks,
+            **arguments, "divisor": first.divisor, "x": x, "rows": len(x), "inputs": first.in_features,
+            "blocks": first.num_blocks,
         },
         constants={
-            **constants, "IS_WHOLE": is_whole, "OUTPUTS": tile.outputs, "ROWS": tile.rows, "PARTS": parts,
+            **first.constants, "IS_CUT": bool(first.in_features % first.block), "IS_WHOLE": is_whole,
+            "OUTPUTS": outputs, "ROWS": tile.rows, "PARTS": parts,
             "ACTIVATION": -1 if activation is None else GATES[activation],
         },
         num_warps=tile.num_warps,

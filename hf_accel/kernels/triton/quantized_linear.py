@@ -23,12 +23,9 @@ from .few_rows import few_launch
 from .launch import Launch
 from .programs.multiply import add_splits, multiply, numbers
 from .programs.multiply_integers import multiply_integers, round_rows
-from .programs.multiply_row import multiply_row
 
 REDUCED = 1024  # numbers that one program adds up over the splits
 ROUNDED = 1024  # numbers that one program rounds
-MOST_BLOCKS = 64  # that a program of one row reads at a time; more would need more registers
-MOST_BLOCKS_OF_FLOATS = 8  # of 4 bits
 WRITTEN = 32  # outputs of which one program writes a block
 
 
@@ -49,9 +46,7 @@ def launches(
         return _rounded_launches(x, weight, bias, out, tile=tile, starts=starts)
     if tile.inputs is not None:
         assert starts is None, "a tile of few rows serves one weight"
-        if tile.rows > 1:
-            return [few_launch(x, [weight], [bias], [out], tile=tile)]
-        return [_row_launch(x, weight, bias, out, tile=tile)]
+        return [few_launch(x, [weight], [bias], [out], tile=tile)]
     rows, outputs = out.shape
     share = -(-weight.num_blocks // tile.splits)
     splits = -(-weight.num_blocks // share)
@@ -78,26 +73,6 @@ def launches(
         constants={"SPLITS": splits, "BLOCK": REDUCED},
     )
     return [product, added]
-
-
-def _row_launch(x: Tensor, weight: BlockedWeight, bias: Tensor | None, out: Tensor, *, tile: LinearTile) -> Launch:
-    return Launch(
-        kernel=multiply_row,
-        grid=(len(x), -(-weight.out_features // tile.outputs)),
-        arguments={**weight.operands, "x": x, "bias": bias, "out": out},
-        constants=row_constants(weight, tile),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-def row_constants(weight: BlockedWeight, tile: LinearTile) -> dict[str, Any]:
-    assert tile.inputs is not None
-    most = MOST_BLOCKS_OF_FLOATS if weight.layout.is_float4 else MOST_BLOCKS
-    return {
-        **weight.constants, "IS_CUT": bool(weight.in_features % weight.block), "OUTPUTS": tile.outputs,
-        "BLOCKS": max(1, min(most, tile.inputs // weight.block)),
-    }  # fmt: skip
 
 
 def numbers_launch(weight: BlockedWeight, out: Tensor) -> Launch:

@@ -11,12 +11,12 @@ from .few_rows import MOST_TOGETHER, arguments_of, few_launch
 from .launch import Launch
 from .layer_parts import GATES
 from .programs.multiply import multiply_by_some
-from .programs.multiply_row import multiply_row_by_some
-from .quantized_linear import row_constants
+
+MOST_STAGES = 6  # each weight has a loop of its own, and each loop its stages in shared memory
 
 
 def go_together(weights: Sequence[BlockedWeight]) -> bool:
-    """Return whether one launch can multiply a row by these weights."""
+    """Return whether one launch can multiply rows by these weights."""
     first = weights[0]
     return 2 <= len(weights) <= MOST_TOGETHER and all(
         weight.constants == first.constants and weight.in_features == first.in_features
@@ -35,23 +35,17 @@ def together_launch(
     activation: a name of GATES: outs[0] becomes activation(the first) * the second, of two weights of one shape.
     """
     first = weights[0]
-    if tile.inputs is not None and tile.rows > 1:
+    if tile.inputs is not None:
         return few_launch(x, weights, biases, outs, tile=tile, activation=activation)
     arguments = arguments_of([*weights, *[None] * (MOST_TOGETHER - len(weights))], biases, outs)
     tiles = sum(-(-out.shape[1] // tile.outputs) for out in outs)
     constants = {"ACTIVATION": -1 if activation is None else GATES[activation]}
-    arguments |= {"x": x, "inputs": first.in_features, "blocks": first.num_blocks}
-    if tile.inputs is not None:
-        return Launch(
-            kernel=multiply_row_by_some, grid=(len(x), tiles), arguments=arguments,
-            constants={**row_constants(first, tile), **constants}, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )  # fmt: skip
+    arguments |= {"x": x, "rows": len(x), "inputs": first.in_features, "blocks": first.num_blocks}
     return Launch(
-        kernel=multiply_by_some, grid=(-(-len(x) // tile.rows), tiles), arguments={**arguments, "rows": len(x)},
+        kernel=multiply_by_some, grid=(-(-len(x) // tile.rows), tiles), arguments=arguments,
         constants={
             **first.constants, "IS_CUT": bool(first.in_features % first.block), "OUTPUTS": tile.outputs,
             "ROWS": tile.rows, **constants,
         },
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=min(tile.num_stages, MOST_STAGES),
     )  # fmt: skip

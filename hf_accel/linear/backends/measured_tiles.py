@@ -173,14 +173,13 @@ def _kernels() -> str:
         multiply,
         multiply_few,
         multiply_integers,
-        multiply_row,
         rounded,
         stored_weight,
     )  # fmt: skip
     from . import tiles
 
     modules = (
-        few_rows, integers, multiply, multiply_few, multiply_integers, multiply_row, rounded, stored_weight, tiles,
+        few_rows, integers, multiply, multiply_few, multiply_integers, rounded, stored_weight, tiles,
     )  # fmt: skip
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return f"kernels {hashlib.sha256(code).hexdigest()[:8]}"

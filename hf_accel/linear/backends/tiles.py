@@ -33,17 +33,14 @@ PROGRAMS = 512  # that keep a large GPU busy: four for each of its multiprocesso
 INPUTS = 512  # of a split at least: partial sums of smaller ones are more than 3 % of the bytes of one row
 INPUTS_PER_ROW = 64  # of a split at least: partial sums stay in the cache, but they take time as well
 
-ROW = {  # of one row, without products of tiles
-    4: LinearTile(outputs=4, rows=1, inputs=1024, num_warps=4, num_stages=1),
-    8: LinearTile(outputs=4, rows=1, inputs=512, num_warps=1, num_stages=1),
-}
-ROW_NUMBERS = 2**24  # of a weight up to which ROW is faster on an H200 than FEW, where nothing was measured
-EIGHT = ((4, 2), (8, 2), (16, 4), (32, 4), (32, 8))  # of up to 8 rows: blocks that are read at a time, and warps
+EIGHT = ((4, 2), (8, 2), (16, 4), (32, 4), (32, 8))  # of up to 8 rows: blocks of 64 bytes at a time, and warps
+EIGHT_BITS = 64 * 8  # of a block of an output
+MORE = ((16, 4, 4), (32, 4, 4))  # of up to so many rows, where outputs are many: the same blocks, and warps
 MANY_OUTPUTS = 2**13  # from which the first of EIGHT is the fastest on an H200, and else the last: programs are many
 ONE_TILE = LinearTile(outputs=64, rows=32, num_stages=3)  # for any number of rows
-FEW = LinearTile(outputs=32, rows=16, num_warps=2, num_stages=6)  # memory is far: much of it must be asked for at once
-DEEP = replace(FEW, num_stages=10)  # for 4 bits: fewer bytes are in a block
-SOME = LinearTile(outputs=32, rows=32, num_stages=6)
+FEW = LinearTile(
+    outputs=32, rows=16, num_warps=2, num_stages=10
+)  # memory is far: much of it must be asked for at once
 WIDE = LinearTile(outputs=64, rows=32, num_stages=6)
 MANY = {bits: LinearTile(outputs=128, rows=64, num_warps=8, num_stages=stages) for bits, stages in ((4, 4), (8, 3))}
 MANY_WITHOUT_GROUPS = LinearTile(outputs=128, rows=128, num_warps=8, num_stages=3)
@@ -162,8 +159,8 @@ def key_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> Til
 
 def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "never") -> list[LinearTile]:
     """Return all tiles for a weight and rows of `dtype`, from that for the fewest rows to that for any number."""
-    row = eight(weight) if takes_few_rows(weight, dtype) else [ROW[weight.bits]]
-    floats = [*row, FLOAT32] if dtype is torch.float32 else [*row, FEW, DEEP, SOME, WIDE, ONE_TILE]
+    few = [*eight(weight), *more(weight)] if takes_few_rows(weight, dtype) else []
+    floats = [FLOAT32] if dtype is torch.float32 else [*few, FEW, WIDE, ONE_TILE]
     if dtype is not torch.float32:
         floats.append(MANY[weight.bits] if weight.blocks_per_group else MANY_WITHOUT_GROUPS)
     # Over blocks of 32 bytes the compiler of Triton 3.6 gives the widest one a few registers too few.
@@ -175,8 +172,17 @@ def tiles_of(weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding = "ne
 def eight(weight: BlockedWeight) -> list[LinearTile]:
     """Return the tiles for up to eight rows, those of many outputs first."""
     return [
-        LinearTile(outputs=16, rows=MOST_ROWS, inputs=parts * weight.block, num_warps=warps, num_stages=1)
+        LinearTile(outputs=16, rows=MOST_ROWS, inputs=parts * EIGHT_BITS // weight.bits, num_warps=warps, num_stages=1)
         for parts, warps in EIGHT
+    ]
+
+
+def more(weight: BlockedWeight) -> list[LinearTile]:
+    """Return the tiles of more rows that need no shared memory. With few outputs, splits make them slower than FEW."""
+    return [
+        LinearTile(outputs=32, rows=rows, inputs=parts * EIGHT_BITS // weight.bits, num_warps=warps, num_stages=1)
+        for rows, parts, warps in MORE
+        if weight.out_features >= MANY_OUTPUTS
     ]
 
 
@@ -217,10 +223,8 @@ def _by_rule(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rou
     if rows >= NUMBERS_ROWS and takes_numbers(rows, weight, dtype, rounding):
         return Dequantized()
     tiles = allowed(rows, tiles_of(weight, dtype, rounding), rounding)
-    if tiles[0].inputs and takes_few_rows(weight, dtype):  # a program has few outputs: with few of them, more warps
+    if tiles[0].inputs:  # a program has few outputs: with few of them, more warps
         tiles = tiles[0 if weight.out_features >= MANY_OUTPUTS else len(EIGHT) - 1 :]
-    elif tiles[0].inputs and weight.out_features * weight.in_features > ROW_NUMBERS:
-        tiles = tiles[1:]
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
     if tile.rounded or tile.inputs:
         return tile
@@ -237,23 +241,23 @@ def allowed(rows: int, tiles: list[LinearTile], rounding: Rounding) -> list[Line
 def candidates(rows: int, weight: BlockedWeight, dtype: torch.dtype, rounding: Rounding) -> list[Tile]:
     """Return the tiles that are worth measuring for so many rows, that of the rule first.
 
-    Left out are tiles of which most would be empty, those of few rows, which would read the weight many times, and
-    where there are tiles of eight rows those that are never near them: each takes seconds to compile.
+    Left out are tiles of which most would be empty, and those that would read the weight many times. Up to 32 rows
+    they are few: each takes half a second to compile, and the seconds are to suffice for all numbers of rows.
     """
     found: list[Tile] = [by_rule(rows, weight, dtype, rounding)]
-    has_eight = rows <= MOST_ROWS and takes_few_rows(weight, dtype)
+    is_short = rows <= WIDE.rows and takes_few_rows(weight, dtype)
     for tile in tiles_of(weight, dtype, rounding):
         is_allowed = not tile.rounded or rows > FEW_ROWS or rounding != "many rows"
         if not is_allowed or tile.rows > max(32, 4 * rows) or 8 * tile.rows < min(rows, 512):
             continue
         if tile.inputs and rows > tile.rows:  # it would read the weight once for each of its tiles
             continue
-        if has_eight and not tile.inputs and tile not in (FEW, DEEP):
+        if is_short and not tile.inputs and tile != (FEW if rows <= FEW.rows else WIDE):
             continue
         is_whole = bool(tile.rounded or tile.inputs)
         wanted = 1 if is_whole else _wanted_splits(rows, weight, tile)
         most = 1 if is_whole else most_splits(rows, weight)
-        for splits in (wanted,) if has_eight else sorted({1, wanted // 2, wanted, wanted * 2}):
+        for splits in (wanted,) if is_short else sorted({1, wanted // 2, wanted, wanted * 2}):
             if 1 <= splits <= most:
                 found.append(replace(tile, splits=splits))
     if rounding != "never" and rows > FEW_ROWS and serves(weight, dtype):

@@ -250,7 +250,7 @@ def test_the_plan_says_what_shares_a_launch_and_why_other_layers_do_not(device: 
 
 # -- several weights in one launch ---------------------------------------------------------------------
 
-TOGETHER = ("multiply_row_by_some", "multiply_by_some")
+TOGETHER = ("multiply_few", "multiply_by_some")
 
 
 @pytest.fixture

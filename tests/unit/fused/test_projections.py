@@ -9,6 +9,7 @@ from torch import nn
 from hf_accel.fused import projections
 from hf_accel.fused.projections import UNLIMITED, NativeLinear, ProjectionCall, is_bare_linear
 from hf_accel.kernels import cpu as kernels
+from hf_accel.kernels.cpu.float_linear import TILE_ROWS
 from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
 
@@ -49,7 +50,7 @@ def test_plain_is_without_hooks_and_of_a_known_kind():
         ("avx_vnni", False, UNLIMITED),
         ("avx2", True, 16),
         ("avx512_vnni_bf16", False, 64),
-        ("amx", True, 16),
+        ("amx", True, 128),
     ],
 )
 def test_half_precision_stays_native_where_torch_is_slow(
@@ -68,7 +69,7 @@ def test_half_precision_stays_native_where_torch_is_slow(
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_tiles_take_all_rows_only_where_no_row_is_torchs() -> None:
     layer, x = nn.Linear(8, 4).bfloat16().requires_grad_(False), torch.ones(2, 8).bfloat16()
-    for float_rows, tile_rows in ((UNLIMITED, 1), (16, 16)):
+    for float_rows, tile_rows in ((UNLIMITED, 1), (16, TILE_ROWS)):
         call = projections.ProjectionCall(float_rows).ready((layer,), x)
         assert call is not None
         assert call.tile_rows == tile_rows

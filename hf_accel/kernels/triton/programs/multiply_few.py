@@ -11,25 +11,26 @@ from .pointwise import activation_of
 from .stored_weight import numbers_that_scale, scales_of, zero_points_of
 
 EIGHT = tl.constexpr(8)  # rows: the fewest that a product of 16 outputs takes
-BYTES = tl.constexpr(64)  # of a block, and of an output: 16 in each of four threads
 TOGETHER = tl.constexpr(4)  # bytes of a thread that the compiler lets lie side by side in an operand of stored bytes
 
 
 @triton.jit
-def _weight_operand(numbers, HALVES: tl.constexpr, PARTS: tl.constexpr):
-    """[halves of 16 outputs, parts, 8 outputs, 64 bytes] -> [parts, outputs, inputs], without moving a number.
+def _weight_operand(numbers, HALVES: tl.constexpr, PARTS: tl.constexpr, BYTES: tl.constexpr):
+    """[halves of 16 outputs, parts, 8 outputs, bytes] -> [parts, outputs, inputs], without moving a number.
 
-    In the operand of a product neighbouring threads hold neighbouring inputs; here each holds 16 that lie side by side
-    in memory. So inputs have another order than in memory, the same one as in `_rows_operand`.
+    In the operand of a product neighbouring threads hold neighbouring inputs; here each holds a quarter of the bytes,
+    which lie side by side in memory. So inputs have another order than there, the same one as in `_rows_operand`.
     """
-    apart = tl.reshape(numbers, (HALVES, PARTS, 8, 4, 16 // TOGETHER, TOGETHER))
+    apart = tl.reshape(numbers, (HALVES, PARTS, 8, 4, BYTES // 4 // TOGETHER, TOGETHER))
     return tl.reshape(tl.permute(apart, (1, 0, 2, 4, 3, 5)), (PARTS, HALVES * 8, BYTES))
 
 
 @triton.jit
-def _rows_operand(values, EIGHTS: tl.constexpr, PARTS: tl.constexpr):
-    """[2, eights, parts, 8 rows, 4 threads, 8 inputs] -> [parts, inputs, rows], in the order of `_weight_operand`."""
-    apart = tl.reshape(values, (2, EIGHTS, PARTS, EIGHT, 4, 8 // TOGETHER, TOGETHER))
+def _rows_operand(values, EIGHTS: tl.constexpr, PARTS: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr):
+    """[runs, eights, parts, 8 rows, 4 threads, inputs of a run] -> [parts, inputs, rows], in the order of
+    `_weight_operand`.
+    """
+    apart = tl.reshape(values, (BYTES // 4 // RUN, EIGHTS, PARTS, EIGHT, 4, RUN // TOGETHER, TOGETHER))
     return tl.reshape(tl.permute(apart, (2, 0, 5, 4, 6, 1, 3)), (PARTS, BYTES, EIGHTS * EIGHT))
 
 
@@ -46,14 +47,16 @@ def _chosen(which, first, second, third):
 def multiply_few(
     x, integers, scale, zero_point, minimum, bias, out, outputs,
     integers_1, scale_1, zero_point_1, minimum_1, bias_1, out_1, outputs_1,
-    integers_2, scale_2, zero_point_2, minimum_2, bias_2, out_2, outputs_2, rows, inputs, blocks,
-    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_WHOLE: tl.constexpr,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
+    integers_2, scale_2, zero_point_2, minimum_2, bias_2, out_2, outputs_2, divisor, rows, inputs, blocks,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, IS_HALVED: tl.constexpr,
+    IS_CUT: tl.constexpr, IS_WHOLE: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTPUTS outputs of one of up to three weights of a layout, of ROWS rows; the program is (row tile, tile).
+    """Compute OUTPUTS outputs of one of up to three weights of a layout; the program is (row tile, tile).
 
     PARTS blocks of inputs are read at a time, shared by the warps, whose sums are added at the end. A row has the same
-    bits whatever other rows there are. IS_WHOLE: whether PARTS and OUTPUTS divide the blocks and all outputs.
+    bits whatever other rows there are. IS_HALVED: see `multiply`. IS_CUT: whether the last block has fewer inputs.
+    IS_WHOLE: whether PARTS and OUTPUTS divide the blocks and all outputs.
 
     ACTIVATION: -1, or that of a gate: out is activation(first) * second then, both rounded as if they were written.
     """
@@ -61,6 +64,9 @@ def multiply_few(
     WIDTH: tl.constexpr = 2 * OUTPUTS if IS_GATED else OUTPUTS  # a program has the outputs of both weights of a gate
     HALVES: tl.constexpr = WIDTH // 8  # halves of 16 outputs
     EIGHTS: tl.constexpr = ROWS // EIGHT
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    EACH: tl.constexpr = BYTES // 4  # bytes of a thread
+    RUN: tl.constexpr = 8 if EACH > 8 else EACH  # inputs of a row that a thread reads at a time
     IS_SHIFTED: tl.constexpr = BITS == 4 and minimum is not None
     IN_NUMBERS: tl.constexpr = minimum is not None  # whether the scale is in the numbers that are multiplied
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -85,13 +91,15 @@ def multiply_few(
     from_weight = _of_line(integers, integers_1, is_second, IS_GATED)
     if IS_GATED:  # a choice hides from the compiler that both begin at a multiple of 16 bytes
         from_weight = tl.multiple_of(from_weight, 16)
-    here = (from_weight + (line_part * wide + line_output) * BYTES)[:, None] + tl.arange(0, BYTES)[None, :]
+    byte = tl.max_contiguous(tl.arange(0, BYTES), EACH)  # so many are read at a time, as an operand has them
+    here = (from_weight + (line_part * wide + line_output) * BYTES)[:, None] + byte[None, :]
 
-    place = tl.arange(0, 2 * EIGHTS * PARTS * EIGHT * 4)  # half, eight rows, part, row, thread: each has eight inputs
+    place = tl.arange(0, EACH // RUN * EIGHTS * PARTS * EIGHT * 4)  # run, eight rows, part, row, thread
     place_part = place // (4 * EIGHT) % PARTS
     row = row_tile * ROWS + place // (4 * EIGHT * PARTS) % EIGHTS * EIGHT + place // 4 % EIGHT
-    start = place_part * BLOCK + place % 4 * 16 + place // (4 * EIGHT * PARTS * EIGHTS) * 8
-    there = (x + row.to(tl.int64) * inputs + start)[:, None] + tl.arange(0, 8)[None, :]
+    start = place_part * BLOCK + place % 4 * EACH + place // (4 * EIGHT * PARTS * EIGHTS) * RUN
+    column_of_x = start[:, None] + tl.arange(0, RUN)[None, :]
+    there = (x + row.to(tl.int64) * inputs)[:, None] + column_of_x
 
     part = tl.arange(0, PARTS)
     column = tl.arange(0, WIDTH)
@@ -107,7 +115,10 @@ def multiply_few(
         else:
             stored = tl.load(here, mask=is_line[:, None], other=0)
             is_place = is_place & (first + place_part < blocks)
-        values = tl.load(there, mask=is_place[:, None], other=0)
+        is_there = is_place[:, None]
+        if IS_CUT:
+            is_there = is_there & (first * BLOCK + column_of_x < inputs)
+        values = tl.load(there, mask=is_there, other=0)
         factor = scale
         zero = None
         least = None
@@ -122,17 +133,30 @@ def multiply_few(
         added = total if (PER_GROUP == 0 or IN_NUMBERS) else tl.zeros((PARTS, WIDTH, ROWS), tl.float32)
         if BITS == 4:
             low = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
-            added = tl.dot(_weight_operand(low, HALVES, PARTS), _rows_operand(values, EIGHTS, PARTS), added)
-            values = tl.load(there + BYTES, mask=is_place[:, None], other=0)
+            operand = _rows_operand(values, EIGHTS, PARTS, BYTES, RUN)
+            added = tl.dot(_weight_operand(low, HALVES, PARTS, BYTES), operand, added)
+            if IS_HALVED:
+                place_of_scale = ((first + part) * 2)[:, None] * wide + output[None, :]
+                is_scale = ((first + part) < blocks)[:, None] & (output < outputs)[None, :]
+                from_scale = _of_line(scale, scale_1, of_second[None, :], IS_GATED)
+                total += added * scales_of(from_scale, place_of_scale, is_scale, NUMBERS, IS_SHIFTED)[:, :, None]
+                added = tl.zeros((PARTS, WIDTH, ROWS), tl.float32)
+            is_there = is_place[:, None]
+            if IS_CUT:
+                is_there = is_there & (first * BLOCK + BYTES + column_of_x < inputs)
+            values = tl.load(there + BYTES, mask=is_there, other=0)
             high = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, True)
-            added = tl.dot(_weight_operand(high, HALVES, PARTS), _rows_operand(values, EIGHTS, PARTS), added)
+            operand = _rows_operand(values, EIGHTS, PARTS, BYTES, RUN)
+            added = tl.dot(_weight_operand(high, HALVES, PARTS, BYTES), operand, added)
         else:
             whole = numbers_that_scale(stored, factor, zero, least, BITS, NUMBERS, DTYPE, False)
-            added = tl.dot(_weight_operand(whole, HALVES, PARTS), _rows_operand(values, EIGHTS, PARTS), added)
+            operand = _rows_operand(values, EIGHTS, PARTS, BYTES, RUN)
+            added = tl.dot(_weight_operand(whole, HALVES, PARTS, BYTES), operand, added)
         if PER_GROUP == 0 or IN_NUMBERS:
             total = added
         else:
-            place_of_scale = ((first + part) // PER_GROUP)[:, None] * wide + output[None, :]
+            group_of_part = (first + part) * 2 + 1 if IS_HALVED else (first + part) // PER_GROUP
+            place_of_scale = group_of_part[:, None] * wide + output[None, :]
             is_scale = ((first + part) < blocks)[:, None] & (output < outputs)[None, :]
             from_scale = _of_line(scale, scale_1, of_second[None, :], IS_GATED)
             total += added * scales_of(from_scale, place_of_scale, is_scale, NUMBERS, IS_SHIFTED)[:, :, None]
@@ -144,6 +168,8 @@ def multiply_few(
     if PER_GROUP == 0:
         from_scale = _of_line(scale, scale_1, of_second, IS_GATED)
         sums *= scales_of(from_scale, output, is_output, NUMBERS, IS_SHIFTED)[:, None]
+    if divisor is not None:
+        sums = sums / tl.load(divisor)
     weight = of_second.to(tl.int32) if IS_GATED else which + tl.zeros((WIDTH,), tl.int32)
     if bias is not None:
         sums += tl.load(bias + output, mask=is_output & (weight == 0), other=0).to(tl.float32)[:, None]

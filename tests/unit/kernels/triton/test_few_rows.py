@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 from hf_accel.kernels.triton.blocked_weight import BlockedWeight, LinearTile
 from hf_accel.kernels.triton.few_rows import few_launch, takes_few_rows
 from hf_accel.kernels.triton.layer_parts import gated
+from hf_accel.kernels.triton.quantized_linear import stacked
 from hf_accel.linear.backends.tiles import EIGHT, eight
 from hf_accel.linear.backends.triton import Triton
 from tests.devices import triton_device
@@ -22,12 +22,14 @@ from .test_quantized_linear import BF16, FP16, FP32, KINDS, runs, weight_of, wei
 BACKEND = Triton(row_invariant=False)
 
 
-def packed(kind: str, outputs: list[int], inputs: int, dtype: torch.dtype = BF16) -> list[BlockedWeight]:
-    return [BACKEND.pack(weight_of(kind, (count, inputs), group=128, dtype=dtype)) for count in outputs]
+def packed(
+    kind: str, outputs: list[int], inputs: int, dtype: torch.dtype = BF16, group: int = 128
+) -> list[BlockedWeight]:
+    return [BACKEND.pack(weight_of(kind, (count, inputs), group=group, dtype=dtype)) for count in outputs]
 
 
 def tile_of(weight: BlockedWeight, size: tuple[int, int] = (16, 8)) -> LinearTile:
-    return LinearTile(outputs=size[0], rows=size[1], inputs=4 * weight.block, num_warps=2, num_stages=1)
+    return LinearTile(outputs=size[0], rows=size[1], inputs=4 * 512 // weight.bits, num_warps=2, num_stages=1)
 
 
 def product(x: Tensor, weights: list[BlockedWeight], biases: list[Any], **settings: Any) -> list[Tensor]:
@@ -42,13 +44,17 @@ def product(x: Tensor, weights: list[BlockedWeight], biases: list[Any], **settin
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "dtype", "size"),
-    [([70, 48, 5], 640, BF16, (16, 8)), ([32, 64], 1024, FP16, (32, 16)), ([70, 48, 5], 640, BF16, (64, 32))], ids=str,
+    ("outputs", "inputs", "group", "dtype", "size"),
+    [
+        ([70, 48, 5], 640, 128, BF16, (16, 8)), ([32, 64], 1024, 128, FP16, (32, 16)),
+        ([70, 48, 5], 672, 32, BF16, (64, 32)),  # blocks of fewer bytes, and without groups one that is cut
+    ],
+    ids=str,
 )  # fmt: skip
 def test_rows_times_weights(
-    kind: str, outputs: list[int], inputs: int, dtype: torch.dtype, size: tuple[int, int]
+    kind: str, outputs: list[int], inputs: int, group: int, dtype: torch.dtype, size: tuple[int, int]
 ) -> None:
-    weights = packed(kind, outputs, inputs, dtype)
+    weights = packed(kind, outputs, inputs, dtype, group)
     assert all(takes_few_rows(weight, dtype) for weight in weights)
     rows, tile = size[1] + 3, tile_of(weights[0], size)  # more than a tile has
     x = torch.randn(rows, inputs, device=triton_device()).to(dtype)
@@ -79,10 +85,9 @@ def test_gates(kind: str, outputs: int, activation: str, size: tuple[int, int]) 
 
 
 def test_what_they_take() -> None:
-    first, cut = (packed("int8", [8], inputs)[0] for inputs in (128, 96))
-    assert takes_few_rows(first, BF16) and not takes_few_rows(first, FP32) and not takes_few_rows(cut, BF16)
-    assert not takes_few_rows(replace(first, divisor=torch.ones(1)), BF16)
-    assert not takes_few_rows(BACKEND.pack(weight_of("int4", (8, 128), group=32, dtype=BF16)), BF16)
+    [weight] = packed("int8", [8], 128)
+    assert takes_few_rows(weight, BF16) and takes_few_rows(weight, FP16) and not takes_few_rows(weight, FP32)
+    assert not takes_few_rows(stacked([weight, weight]), BF16)
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""One row times several weights in one launch: the bits of one launch after the other."""
+"""Rows times several weights in one launch: the bits of one launch after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_accel.kernels import triton as kernels
 from hf_accel.kernels.triton.layer_parts import gated
 from hf_accel.kernels.triton.quantized_linear import quantized_linear
 from hf_accel.kernels.triton.together import go_together, together_launch
-from hf_accel.linear.backends.tiles import FEW, ROW
+from hf_accel.linear.backends.tiles import FEW, eight
 from hf_accel.linear.backends.triton import Triton
 from tests.devices import triton_device
 
@@ -36,7 +36,7 @@ def test_together_is_one_after_the_other(kind, outputs):
     weights, x = packed(kind, outputs, 416), torch.randn(1, 416, device=triton_device()).to(BF16)
     biases = [torch.randn(outputs[0], device=x.device).to(BF16), *[None] * (len(outputs) - 1)]
     assert go_together(weights)
-    for tile in (ROW[weights[0].bits], FEW):
+    for tile in (eight(weights[0])[0], FEW):
         outs = [torch.full((1, count), float("nan"), dtype=BF16, device=x.device) for count in outputs]
         together_launch(x, weights, biases, outs, tile=tile).run()
         for weight, bias, out in zip(weights, biases, outs, strict=True):
@@ -49,7 +49,7 @@ def test_together_is_one_after_the_other(kind, outputs):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_gated_is_one_after_the_other(kind, activation):
     weights = packed(kind, [70, 70], 416)
-    for rows, tile in ((1, ROW[weights[0].bits]), (1, FEW), (18, FEW)):
+    for rows, tile in ((1, eight(weights[0])[0]), (1, FEW), (18, FEW)):
         x = torch.randn(rows, 416, device=triton_device()).to(FP16)
         biases = [None, torch.randn(70, device=x.device).to(FP16)]
         out = torch.full((rows, 70), float("nan"), dtype=FP16, device=x.device)
@@ -72,11 +72,11 @@ def test_what_goes_together():
 
 @pytest.mark.skipif(kernels.is_interpreted(), reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kind", ["int8", "int4", "int4 zero points"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_they_fit_every_gpu(kind, capability):
     weights = [weight_of_zeros(kind, (64, 1024), dtype=BF16) for _ in range(3)]
     x, outs = torch.zeros(1, 1024, dtype=BF16), [torch.zeros(1, 64, dtype=BF16) for _ in range(3)]
-    tile = ROW[weights[0].bits]
+    tile = FEW
     for count in (2, 3):
         launch = together_launch(x, weights[:count], [None] * count, outs[:count], tile=tile)
         compile_for(launch, capability).assert_fits(capability)

@@ -36,7 +36,7 @@ class Gpu:
         return self.now
 
     def seconds_of(self, rows, weight, tile, dtype):
-        assert weight.integers.device.type == "cpu" and dtype is torch.bfloat16
+        assert weight.integers.device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
         self.calls[rows, str(tile)] += 1
         self.now += 0.01
         found = self.seconds.get(str(tile), 1.0)
@@ -85,10 +85,14 @@ def test_each_candidate_is_timed_once_and_the_best_is_taken(gpu):
 
 
 def test_one_row_has_the_tile_of_eight(gpu):
-    """So it has the same bits. Weights that no such tile takes have one for a single row."""
-    for group, least in ((128, 8), (32, 1)):
+    """So it has the same bits. Rows of float32, which no such tile takes, are measured one by one."""
+    for spec, least in (
+        (SPEC, 8),
+        (changed(SPEC, {"group_size": 32}), 8),
+        (changed(SPEC, {"dtype": torch.float32}), 1),
+    ):
         gpu.calls.clear()
-        Measuring(gpu.clock).measure(choice(spec=changed(SPEC, {"group_size": group})))
+        Measuring(gpu.clock).measure(choice(spec=spec))
         assert min(rows for rows, _ in gpu.calls) == least
 
 
@@ -191,22 +195,23 @@ def test_a_tile_that_fails_is_left_out_and_named(gpu):
 
 def test_when_time_is_over_the_rule_holds_and_the_next_process_goes_on(gpu, monkeypatch):
     wanted = [(rows, name) for rows in MEASURED_ROWS for name in names(rows)]
-    monkeypatch.setattr(module, "SECONDS", 0.01 * (len(names(8)) + 1.5))
-    gpu.seconds = {names(8)[-1]: 0.5, names(16)[1]: 0.6, names(16)[-1]: 0.4}
+    before = [name for rows in MEASURED_ROWS if rows < 64 for name in names(rows)]
+    monkeypatch.setattr(module, "SECONDS", 0.01 * (len(before) + 1.5))
+    gpu.seconds = {names(8)[-1]: 0.5, names(64)[0]: 0.6, names(64)[-1]: 0.4}
     first = Measuring(gpu.clock)
     words = first.measure(choice())
     first.finish()
-    begun = len(names(8)) + 2
+    begun = len(before) + 2
     assert f"; {len(wanted) - begun} tiles are left for the next process" in words
     assert list(gpu.calls) == wanted[:begun]
     weight = weight_of()
     assert str(tiles.tile_for(1, weight, torch.bfloat16)) == names(8)[-1]
-    assert tiles.tile_for(16, weight, torch.bfloat16) == tiles.by_rule(16, weight, torch.bfloat16, "never")
+    assert tiles.tile_for(64, weight, torch.bfloat16) == tiles.by_rule(64, weight, torch.bfloat16, "never")
     monkeypatch.setattr(module, "SECONDS", 100.0)
     gpu.calls.clear()
     assert "left" not in Measuring(gpu.clock).measure(choice())
     assert list(gpu.calls) == wanted[begun:]
-    assert str(tiles.tile_for(16, weight, torch.bfloat16)) == names(16)[-1]
+    assert str(tiles.tile_for(64, weight, torch.bfloat16)) == names(64)[-1]
 
 
 def test_two_processes_keep_each_others_measurements(gpu):
