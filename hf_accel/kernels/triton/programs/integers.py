@@ -12,8 +12,9 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # there a
 # Instructions that convert the integers in the bytes of a word. `t` are the integers with an offset, so that none is
 # negative; `prmt` puts each behind the upper bytes of a float whose last bits count units; the offset is taken off.
 _BYTES = "xor.b32 t, {}, 0x80808080;"
-_LOW = "and.b32 t, {}, 0x0F0F0F0F; xor.b32 t, t, 0x08080808;"
-_HIGH = "shr.u32 t, {}, 4; and.b32 t, t, 0x0F0F0F0F; xor.b32 t, t, 0x08080808;"
+_AND_XOR = "0x0F0F0F0F, 0x08080808, 0x6A;"  # one instruction: what it is given & the first ^ the second
+_LOW = f"lop3.b32 t, {{}}, {_AND_XOR}"
+_HIGH = f"shr.u32 t, {{}}, 4; lop3.b32 t, t, {_AND_XOR}"
 
 
 def _words(offset: str) -> tl.constexpr:
