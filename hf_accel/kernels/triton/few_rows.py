@@ -4,7 +4,7 @@ A tile of `multiply` copies the weight to shared memory first, and each of its s
 thread reads 16 bytes of an output at a time, which are its part of the operand of a product as they are: the order of
 inputs within a block does not matter, if rows have the same. On an H200 a head in INT8 is read at 4.3 TB/s, which is
 what a copy reaches there, and by `multiply` at 3.7. Stages of shared memory (num_stages=3 and more) made it slower.
-With more rows programs wait for those, which each reads anew: a gate of 28,672 outputs takes 41 us of 16 rows and
+With more rows programs wait for those, which each reads again: a gate of 28,672 outputs takes 41 us of 16 rows and
 56 us of 32, and 45 and 65 us by `multiply`.
 """
 

@@ -23,7 +23,7 @@ BACKEND = Triton(row_invariant=False)
 
 
 def packed(
-    kind: str, outputs: list[int], inputs: int, dtype: torch.dtype = BF16, group: int = 128
+    kind: str, outputs: list[int], inputs: int, dtype: torch.dtype = BF16, *, group: int = 128
 ) -> list[BlockedWeight]:
     return [BACKEND.pack(weight_of(kind, (count, inputs), group=group, dtype=dtype)) for count in outputs]
 
@@ -54,7 +54,7 @@ def product(x: Tensor, weights: list[BlockedWeight], biases: list[Any], **settin
 def test_rows_times_weights(
     kind: str, outputs: list[int], inputs: int, group: int, dtype: torch.dtype, size: tuple[int, int]
 ) -> None:
-    weights = packed(kind, outputs, inputs, dtype, group)
+    weights = packed(kind, outputs, inputs, dtype, group=group)
     assert all(takes_few_rows(weight, dtype) for weight in weights)
     rows, tile = size[1] + 3, tile_of(weights[0], size)  # more than a tile has
     x = torch.randn(rows, inputs, device=triton_device()).to(dtype)
