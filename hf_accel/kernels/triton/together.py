@@ -12,7 +12,7 @@ from .launch import Launch
 from .layer_parts import GATES
 from .programs.multiply import multiply_by_some
 
-MOST_STAGES = 6  # each weight has a loop of its own, and each loop its stages in shared memory
+MOST_STAGES = 6  # of a gate, whose weights have a loop each, and each loop its stages in shared memory
 
 
 def go_together(weights: Sequence[BlockedWeight]) -> bool:
@@ -47,5 +47,6 @@ def together_launch(
             **first.constants, "IS_CUT": bool(first.in_features % first.block), "OUTPUTS": tile.outputs,
             "ROWS": tile.rows, **constants,
         },
-        num_warps=tile.num_warps, num_stages=min(tile.num_stages, MOST_STAGES),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages if activation is None else min(tile.num_stages, MOST_STAGES),
     )  # fmt: skip

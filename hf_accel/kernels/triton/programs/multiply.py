@@ -162,39 +162,62 @@ def multiply_by_some(
     tile = tl.program_id(1)
     is_row = row < rows
     from_x = x + row.to(tl.int64)[None, :] * inputs + tl.arange(0, BLOCK * BITS // 8)[:, None]
-    tiles = tl.cdiv(outputs, OUTPUTS)
-    if tile < tiles:
-        output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-        total = _tile_sums(
-            from_x, integers, scale, zero_point, minimum, None, bias, is_row, output, outputs, inputs, 0, blocks,
-            BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
+    which = tl.zeros((), tl.int32)
+    if ACTIVATION < 0:
+        which, tile = weight_of_tile(tile, tl.cdiv(outputs, OUTPUTS), tl.cdiv(outputs_1, OUTPUTS))
+        integers, scale = chosen(which, integers, integers_1, integers_2), chosen(which, scale, scale_1, scale_2)
+        if zero_point is not None:
+            zero_point = chosen(which, zero_point, zero_point_1, zero_point_2)
+        if minimum is not None:
+            minimum = chosen(which, minimum, minimum_1, minimum_2)
+        out, outputs = chosen(which, out, out_1, out_2), chosen(which, outputs, outputs_1, outputs_2)
+    output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    total = _tile_sums(
+        from_x, integers, scale, zero_point, minimum, None, None, is_row, output, outputs, inputs, 0, blocks,
+        BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
+    )  # fmt: skip
+    if ACTIVATION < 0:
+        total = add_biases(total, bias, bias_1, bias_2, output, outputs, which)
+    else:
+        second = _tile_sums(
+            from_x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, is_row, output, outputs, inputs,
+            0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
         )  # fmt: skip
-        if ACTIVATION >= 0:
-            second = _tile_sums(
-                from_x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, is_row, output, outputs, inputs,
-                0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
-            )  # fmt: skip
-            total = activation_of(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
-            total *= second.to(DTYPE).to(tl.float32)
-        store_tile(out, total, row, is_row, output, outputs)
-    elif ACTIVATION < 0:
-        tile -= tiles
-        tiles = tl.cdiv(outputs_1, OUTPUTS)
-        if tile < tiles:
-            output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-            total = _tile_sums(
-                from_x, integers_1, scale_1, zero_point_1, minimum_1, None, bias_1, is_row, output, outputs_1, inputs,
-                0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
-            )  # fmt: skip
-            store_tile(out_1, total, row, is_row, output, outputs_1)
-        elif integers_2 is not None:
-            output = (tile - tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
-            total = _tile_sums(
-                from_x, integers_2, scale_2, zero_point_2, minimum_2, None, bias_2, is_row, output, outputs_2, inputs,
-                0, blocks, BITS, NUMBERS, BLOCK, PER_GROUP, IS_HALVED, IS_CUT, OUTPUTS, ROWS, DTYPE,
-            )  # fmt: skip
-            store_tile(out_2, total, row, is_row, output, outputs_2)
+        total = add_biases(total, bias, None, None, output, outputs, which)
+        total = activation_of(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
+        total *= second.to(DTYPE).to(tl.float32)
     let_the_next_begin(OVERLAPS)
+    store_tile(out, total, row, is_row, output, outputs)
+
+
+@triton.jit
+def weight_of_tile(tile, tiles, tiles_1):
+    """Return which of up to three weights a tile belongs to, and its number there. tiles: of the first, the second."""
+    which = (tile >= tiles).to(tl.int32) + (tile >= tiles + tiles_1).to(tl.int32)
+    return which, tile - tl.where(which == 0, 0, tl.where(which == 1, tiles, tiles + tiles_1))
+
+
+@triton.jit
+def chosen(which, first, second, third):
+    """Return the argument of the weight `which`. third: None if there are two."""
+    one = tl.where(which == 1, second, first)
+    if third is not None:
+        one = tl.where(which == 2, third, one)
+    return one
+
+
+@triton.jit
+def add_biases(sums, bias, bias_1, bias_2, output, outputs, weight):
+    """Add to sums [outputs, rows] the bias of their weight. weight: one number, or that of each output."""
+    is_output = output < outputs
+    weight += tl.zeros_like(output)
+    if bias is not None:
+        sums += tl.load(bias + output, mask=is_output & (weight == 0), other=0).to(tl.float32)[:, None]
+    if bias_1 is not None:
+        sums += tl.load(bias_1 + output, mask=is_output & (weight == 1), other=0).to(tl.float32)[:, None]
+    if bias_2 is not None:
+        sums += tl.load(bias_2 + output, mask=is_output & (weight == 2), other=0).to(tl.float32)[:, None]
+    return sums
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .multiply import VARYING, store_tile
+from .multiply import VARYING, add_biases, chosen, store_tile, weight_of_tile
 from .order import let_the_next_begin, wait_for_the_one_before
 from .pointwise import activation_of
 from .stored_weight import numbers_that_scale, scales_of, zero_points_of
@@ -32,15 +32,6 @@ def _rows_operand(values, EIGHTS: tl.constexpr, PARTS: tl.constexpr, BYTES: tl.c
     """
     apart = tl.reshape(values, (BYTES // 4 // RUN, EIGHTS, PARTS, EIGHT, 4, RUN // TOGETHER, TOGETHER))
     return tl.reshape(tl.permute(apart, (2, 0, 5, 4, 6, 1, 3)), (PARTS, BYTES, EIGHTS * EIGHT))
-
-
-@triton.jit
-def _chosen(which, first, second, third):
-    """Return the argument of the weight `which`. third: None if there are two."""
-    chosen = tl.where(which == 1, second, first)
-    if third is not None:
-        chosen = tl.where(which == 2, third, chosen)
-    return chosen
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -73,15 +64,13 @@ def multiply_few(
     row_tile, tile = tl.program_id(0), tl.program_id(1)
     which = tl.zeros((), tl.int32)
     if not IS_GATED and integers_1 is not None:
-        tiles, tiles_1 = tl.cdiv(outputs, OUTPUTS), tl.cdiv(outputs_1, OUTPUTS)
-        which = (tile >= tiles).to(tl.int32) + (tile >= tiles + tiles_1).to(tl.int32)
-        tile -= tl.where(which == 0, 0, tl.where(which == 1, tiles, tiles + tiles_1))
-        integers, scale = _chosen(which, integers, integers_1, integers_2), _chosen(which, scale, scale_1, scale_2)
+        which, tile = weight_of_tile(tile, tl.cdiv(outputs, OUTPUTS), tl.cdiv(outputs_1, OUTPUTS))
+        integers, scale = chosen(which, integers, integers_1, integers_2), chosen(which, scale, scale_1, scale_2)
         if zero_point is not None:
-            zero_point = _chosen(which, zero_point, zero_point_1, zero_point_2)
+            zero_point = chosen(which, zero_point, zero_point_1, zero_point_2)
         if minimum is not None:
-            minimum = _chosen(which, minimum, minimum_1, minimum_2)
-        out, outputs = _chosen(which, out, out_1, out_2), _chosen(which, outputs, outputs_1, outputs_2)
+            minimum = chosen(which, minimum, minimum_1, minimum_2)
+        out, outputs = chosen(which, out, out_1, out_2), chosen(which, outputs, outputs_1, outputs_2)
     wide = tl.zeros((), tl.int64) + outputs  # offsets may pass 2^31
 
     line = tl.arange(0, HALVES * PARTS * 8)  # half, part, output of eight: each has the bytes of a block
@@ -164,19 +153,13 @@ def multiply_few(
         there += PARTS * BLOCK
     let_the_next_begin(OVERLAPS)
     sums = tl.sum(total, 0)
-    is_output = output < outputs
     if PER_GROUP == 0:
         from_scale = _of_line(scale, scale_1, of_second, IS_GATED)
-        sums *= scales_of(from_scale, output, is_output, NUMBERS, IS_SHIFTED)[:, None]
+        sums *= scales_of(from_scale, output, output < outputs, NUMBERS, IS_SHIFTED)[:, None]
     if divisor is not None:
         sums = sums / tl.load(divisor)
-    weight = of_second.to(tl.int32) if IS_GATED else which + tl.zeros((WIDTH,), tl.int32)
-    if bias is not None:
-        sums += tl.load(bias + output, mask=is_output & (weight == 0), other=0).to(tl.float32)[:, None]
-    if bias_1 is not None:
-        sums += tl.load(bias_1 + output, mask=is_output & (weight == 1), other=0).to(tl.float32)[:, None]
-    if bias_2 is not None:
-        sums += tl.load(bias_2 + output, mask=is_output & (weight == 2), other=0).to(tl.float32)[:, None]
+    weight = of_second.to(tl.int32) if IS_GATED else which
+    sums = add_biases(sums, bias, bias_1, bias_2, output, outputs, weight)
     if IS_GATED:
         apart = tl.permute(tl.reshape(sums.to(DTYPE).to(tl.float32), (2, OUTPUTS, ROWS)), (1, 2, 0))
         gate, up = tl.split(apart)

@@ -72,7 +72,7 @@ def test_what_goes_together():
 
 @pytest.mark.skipif(kernels.is_interpreted(), reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 zero points"])
 def test_they_fit_every_gpu(kind, capability):
     weights = [weight_of_zeros(kind, (64, 1024), dtype=BF16) for _ in range(3)]
     x, outs = torch.zeros(1, 1024, dtype=BF16), [torch.zeros(1, 64, dtype=BF16) for _ in range(3)]
