@@ -11,7 +11,7 @@ from ...cache.group import PageGroup
 from ...cache.step import PassInputs, Step
 from ...cache.storage import KVStorage
 from ...config import WeightConfig
-from ...fused.draft_programme import DraftProgramme, DraftRows, HeadParts
+from ...fused.draft_programme import Choice, Drafted, DraftProgramme, DraftRows, HeadParts
 from ...fused.layer_programme import MOST_TOKENS, LayerProgramme
 from ...fused.norms import norm_form
 from ...fused.projections import ProjectionCall
@@ -23,7 +23,7 @@ from ...recognition.operation import UntraceableError
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...tensors import integers
 from ...undo.state import FUSED, find_state
-from ..speculation.drafters.target_states import Ahead, Made, ReadRows
+from ..speculation.drafters.target_states import Made, ReadRows
 from .generation_state import GenerationState
 from .head_module import HeadModule
 from .model_runner import ModelRunner
@@ -52,7 +52,7 @@ class HeadRunner(ModelRunner):
     def over_vocabulary(self, logits: Tensor, size: int) -> Tensor:
         return self.head.over_vocabulary(logits, size)
 
-    def narrow(self, states: Tensor) -> Tensor:
+    def _narrowed(self, states: Tensor) -> Tensor:
         states, layer = self.head.normed(states), self.head.narrow
         call = self._narrow.ready((layer,), states) if type(layer) is nn.Linear and native(states) else None
         narrowed: Tensor = layer(states) if call is None else call(states)
@@ -60,19 +60,24 @@ class HeadRunner(ModelRunner):
 
     def any_states(self) -> Tensor:
         embeddings = self.head.decoder.get_input_embeddings().weight
-        return RandomNumbers()(1, embeddings.shape[1], dtype=embeddings.dtype)
+        return RandomNumbers()(1, self.head.narrow.in_features, dtype=embeddings.dtype)
 
     def goes_ahead(self, count: int) -> bool:
         return self._native.takes(count, self.groups)
 
-    def read(self, rows: ReadRows, ahead: Ahead | None) -> Made:
-        if ahead is not None or self.goes_ahead(len(rows.ids)):
-            return self._native.compute(self, rows, ahead)
+    def draft(self, rows: ReadRows, steps: list[int], nodes: list[int], choice: Choice) -> Drafted:
+        return self._native.compute(self, rows.drafting(steps, nodes, choice))
+
+    def read(self, rows: ReadRows) -> Made:
+        if self.goes_ahead(len(rows.ids)):
+            return self._native.made(self._native.compute(self, rows.drafting()))
         tried = self._native.trial(self, rows)
-        self._embeddings = self.head.fused(rows.states, integers(rows.ids))
-        logits = self(rows.ids, rows.positions, rows.step, rows.keep)
-        states = self.kept.states[rows.keep]
-        made = Made(None, logits if self.head.words is None else self.head.words(states), states)
+        states = rows.states if rows.is_own else self._narrowed(rows.states)
+        self._embeddings = self.head.fused(states, integers(rows.ids))
+        keep = rows.ends
+        logits = self(rows.ids, rows.positions, rows.step(), keep)
+        states = self.kept.states[keep]
+        made = Made(logits if self.head.words is None else self.head.words(states), states)
         self._native.compare(tried, made)
         return made
 
@@ -163,43 +168,45 @@ class NativeDrafts:
         if not programme.is_current():  # a hook wants to see a module, for as long as it is there
             self.refused = None
             return None
-        return programme, self._computed(runner, programme, rows, Ahead([len(rows.keep)]))
+        return programme, self.made(self._computed(runner, programme, rows.drafting()))
 
     def compare(self, tried: Tried | None, made: Made) -> None:
         """Take a tried programme if it gave what the head's modules have made."""
-        if tried is not None and all(map(_is_near, tried[1][1:], made[1:])):
+        if tried is not None and all(map(_is_near, tried[1], made)):
             self.programme, self.refused = tried[0], None
 
-    def compute(self, runner: HeadRunner, rows: ReadRows, ahead: Ahead | None) -> Made:
+    def made(self, drafted: Drafted) -> Made:
+        """Return what the last step of a call has made."""
+        size = self.decoder.get_input_embeddings().weight.shape[1]
+        return Made(drafted.out[:, size:], drafted.out[:, :size])
+
+    def compute(self, runner: HeadRunner, rows: DraftRows) -> Drafted:
         """Compute a call, which `takes` must hold for."""
         assert self.programme is not None
-        return self._computed(runner, self.programme, rows, ahead or Ahead([len(rows.keep)]))
+        return self._computed(runner, self.programme, rows)
 
-    def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: ReadRows, ahead: Ahead) -> Made:
-        last = max(rows.positions) + len(ahead.going) - 1
+    def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: DraftRows) -> Drafted:
+        last = max(each.position + each.rows + each.steps for each in rows.sequences) - 2
         while programme.tables is not None and last >= programme.tables[0].shape[1]:
             more = self._tables(runner, programme.layer, programme.tables[0].shape[1])
             assert more is not None
             cos, sin = (torch.cat(pair, dim=1) for pair in zip(programme.tables, more, strict=True))
             programme.tables = cos, sin
-        group, pages = rows.step.groups[0], self._pages(programme.layer, runner.groups)
-        ragged, slots = group.ragged, group.slots
-        assert pages is not None and ragged.block_table is not None
-        given = DraftRows(
-            integers(rows.ids), rows.states, integers(rows.positions), slots, ragged.block_table, ragged.cu_q,
-            ragged.kv_len, integers(rows.keep), ahead.going, ahead.choice,
-        )  # fmt: skip
-        tokens, logits, states = programme(given, pages)
-        return Made(tokens.tolist(), logits, states)
+        pages = self._pages(programme.layer, runner.groups)
+        assert pages is not None
+        return programme(rows, pages)
 
     def _parts(self) -> HeadParts:
         head, decoder = self.head, self.decoder.get_decoder()
+        if len(head.norms):
+            raise UntraceableError("it has norms for the states of its target")
         embeddings = head.decoder.get_input_embeddings().weight
         norms = [child for child in decoder.children() if norm_form(child, embeddings.dtype) is not None]
         if len(norms) != 1:
             raise UntraceableError("its decoder has not one norm behind its layer")
         words = head.words or self.decoder.get_output_embeddings()
-        return HeadParts(embeddings, head.token_norm, head.state_norm, head.fuse, norms[0], words, head.known)
+        own = head.narrow, head.token_norm, head.state_norm, head.fuse
+        return HeadParts(embeddings, *own, norms[0], words, head.known)
 
     def _tables(self, runner: HeadRunner, layer: LayerProgramme, first: int) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin, [1, POSITIONS_AT_ONCE, D], of the positions from `first` on, as the decoder gives them

@@ -43,9 +43,10 @@ class UnreadStates(Generic[Reader]):
     def add(self, start: int, states: Tensor) -> bool:
         """Add the states of tokens from `start` on, in place of later ones. Returns False if some are missing."""
         self.cut(start)
-        if start > self.end:
+        end = self.start + self.count
+        if start > end:
             return False
-        new = states[self.end - start :]
+        new = states[end - start :] if end > start else states
         if len(new):
             self.parts.append(new)
             self.count += len(new)
@@ -53,7 +54,7 @@ class UnreadStates(Generic[Reader]):
 
     def cut(self, end: int) -> None:
         """Drop the states at `end` and behind, which are those of drafted tokens that were rejected."""
-        if end < self.end:
+        if end < self.start + self.count:
             kept = self.all()[: max(0, end - self.start)]
             self.parts, self.count = [kept] if len(kept) else [], len(kept)
 
@@ -64,9 +65,9 @@ class UnreadStates(Generic[Reader]):
     def take(self, count: int) -> Tensor:
         """Return the first `count` states, [count, D], which count as read from now on."""
         states = self.all()
-        self.start, self.parts = self.start + count, [states[count:]] if count < len(states) else []
-        self.count = len(states) - count
-        return states[:count]
+        self.start, self.count = self.start + count, self.count - count
+        self.parts = [states[count:]] if self.count else []
+        return states[:count] if self.count else states
 
 
 class StatesBook(Generic[Reader]):
