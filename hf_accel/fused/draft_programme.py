@@ -17,6 +17,7 @@ from ..kernels.cpu.draws import LIKELIEST_DRAWS, Draws
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, NO_STATES, Columns, LayerOp, layer_calls, run_draft
 from ..kernels.cpu.library import DTYPES, page_dtype, threads
+from ..kernels.layouts import KV
 from ..recognition.operation import UntraceableError
 from ..recognition.unchanged import HOOKS, Read, Reads
 from ..tensors import is_plain_tensor
@@ -134,6 +135,8 @@ class DraftProgramme:
         self.layer, self.parts = layer, parts
         self._hooks = [vars(module)[name] for module in parts.modules for name in HOOKS]
         self._calls: list[Any] = []
+        self._pages: KV | None = None  # of which these are the fields
+        self._page_numbers: tuple[int, ...] = ()
         self.hidden, dtype = layer.width, layer.dtype
         if layer.biased_heads or layer.source is not None:
             raise UntraceableError("its layer reads more than its own pages")
@@ -225,8 +228,24 @@ class DraftProgramme:
             and self.layer.is_current()
             and self.layer.is_unobserved()
             and self._reads.hold()
-            and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+            and self.is_in_place()
         )
+
+    def is_in_place(self) -> bool:
+        """Return whether all that the call reads is where it was."""
+        return list(map(Tensor.data_ptr, self._tensors)) == self._pointers and self.layer.is_in_place()
+
+    def _page_fields(self, storage: KVStorage) -> tuple[int, ...]:
+        """Return the fields of pages: k_pages to v_scales, block_size, page_dtype, scale_dtype."""
+        pages = storage.pages
+        if pages is not self._pages:
+            scales = (0, 0, DTYPES[self.layer.dtype])
+            if pages.k_scales is not None and pages.v_scales is not None:
+                scales = pages.k_scales.data_ptr(), pages.v_scales.data_ptr(), DTYPES[pages.k_scales.dtype]
+            own = pages.k.data_ptr(), pages.v.data_ptr()
+            dtypes = page_dtype(pages.k, pages.v), scales[2]
+            self._page_numbers, self._pages = (*own, *scales[:2], storage.block_size, *dtypes), pages
+        return self._page_numbers
 
     def __call__(self, rows: DraftRows, storage: KVStorage) -> Drafted:
         """Draft. storage: of the pages that the layer writes and reads."""
@@ -236,20 +255,14 @@ class DraftProgramme:
         columns = len(blocks[0]) if count == 1 else max(map(len, blocks))
         if count > 1:
             blocks = [each + [0] * (columns - len(each)) for each in blocks]
-        ids, table, plan = (
-            array("q", rows.ids),
-            array("i", chain.from_iterable(blocks)),
-            array("q", chain.from_iterable(sequences)),
-        )
+        ids, plan = array("q", rows.ids), array("q", chain.from_iterable(sequences))
+        table = array("i", chain.from_iterable(blocks))
         most = 0 if tree is None else max(each.nodes for each in sequences)
         drafted = array("q", bytes(8 * count * (most or steps)))
         states, out = rows.states, rows.states.new_empty(count * width, self.hidden + self.tokens)
         if not states.is_contiguous():
             states = states.contiguous()
-        pages, own = storage.pages, DTYPES[self.layer.dtype]
-        scales = (0, 0, own)
-        if pages.k_scales is not None and pages.v_scales is not None:
-            scales = pages.k_scales.data_ptr(), pages.v_scales.data_ptr(), DTYPES[pages.k_scales.dtype]
+        k, v, k_scales, v_scales, block_size, page, scale = self._page_fields(storage)
         numbers, probabilities = choice.numbers, choice.probabilities
         trees, parents, counts, spare = (0, 0, 0, 0, 0), array("q"), array("q"), array("i")
         if tree is not None:
@@ -258,8 +271,8 @@ class DraftProgramme:
             trees = _address(spare), _address(parents), _address(counts), most, tree.num_spare
         run_draft(
             *self._fixed, _address(plan), _address(ids), states.data_ptr(), out.data_ptr(), _address(drafted),
-            count, steps, width, pages.k.data_ptr(), pages.v.data_ptr(), *scales[:2], _address(table), columns,
-            storage.block_size, page_dtype(pages.k, pages.v), scales[2], threads(), rows.is_own,
+            count, steps, width, k, v, k_scales, v_scales, _address(table), columns,
+            block_size, page, scale, threads(), rows.is_own,
             draws.kind, draws.temperature, draws.top_p, draws.top_k, 0 if numbers is None else _address(numbers),
             *((0, 0) if probabilities is None else (probabilities.data_ptr(), probabilities.shape[-1])), *trees,
         )  # fmt: skip

@@ -29,6 +29,7 @@ from .head_module import HeadModule
 from .model_runner import ModelRunner
 
 HEAD = "head"  # where a GenerationState keeps the native calls of a draft head
+LOOK_EVERY = 16  # calls after which to look again whether a head has changed; no draft can be wrong, but all useless
 POSITIONS_AT_ONCE = 512  # the positions whose tables are made together
 NEAR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit
 
@@ -47,6 +48,7 @@ class HeadRunner(ModelRunner):
         self.head, self.groups = native_drafts.head, groups
         self.kept.layers = native_drafts.head.own_layers
         self._embeddings: Tensor | None = None
+        self._asked = 0  # how often it was asked whether a draft is one call
         self._narrow, self._native = ProjectionCall(MOST_TOKENS), native_drafts
 
     def over_vocabulary(self, logits: Tensor, size: int) -> Tensor:
@@ -63,7 +65,8 @@ class HeadRunner(ModelRunner):
         return RandomNumbers()(1, self.head.narrow.in_features, dtype=embeddings.dtype)
 
     def goes_ahead(self, count: int) -> bool:
-        return self._native.takes(count, self.groups)
+        self._asked += 1
+        return self._native.takes(count, self.groups, look=self._asked % LOOK_EVERY == 1)
 
     def draft(self, rows: ReadRows, steps: list[int], nodes: list[int], choice: Choice) -> Drafted:
         return self._native.compute(self, rows.drafting(steps, nodes, choice))
@@ -130,12 +133,15 @@ class NativeDrafts:
         self.programme: DraftProgramme | None = None
         self.refused: LayerProgramme | None = None  # with which there is no programme, or it has failed its trial
 
-    def takes(self, count: int, groups: list[PageGroup]) -> bool:
-        """Return whether a call of `count` rows is native now. groups: the pages of the head."""
+    def takes(self, count: int, groups: list[PageGroup], *, look: bool) -> bool:
+        """Return whether a call of `count` rows is native now. groups: the pages of the head. look: whether to look at
+        all that the call depends on; else only whether it is where it was.
+        """
         programme = self.programme
         if programme is None or count > MOST_TOKENS or not native(programme.parts.embeddings):
             return False
-        if programme.layer is not self._layer() or not programme.is_current():
+        current = programme.is_current() if look else programme.is_in_place()
+        if programme.layer is not self._layer() or not current:
             self.programme = None
             return False
         return self._pages(programme.layer, groups) is not None
@@ -192,9 +198,8 @@ class NativeDrafts:
             assert more is not None
             cos, sin = (torch.cat(pair, dim=1) for pair in zip(programme.tables, more, strict=True))
             programme.tables = cos, sin
-        pages = self._pages(programme.layer, runner.groups)
-        assert pages is not None
-        return programme(rows, pages)
+        layer = programme.layer
+        return programme(rows, runner.groups[0].storage(layer.layer_idx, *layer.written))
 
     def _parts(self) -> HeadParts:
         head, decoder = self.head, self.decoder.get_decoder()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class PassStates:
             if len(states) <= max(self.layers) or any(states[layer] is None for layer in self.layers):
                 raise NotRaggedError(f"its passes return no hidden states of layers {list(self.layers)}")
             found = [states[layer] for layer in self.layers]
-        self.states = torch.cat([each[0] for each in found], dim=-1)
+        self.states = found[0][0] if len(found) == 1 else torch.cat(tuple(found), dim=-1)[0]
 
 
 def tapped(model: Any, layers: Sequence[int]) -> list[nn.Module]:
@@ -94,8 +94,7 @@ def read_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     The hooks are there within the block alone and change nothing, so a pass that is known stays known. Raises
     NotRaggedError for a module that was not called.
     """
-    found: dict[int, Tensor] = {}
-    outputs: list[Tensor] = []
+    found, outputs = dict[int, Tensor](), list[Tensor]()
 
     def reader(place: int) -> Callable[..., None]:
         def read(module: nn.Module, args: Any, output: Any) -> None:
@@ -103,10 +102,15 @@ def read_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
         return read
 
-    with ExitStack() as hooks:
-        for place, module in enumerate(modules):
-            hooks.callback(module.register_forward_hook(reader(place)).remove)
+    # register_forward_hook() takes far longer, in each pass.
+    hooks: list[tuple[Any, object]] = [(module._forward_hooks, object()) for module in modules]
+    for place, (own, key) in enumerate(hooks):
+        own[key] = reader(place)
+    try:
         yield outputs
+    finally:
+        for own, key in hooks:
+            own.pop(key, None)
     if len(found) < len(modules):
         raise NotRaggedError("a layer whose hidden states a drafter reads was not called")
     outputs += [found[place] for place in range(len(modules))]

@@ -19,7 +19,7 @@ from .acceptance import Tally
 from .controller import Controller
 from .costs import now
 from .drafters.drafter import Drafter
-from .trees import Fork, branches, fork_branches, in_branches
+from .trees import Fork, first_branch, fork_branches, in_branches
 from .verifiers.verifier import Verifier
 
 
@@ -180,7 +180,8 @@ class Speculation:
             source=drafter.name,
             trees=trees,
         )
-        shapes = [Shape(*shape) for shape in self.agreement.agree(shapes)]  # which measured time decides
+        if self.agreement.size > 1:  # measured time decides
+            shapes = [Shape(*shape) for shape in self.agreement.agree(shapes)]
         if not any(shape.nodes for shape in shapes):
             return
         granted = reserve(sequences, shapes, room, pages)
@@ -214,8 +215,10 @@ class Speculation:
         assert sequence.cached is not None
         draft = draft if self.num_tokens is None else draft.below(self.num_tokens)
         draft = _allowed(sequence, draft)
-        sequence.cached.truncate(sequence.num_computed + 1 + len(branches(draft)[0]))
-        if not len(draft):
+        end = sequence.num_computed + 1 + first_branch(draft)
+        if end != sequence.cached.num_tokens:
+            sequence.cached.truncate(end)
+        if not draft.tokens:
             return
         draft, forks = fork_branches(sequence.cached, draft, sequence.num_computed, pages)
         self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
@@ -236,11 +239,13 @@ class Speculation:
         begun = now()
         states, end = self.states(), 0
         for chunk, draft in zip(chunks, drafts, strict=True):
-            first, end = end, end + chunk.count + len(draft)
-            if chunk.sequence in self._forks:
-                self._states[chunk.sequence] = chunk.sequence.num_computed, states[first:end]
-            shown = states[first : first + chunk.count + len(branches(draft)[0])]
-            self._show(chunk.sequence, chunk.sequence.num_computed, shown)
+            sequence = chunk.sequence
+            first, end = end, end + chunk.count + len(draft.tokens)
+            if sequence in self._forks:
+                self._states[sequence] = sequence.num_computed, states[first:end]
+            count = chunk.count + first_branch(draft)
+            shown = states if count == len(states) else states[first : first + count]
+            self._show(sequence, sequence.num_computed, shown)
         for drafter in self.drafters:
             if drafter.layers:
                 self.controller.observe_keeping(now() - begun, source=drafter.name)
@@ -327,11 +332,11 @@ def reserve(
     left = sum(shape.nodes for shape in shapes) if room is None else room
     for sequence, shape in zip(sequences, shapes, strict=True):
         assert sequence.cached is not None
-        start = sequence.num_computed
-        count = pages.room(sequence.cached, max(0, min(shape.depth, left)), start=start)
-        if count:
+        start, count = sequence.num_computed, max(0, min(shape.depth, left))
+        if count and not pages.fill(sequence.cached, count):
             try:
-                pages.append(sequence.cached, count, start=start)
+                if count := pages.room(sequence.cached, count, start=start):
+                    pages.append(sequence.cached, count, start=start)
             except (MemoryError, RuntimeError):  # torch raises RuntimeError when it cannot allocate memory
                 count = 0
         granted.append(Shape(count, min(shape.nodes, left) if count else 0))

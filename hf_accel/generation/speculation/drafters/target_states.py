@@ -194,9 +194,8 @@ class HeadDrafter(ModelDrafter):
         if choice is None or not self.calls.goes_ahead(max(len(states), width * len(drafted))):
             made = self._drafted_one_by_one(drafted, parts, states, steps)
         else:
-            made = self._drafted_ahead(
-                drafted, self._rows(parts, states, None if any(nodes) else steps), choice, steps=steps, nodes=nodes
-            )
+            rows = self._rows(parts, states, None if any(nodes) else steps)
+            made = self._drafted_ahead(drafted, rows, choice, steps=steps, nodes=nodes)
         for _, _, unread in asked:
             unread.take(unread.count)
             unread.reader.truncate(unread.num_read)
@@ -230,11 +229,13 @@ class HeadDrafter(ModelDrafter):
             choice = replace(choice, tree=self._room(nodes, steps[0]))
         made = self.calls.draft(rows, steps, nodes, choice)
         if made.parents is not None:
-            return [Draft(own, parents=of) for own, of in zip(made.tokens, made.parents, strict=True)]
+            return [
+                Draft(own, source=self.name, parents=of) for own, of in zip(made.tokens, made.parents, strict=True)
+            ]
         drawn_from = choice.probabilities
         if drawn_from is None:
-            return [Draft(own) for own in made.tokens]
-        return [Draft(own, drawn_from[: len(own), index]) for index, own in enumerate(made.tokens)]
+            return [Draft(own, source=self.name) for own in made.tokens]
+        return [Draft(own, drawn_from[: len(own), index], self.name) for index, own in enumerate(made.tokens)]
 
     def _room(self, nodes: list[int], steps: int) -> TreeRoom:
         """Return room for trees of so many nodes, with blocks for the last tokens of each branch."""
