@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..cache.storage import KVStorage
+from ..errors import HfAccelError
 from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.draws import LIKELIEST_DRAWS, Draws
 from ..kernels.cpu.float_linear import FloatLinear
@@ -24,6 +26,7 @@ from ..tensors import is_plain_tensor
 from .layer_programme import NO_STEP, CallFields, LayerPages, LayerProgramme
 from .norms import norm_form
 from .projections import UNLIMITED, make_call
+from .state_rows import StateRows
 
 FUSED_ROW = 2  # the buffer of what `fuse` reads: the norms of an embedding and of a state, side by side
 
@@ -99,27 +102,29 @@ class DraftedSequence(NamedTuple):
 class DraftRows(NamedTuple):
     """A draft reads this: in the first step rows of n sequences, the longest drafts first.
 
-    ids: [N]. states: [N, C] of the target, or with is_own [N, H] of the head. blocks: of each sequence, with room for
-    all that a chain writes.
+    ids: [N]. states: of the target, or with is_own of the head, end to end. blocks: of each sequence, with room for
+    all that a chain writes. keeps_last: whether what the last step gives is wanted besides tokens.
     """
 
     ids: list[int]
-    states: Tensor
+    states: Sequence[StateRows]
     sequences: list[DraftedSequence]
     blocks: list[list[int]]
     is_own: bool = False
     choice: Choice = LIKELIEST_TOKENS
+    keeps_last: bool = False
 
 
 class Drafted(NamedTuple):
     """A draft gives this: of each sequence its tokens, and of those of a tree their parents, -1 for none.
 
-    out: [rows, H + N], of the last step the head's own states, and the logits of the tokens that it knows.
+    out: [rows, H + N], of the last step the head's own states, and the logits of the tokens that it knows; None if it
+    was not wanted.
     """
 
     tokens: list[list[int]]
     parents: list[tuple[int, ...]] | None
-    out: Tensor
+    out: Tensor | None
 
 
 class DraftProgramme:
@@ -146,7 +151,7 @@ class DraftProgramme:
             raise UntraceableError("its embeddings are not one table")
         size, pair = self.hidden, 2 * self.hidden
         narrow, fuse, words = self._linear(parts.narrow), self._linear(parts.fuse), self._linear(parts.words)
-        self.tokens = words.outputs
+        self.tokens, self.wide = words.outputs, narrow.inputs
         sizes = (narrow.outputs, fuse.inputs, fuse.outputs, words.inputs)
         if sizes != (size, pair, size, size) or (parts.known is not None and len(parts.known) != self.tokens):
             raise UntraceableError("its parts have other sizes")
@@ -247,6 +252,24 @@ class DraftProgramme:
             self._page_numbers, self._pages = (*own, *scales[:2], storage.block_size, *dtypes), pages
         return self._page_numbers
 
+    def _addresses(self, rows: DraftRows) -> tuple[array[int], list[Tensor], int]:
+        """Return where the states of each row are, those that stand side by side one after the other; the tensors that
+        must stay until they are read; and how many stand side by side.
+        """
+        found, held, dtype, pieces = array("Q"), list[Tensor](), self.layer.dtype, 1
+        wide = self.hidden if rows.is_own else self.wide
+        for each in rows.states:
+            layers, pieces = each.layers, len(each.layers)
+            if any(layer.dtype is not dtype or layer.stride(2) != 1 for layer in layers):
+                layers = tuple(layer.to(dtype).contiguous() for layer in layers)
+                held += layers
+            if sum(layer.shape[2] for layer in layers) != wide or len({layer.shape[2] for layer in layers}) > 1:
+                raise HfAccelError(f"a draft head reads states of {wide} numbers, and was given others")
+            places = [(layer.data_ptr(), layer.stride(1) * dtype.itemsize) for layer in layers]
+            for row in range(each.first, each.first + each.count):
+                found.extend([start + row * step for start, step in places])
+        return found, held, pieces
+
     def __call__(self, rows: DraftRows, storage: KVStorage) -> Drafted:
         """Draft. storage: of the pages that the layer writes and reads."""
         sequences, choice, blocks = rows.sequences, rows.choice, rows.blocks
@@ -259,9 +282,10 @@ class DraftProgramme:
         table = array("i", chain.from_iterable(blocks))
         most = 0 if tree is None else max(each.nodes for each in sequences)
         drafted = array("q", bytes(8 * count * (most or steps)))
-        states, out = rows.states, rows.states.new_empty(count * width, self.hidden + self.tokens)
-        if not states.is_contiguous():
-            states = states.contiguous()
+        addresses, _held, pieces = self._addresses(rows)
+        out = None
+        if rows.keeps_last:
+            out = torch.empty(count * width, self.hidden + self.tokens, dtype=self.layer.dtype)
         k, v, k_scales, v_scales, block_size, page, scale = self._page_fields(storage)
         numbers, probabilities = choice.numbers, choice.probabilities
         trees, parents, counts, spare = (0, 0, 0, 0, 0), array("q"), array("q"), array("i")
@@ -270,7 +294,8 @@ class DraftProgramme:
             spare = array("i", tree.spare)
             trees = _address(spare), _address(parents), _address(counts), most, tree.num_spare
         run_draft(
-            *self._fixed, _address(plan), _address(ids), states.data_ptr(), out.data_ptr(), _address(drafted),
+            *self._fixed, _address(plan), _address(ids), _address(addresses), pieces,
+            0 if out is None else out.data_ptr(), _address(drafted),
             count, steps, width, k, v, k_scales, v_scales, _address(table), columns,
             block_size, page, scale, threads(), rows.is_own,
             draws.kind, draws.temperature, draws.top_p, draws.top_k, 0 if numbers is None else _address(numbers),

@@ -15,6 +15,7 @@ from ...fused.draft_programme import Choice, Drafted, DraftProgramme, DraftRows,
 from ...fused.layer_programme import MOST_TOKENS, LayerProgramme
 from ...fused.norms import norm_form
 from ...fused.projections import ProjectionCall
+from ...fused.state_rows import joined
 from ...kernels.cpu.library import native, refusal
 from ...linear import QuantLinear
 from ...linear.methods.rtn import quantize
@@ -75,11 +76,12 @@ class HeadRunner(ModelRunner):
         if self.goes_ahead(len(rows.ids)):
             return self._native.made(self._native.compute(self, rows.drafting()))
         tried = self._native.trial(self, rows)
-        states = rows.states if rows.is_own else self._narrowed(rows.states)
+        given = joined(rows.states)
+        states = given if rows.is_own else self._narrowed(given)
         self._embeddings = self.head.fused(states, integers(rows.ids))
         keep = rows.ends
         logits = self(rows.ids, rows.positions, rows.step(), keep)
-        states = self.kept.states[keep]
+        states = self.kept.rows.tensor()[keep]
         made = Made(logits if self.head.words is None else self.head.words(states), states)
         self._native.compare(tried, made)
         return made
@@ -162,7 +164,12 @@ class NativeDrafts:
     def trial(self, runner: HeadRunner, rows: ReadRows) -> Tried | None:
         """Return what a call gives that is to be compared with the head's modules, which compute the same next."""
         layer = self._layer()
-        if layer is None or layer is self.refused or len(rows.ids) > MOST_TOKENS or not native(rows.states):
+        if (
+            layer is None
+            or layer is self.refused
+            or len(rows.ids) > MOST_TOKENS
+            or not native(rows.states[0].layers[0])
+        ):
             return None
         if self._pages(layer, runner.groups) is None:
             return None
@@ -183,6 +190,7 @@ class NativeDrafts:
 
     def made(self, drafted: Drafted) -> Made:
         """Return what the last step of a call has made."""
+        assert drafted.out is not None
         size = self.decoder.get_input_embeddings().weight.shape[1]
         return Made(drafted.out[:, size:], drafted.out[:, :size])
 

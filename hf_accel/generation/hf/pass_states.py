@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...errors import NotRaggedError, UnsupportedError
+from ...fused.state_rows import StateRows
 from ...models import layer_lists, layers_config
 
 LAST = (-1,)  # the last hidden states, which a decoder returns
@@ -19,13 +19,13 @@ UNNORMED = (-2,)  # those of the last layer, ahead of the last norm
 class PassStates:
     """The hidden states of the last pass.
 
-    layers: indices into the hidden states that transformers returns; none are kept without them. states: [N, D] of the
-    tokens of the pass, those of the layers side by side.
+    layers: indices into the hidden states that transformers returns; none are kept without them. rows: of all tokens
+    of the pass.
     """
 
     def __init__(self) -> None:
         self.layers: tuple[int, ...] = ()
-        self.states = torch.empty(0)
+        self.rows = StateRows((), 0, 0)
         self._known: tuple[Any, tuple[int, ...], list[nn.Module]] = (None, (), [])  # a decoder, layers, and their taps
 
     def keep_layers(self, layers: tuple[int, ...], wanted: bool) -> None:
@@ -65,7 +65,7 @@ class PassStates:
             if len(states) <= max(self.layers) or any(states[layer] is None for layer in self.layers):
                 raise NotRaggedError(f"its passes return no hidden states of layers {list(self.layers)}")
             found = [states[layer] for layer in self.layers]
-        self.states = found[0][0] if len(found) == 1 else torch.cat(tuple(found), dim=-1)[0]
+        self.rows = StateRows(tuple(found), 0, found[0].shape[1])
 
 
 def tapped(model: Any, layers: Sequence[int]) -> list[nn.Module]:

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from ...cache.pages import Pages
 from ...errors import HfAccelWarning
+from ...fused.state_rows import StateRows
 from ..agreement import ALONE, ProcessAgreement
 from ..sequence import NO_DRAFT, Chunk, Draft, Sequence, Shape
 from .acceptance import Tally
@@ -121,12 +120,12 @@ class Speculation:
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
-        self.states: Callable[[], Tensor] | None = None  # returns the hidden states of the last pass, [N, D]
+        self.states: Callable[[], StateRows] | None = None  # returns the hidden states of the last pass
         self.keep_states: Callable[[bool], None] = lambda wanted: None  # says whether the next passes keep them
         self._keeps = True
         self._drafts: dict[Sequence, Draft] = {}
         self._forks: dict[Sequence, list[Fork]] = {}
-        self._states: dict[Sequence, tuple[int, Tensor]] = {}  # of trees, from the first row on
+        self._states: dict[Sequence, tuple[int, StateRows]] = {}  # of trees, from the first row on
         self._begun = 0.0  # when the pass began
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
 
@@ -242,24 +241,23 @@ class Speculation:
             sequence = chunk.sequence
             first, end = end, end + chunk.count + len(draft.tokens)
             if sequence in self._forks:
-                self._states[sequence] = sequence.num_computed, states[first:end]
-            count = chunk.count + first_branch(draft)
-            shown = states if count == len(states) else states[first : first + count]
-            self._show(sequence, sequence.num_computed, shown)
+                self._states[sequence] = sequence.num_computed, states.part(first, end - first)
+            self._show(sequence, sequence.num_computed, states.part(first, chunk.count + first_branch(draft)))
         for drafter in self.drafters:
             if drafter.layers:
                 self.controller.observe_keeping(now() - begun, source=drafter.name)
 
-    def _show(self, sequence: Sequence, start: int, states: Tensor) -> None:
+    def _show(self, sequence: Sequence, start: int, states: StateRows) -> None:
         for drafter in self.drafters:
             if drafter.layers and sequence.settings.sampling.takes_drafts:
-                drafter.watch(sequence, start, states)
+                drafter.watch_rows(sequence, start, states)
 
     def _watch_again(self, sequence: Sequence, rows: list[int]) -> None:
         """Show the states of the branch that was taken, where those of the first one were shown."""
         start, states = self._states.pop(sequence, (0, None))
         if states is not None:
-            self._show(sequence, start, states[rows])
+            for number, row in enumerate(rows):
+                self._show(sequence, start + number, states.part(row, 1))
 
     # -- after the pass --------------------------------------------------------------------------------
 

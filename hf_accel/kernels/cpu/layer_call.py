@@ -83,7 +83,8 @@ class DraftCall(Structure):
 
     _fields_ = fields(
         pointers="parts embeddings known cos sin", sizes="hidden tokens table_size",
-        pointers_="sequences ids states out drafted", sizes_="num_sequences steps width",
+        pointers_="sequences ids states", sizes______="pieces", pointers_____="out drafted",
+        sizes_="num_sequences steps width",
         pointers__="k_pages v_pages k_scales v_scales block_table", sizes__="table_stride block_size",
         ints="page_dtype scale_dtype threads is_own draw", floats="temperature top_p", sizes___="top_k",
         pointers___="numbers probabilities", sizes____="vocabulary", pointers____="spare parents counts",

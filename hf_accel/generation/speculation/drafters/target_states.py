@@ -16,6 +16,7 @@ from ....cache.pages import Pages
 from ....cache.pool import BlockTable
 from ....cache.step import Step, TokenRange
 from ....fused.draft_programme import LIKELIEST_TOKENS, Choice, Drafted, DraftedSequence, DraftRows, TreeRoom
+from ....fused.state_rows import StateRows
 from ....kernels.cpu.draws import INVERSE, LIKELIEST, RACE
 from ...sequence import NO_DRAFT, Draft, Sequence, Shape
 from ..verifiers.verifier import Place
@@ -41,12 +42,12 @@ class ReadRange(NamedTuple):
 class ReadRows(NamedTuple):
     """A call of a head reads this: N tokens, and the states that it reads them with.
 
-    states: [N, C] of the target, or with is_own [N, H] of the head. ranges: the tokens of each sequence, end to end.
+    states: of the target, or with is_own of the head, end to end. ranges: the tokens of each sequence, end to end.
     pages: the head's, which have slots for all that the call writes.
     """
 
     ids: list[int]
-    states: Tensor
+    states: list[StateRows]
     ranges: list[ReadRange]
     pages: Pages
     is_own: bool = False
@@ -77,7 +78,7 @@ class ReadRows(NamedTuple):
             taken = 1 if steps is None else steps[index]
             before = start - table.num_dropped_blocks * size
             plans.append(DraftedSequence(count, before, position, taken, 0 if nodes is None else nodes[index]))
-        return DraftRows(self.ids, self.states, plans, blocks, self.is_own, choice)
+        return DraftRows(self.ids, self.states, plans, blocks, self.is_own, choice, keeps_last=steps is None)
 
 
 class Made(NamedTuple):
@@ -138,11 +139,11 @@ class HeadDrafter(ModelDrafter):
         for _ in range(CALLS_TO_KNOW):
             if not self.calls.goes_ahead(1):
                 states, reader = self.calls.any_states(), self.pages.begin()
-                self.calls.read(self._rows([PassPart(UnreadStates(reader, 0, 0, [states]), [0])], states))
+                self.calls.read(self._rows([PassPart(UnreadStates(reader, 0, 0, [StateRows.of(states)]), [0])]))
                 reader.release()
 
-    def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:
-        self.book.watch(sequence, start, states)
+    def watch_rows(self, sequence: Sequence, start: int, rows: StateRows) -> None:
+        self.book.watch(sequence, start, rows)
 
     def forget(self, sequence: Sequence) -> None:
         self.book.forget(sequence)
@@ -162,7 +163,7 @@ class HeadDrafter(ModelDrafter):
                     ids = sequence.tokens[unread.start + 1 : unread.start + 1 + count]
                     parts.append(PassPart(unread, ids))
                 room -= count
-            self.calls.read(self._rows(parts, _states(parts)))
+            self.calls.read(self._rows(parts))
             for part in parts:
                 part.unread.take(len(part.ids))
             behind = [each for each in behind if each[1].count > 1]
@@ -188,13 +189,13 @@ class HeadDrafter(ModelDrafter):
             return [NO_DRAFT] * len(sequences)
         asked.sort(key=lambda each: -each[0].depth)  # those that go on are then the first rows of a step
         parts = [PassPart(unread, sequence.tokens[unread.start + 1 :]) for _, sequence, unread in asked]
-        drafted, states = [sequence for _, sequence, _ in asked], _states(parts)
+        drafted, count = [sequence for _, sequence, _ in asked], sum(len(part.ids) for part in parts)
         steps, nodes = [shape.depth for shape, _, _ in asked], [shape.nodes for shape, _, _ in asked]
         choice, width = self._choice(drafted), _width(nodes, steps[0])
-        if choice is None or not self.calls.goes_ahead(max(len(states), width * len(drafted))):
-            made = self._drafted_one_by_one(drafted, parts, states, steps)
+        if choice is None or not self.calls.goes_ahead(max(count, width * len(drafted))):
+            made = self._drafted_one_by_one(drafted, parts, steps)
         else:
-            rows = self._rows(parts, states, None if any(nodes) else steps)
+            rows = self._rows(parts, steps=None if any(nodes) else steps)
             made = self._drafted_ahead(drafted, rows, choice, steps=steps, nodes=nodes)
         for _, _, unread in asked:
             unread.take(unread.count)
@@ -253,38 +254,38 @@ class HeadDrafter(ModelDrafter):
     def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
         return super()._over_target_vocabulary(self.calls.over_vocabulary(logits, self.num_tokens))
 
-    def _drafted_one_by_one(
-        self, sequences: list[Sequence], parts: list[PassPart], states: Tensor, steps: list[int]
-    ) -> list[Draft]:
+    def _drafted_one_by_one(self, sequences: list[Sequence], parts: list[PassPart], steps: list[int]) -> list[Draft]:
         drafts = [
             PartialDraft(sequence, Past(part.unread.reader), length)
             for sequence, part, length in zip(sequences, parts, steps, strict=True)
         ]
-        counts = [len(part.ids) for part in parts]
+        counts, own = [len(part.ids) for part in parts], list[StateRows]()
         for number in range(steps[0]):
             going = [draft for draft in drafts if draft.length > number]
             if number:
-                states = states[: len(going)]
+                own = [own[0].part(0, len(going))]
                 parts = [
                     PassPart(part.unread, draft.tokens[-1:], ahead=count + number - 1)
                     for part, draft, count in zip(parts, going, counts, strict=False)
                 ]
-            made = self.calls.read(self._rows(parts, states, is_own=number > 0))
-            states = made.states
+            made = self.calls.read(self._rows(parts, own))
+            own = [StateRows.of(made.states)]
             _, chosen = self._next_tokens(going, self._over_target_vocabulary(made.logits))
             for draft, token in zip(going, chosen.read(), strict=True):
                 draft.tokens.append(token)
         return [Draft(draft.tokens, draft.distribution) for draft in drafts]
 
     def _rows(
-        self, parts: list[PassPart], states: Tensor, steps: list[int] | None = None, *, is_own: bool = False
+        self, parts: list[PassPart], own: list[StateRows] | None = None, *, steps: list[int] | None = None
     ) -> ReadRows:
         """Return parts of sequences as rows, with slots for them and for those of later steps.
 
-        states: of all rows, end to end. steps: of each sequence that a chain is drafted for in one call.
+        own: the head's own states that are read; None or empty for the target's. steps: of each sequence that a chain
+        is drafted for in one call.
         """
         ids: list[int] = []
         ranges: list[ReadRange] = []
+        states = list(own or ())
         for index, part in enumerate(parts):
             unread, count = part.unread, len(part.ids)
             cached, start = unread.reader, unread.num_read + part.ahead
@@ -292,7 +293,9 @@ class HeadDrafter(ModelDrafter):
             self.pages.append(cached, start + count + more - cached.num_tokens, start=unread.num_read)
             ranges.append(ReadRange(cached, start, count, unread.first + start))
             ids += self._in_vocabulary(part.ids)
-        return ReadRows(ids, states, ranges, self.pages, is_own)
+            if not own:
+                states += unread.beginning(count)
+        return ReadRows(ids, states, ranges, self.pages, bool(own))
 
 
 @dataclass
@@ -305,17 +308,6 @@ class PassPart:
     unread: UnreadStates[CachedSequence]
     ids: list[int]
     ahead: int = 0
-
-    def states(self) -> Tensor:
-        """Return the states of the target that the tokens are read with, [n, C]."""
-        states, count = self.unread.all(), len(self.ids)
-        return states if len(states) == count else states[:count]
-
-
-def _states(parts: list[PassPart]) -> Tensor:
-    """Return the states of the target that parts of sequences are read with, [N, C]."""
-    read = [part.states() for part in parts]
-    return read[0] if len(read) == 1 else torch.cat(read)
 
 
 def _width(nodes: list[int], depth: int) -> int:

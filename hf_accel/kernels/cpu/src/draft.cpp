@@ -136,9 +136,10 @@ struct Drafting {
     const int64_t size = size_of(layer.dtype), hidden = call.hidden * size, out = hidden + call.tokens * size;
     const int64_t table = call.table_size * size_of(layer.table_dtype);
     const int64_t branches = sequences() * call.width, most = at_least(read, branches);
+    const int64_t wide = call.is_own ? hidden : narrow.ops->x.stride * size;
     const int64_t columns = call.table_stride + (is_tree() ? call.num_spare : 0);
     char* memory = static_cast<char*>(scratch<Memory>(static_cast<size_t>(
-        read * hidden + most * (4 * hidden + 2 * table + 8) + branches * (hidden + 8 + 8 + 8 + call.width * 12) + 16 * 64)));
+        read * (hidden + wide) + branches * (call.out ? 0 : out) + most * (4 * hidden + 2 * table + 8) + branches * (hidden + 8 + 8 + 8 + call.width * 12) + 18 * 64)));
     const auto take = [&](int64_t bytes) {
       char* taken = memory;
       memory += (bytes + 63) / 64 * 64;
@@ -156,7 +157,11 @@ struct Drafting {
     int32_t* tables = static_cast<int32_t*>(scratch<Tables>(static_cast<size_t>(is_tree() ? branches * columns * 4 : 0)));
     candidates.resize(static_cast<size_t>(is_tree() ? sequences() : 0));
     newest.resize(candidates.size());
-    const char* states = static_cast<const char*>(call.states);
+    char* states = take(read * wide);
+    for (int64_t r = 0; r < read; ++r)
+      for (int64_t p = 0; p < call.pieces; ++p)
+        std::memcpy(states + r * wide + p * (wide / call.pieces), reinterpret_cast<const void*>(call.states[r * call.pieces + p]),
+                    static_cast<size_t>(wide / call.pieces));
     if (!call.is_own) {
       char* narrowed = take(read * hidden);
       narrow.x = states;
@@ -186,7 +191,7 @@ struct Drafting {
     layer.kv_len = lengths;
     layer.cu_q = starts;
     head.x = ends;
-    head.out = call.out;
+    head.out = call.out ? call.out : take(branches * out);
     const char *embeddings = static_cast<const char*>(call.embeddings), *made = static_cast<const char*>(head.out);
     const auto fill = [&](int64_t r, int64_t token, const char* state, int64_t position, const int32_t* blocks, int64_t place) {
       std::memcpy(pairs + 2 * r * hidden, embeddings + token * hidden, static_cast<size_t>(hidden));

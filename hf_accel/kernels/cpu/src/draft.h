@@ -27,8 +27,10 @@ struct DraftCall {
   int64_t hidden, tokens, table_size;
   const DraftedSequence* sequences;  // [num_sequences]
   const int64_t* ids;        // [rows of the first step]
-  const void* states;        // [rows of the first step, wide], contiguous: the target's, or with is_own the head's
-  void* out;                 // [rows of the last step, hidden + tokens]: the states and logits of that
+  const int64_t* states;     // [rows of the first step, pieces]: addresses of the target's states, of a part of a row each,
+                             // or with is_own of the head's
+  int64_t pieces;
+  void* out;                 // [rows of the last step, hidden + tokens]: the states and logits of that; or null
   int64_t* drafted;          // [steps, sequences], or of trees [sequences, most_nodes]: a parent comes before its children
   int64_t num_sequences, steps, width;
   void* k_pages;             // as in LayerCall
