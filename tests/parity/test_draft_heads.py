@@ -339,4 +339,6 @@ def test_the_acceptance_of_a_head_is_measured(temperature: float) -> None:
     found = hf_accel.measure_acceptance(
         patched, head("llama"), rows, temperature=temperature, max_draft=2, max_tokens=200, progress_bar=False
     )
-    assert len(found.acceptances) == 2 and len(found.verify_costs) == 3 and found.draft_cost > 0
+    assert (
+        len(found.acceptances) == 2 and len(found.verify_costs) == len(found.draft_costs) == 3 and found.draft_cost > 0
+    )
