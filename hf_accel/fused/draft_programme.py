@@ -257,15 +257,19 @@ class DraftProgramme:
         must stay until they are read; and how many stand side by side.
         """
         found, held, dtype, pieces = array("Q"), list[Tensor](), self.layer.dtype, 1
-        wide = self.hidden if rows.is_own else self.wide
+        wide, layers = self.hidden if rows.is_own else self.wide, tuple[Tensor, ...]()
+        places: list[tuple[int, int]] = []
         for each in rows.states:
-            layers, pieces = each.layers, len(each.layers)
-            if any(layer.dtype is not dtype or layer.stride(2) != 1 for layer in layers):
-                layers = tuple(layer.to(dtype).contiguous() for layer in layers)
-                held += layers
-            if sum(layer.shape[2] for layer in layers) != wide or len({layer.shape[2] for layer in layers}) > 1:
-                raise HfAccelError(f"a draft head reads states of {wide} numbers, and was given others")
-            places = [(layer.data_ptr(), layer.stride(1) * dtype.itemsize) for layer in layers]
+            if each.layers is not layers:
+                layers, places, pieces = each.layers, [], len(each.layers)
+                for layer in layers:
+                    if layer.dtype is not dtype or not layer.is_contiguous():
+                        layer = layer.to(dtype).contiguous()
+                        held.append(layer)
+                    size = layer.shape[2]
+                    if size * pieces != wide:
+                        raise HfAccelError(f"a draft head reads states of {wide} numbers, not {pieces} times {size}")
+                    places.append((layer.data_ptr(), size * dtype.itemsize))
             for row in range(each.first, each.first + each.count):
                 found.extend([start + row * step for start, step in places])
         return found, held, pieces

@@ -142,11 +142,11 @@ class NativeDrafts:
         programme = self.programme
         if programme is None or count > MOST_TOKENS or not native(programme.parts.embeddings):
             return False
-        current = programme.is_current() if look else programme.is_in_place()
-        if programme.layer is not self._layer() or not current:
+        current = programme.is_in_place() if not look else programme.is_current() and programme.layer is self._layer()
+        if not current:
             self.programme = None
             return False
-        return self._pages(programme.layer, groups) is not None
+        return not look or self._pages(programme.layer, groups) is not None
 
     def _layer(self) -> LayerProgramme | None:
         """Return the native call of the head's layer, which its first pass by modules makes."""

@@ -26,7 +26,11 @@ class PassStates:
     def __init__(self) -> None:
         self.layers: tuple[int, ...] = ()
         self.rows = StateRows((), 0, 0)
-        self._known: tuple[Any, tuple[int, ...], list[nn.Module]] = (None, (), [])  # a decoder, layers, and their taps
+        self._known: tuple[Any, tuple[int, ...], list[nn.Module]] = (
+            None,
+            (),
+            [],
+        )  # a model's parts, layers, and their taps
 
     def keep_layers(self, layers: tuple[int, ...], wanted: bool) -> None:
         """Keep the states of these layers from the next pass on, or none."""
@@ -41,9 +45,9 @@ class PassStates:
         if not self.layers:
             return []
         if called is model:
-            decoder = model.get_decoder()
-            if self._known[0] is not decoder or self._known[1] != self.layers:
-                self._known = decoder, self.layers, self._taps(model)
+            parts = tuple(model._modules.values())  # get_decoder() takes long
+            if self._known[0] != parts or self._known[1] != self.layers:
+                self._known = parts, self.layers, self._taps(model)
             if self._known[2]:
                 return self._known[2]
         arguments["output_hidden_states"] = list(self.layers)

@@ -128,6 +128,7 @@ class HeadDrafter(ModelDrafter):
         super().__init__(runner, *arguments, **keywords)
         self.calls, self.layers = calls, layers
         self.book = StatesBook(self.pages.begin, CachedSequence.release)
+        self._chosen: tuple[Any, Choice | None] | None = None  # how the tokens of one Sampling are chosen
         self._spare: BlockTable | None = None  # blocks for the last tokens of branches
         self._warm_up()
 
@@ -208,12 +209,13 @@ class HeadDrafter(ModelDrafter):
     def _choice(self, sequences: abc.Sequence[Sequence]) -> Choice | None:
         """Return how one call draws tokens for these sequences, without random numbers; None if none can."""
         sampling = sequences[0].settings.sampling
-        draws = sampling.native_draws(self.verifier.draws)
-        others = (own for each in sequences if (own := each.settings.sampling) is not sampling)
-        if draws is None or any(own.key != sampling.key for own in others):
+        if any((own := each.settings.sampling) is not sampling and own.key != sampling.key for each in sequences):
             return None
-        is_drawn = draws.kind != LIKELIEST
-        return None if is_drawn and self.num_tokens > self.target_tokens else Choice(draws)
+        if self._chosen is None or self._chosen[0] is not sampling:
+            draws = sampling.native_draws(self.verifier.draws)
+            takes = draws is not None and (draws.kind == LIKELIEST or self.num_tokens <= self.target_tokens)
+            self._chosen = sampling, Choice(draws) if draws is not None and takes else None
+        return self._chosen[1]
 
     def _drafted_ahead(
         self, sequences: list[Sequence], rows: ReadRows, choice: Choice, *, steps: list[int], nodes: list[int]
