@@ -26,11 +26,8 @@ class PassStates:
     def __init__(self) -> None:
         self.layers: tuple[int, ...] = ()
         self.rows = StateRows((), 0, 0)
-        self._known: tuple[Any, tuple[int, ...], list[nn.Module]] = (
-            None,
-            (),
-            [],
-        )  # a model's parts, layers, and their taps
+        # A model's parts, layers, and their taps.
+        self._known: tuple[Any, tuple[int, ...], list[nn.Module]] = (None, (), [])
 
     def keep_layers(self, layers: tuple[int, ...], wanted: bool) -> None:
         """Keep the states of these layers from the next pass on, or none."""
