@@ -85,7 +85,7 @@ class Choice:
 LIKELIEST_TOKENS = Choice()
 
 
-class DraftedSequence(NamedTuple):
+class SequenceRows(NamedTuple):
     """One sequence of a draft; the fields are those of DraftedSequence in draft.h.
 
     rows: those that the first step reads. before: the tokens that its blocks hold before them. position: of the first
@@ -108,14 +108,14 @@ class DraftRows(NamedTuple):
 
     ids: list[int]
     states: Sequence[StateRows]
-    sequences: list[DraftedSequence]
+    sequences: list[SequenceRows]
     blocks: list[list[int]]
     is_own: bool = False
     choice: Choice = LIKELIEST_TOKENS
     keeps_last: bool = False
 
 
-class Drafted(NamedTuple):
+class MadeDrafts(NamedTuple):
     """A draft gives this: of each sequence its tokens, and of those of a tree their parents, -1 for none.
 
     out: [rows, H + N], of the last step the head's own states, and the logits of the tokens that it knows; None if it
@@ -274,7 +274,7 @@ class DraftProgramme:
                 found.extend([start + row * step for start, step in places])
         return found, held, pieces
 
-    def __call__(self, rows: DraftRows, storage: KVStorage) -> Drafted:
+    def __call__(self, rows: DraftRows, storage: KVStorage) -> MadeDrafts:
         """Draft. storage: of the pages that the layer writes and reads."""
         sequences, choice, blocks = rows.sequences, rows.choice, rows.blocks
         tree, draws, count, steps = choice.tree, choice.draws, len(rows.sequences), rows.sequences[0].steps
@@ -307,9 +307,9 @@ class DraftProgramme:
         )  # fmt: skip
         if tree is None:
             chains = [list(drafted[i : each.steps * count : count]) for i, each in enumerate(sequences)]
-            return Drafted(chains, None, out)
+            return MadeDrafts(chains, None, out)
         ends = [(i * most, i * most + number) for i, number in enumerate(counts)]
-        return Drafted(
+        return MadeDrafts(
             [list(drafted[start:end]) for start, end in ends], [tuple(parents[start:end]) for start, end in ends], out
         )
 

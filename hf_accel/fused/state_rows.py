@@ -37,6 +37,6 @@ class StateRows:
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
 
 
-def joined(parts: Sequence[StateRows]) -> Tensor:
+def end_to_end(parts: Sequence[StateRows]) -> Tensor:
     """Return the states [n, D] of parts, end to end."""
     return parts[0].tensor() if len(parts) == 1 else torch.cat([part.tensor() for part in parts])

@@ -24,8 +24,8 @@ class AcceptanceReport(Printed):
         they do. text_positions: how many.
     acceptances: by position in the draft, if all before it were accepted, in the target's own continuations of
         `prompts` prompts, `tokens` tokens in all; verified: drafted tokens that this rests on.
-    step_seconds: of a pass of the target over the last token of each sequence, everything included but what a drafter
-        has it keep.
+    step_seconds: of a pass of the target over the last token of each sequence, everything included but what it keeps
+        for a drafter.
     draft_costs: of a whole draft of 0, 1, 2, ... tokens as generate() pays it, with all that is done around it, and
         verify_costs: of a pass that verifies as many, both in units of step_seconds.
     setting: what the two models ran as.
@@ -73,7 +73,7 @@ class AcceptanceReport(Printed):
 
     @property
     def draft_cost(self) -> float:
-        """Of a drafted token, in a draft of the best length."""
+        """The cost of a drafted token, in a draft of the best length."""
         return self.draft_costs[self.num_draft] / self.num_draft
 
     @property

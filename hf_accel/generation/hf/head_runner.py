@@ -11,11 +11,11 @@ from ...cache.group import PageGroup
 from ...cache.step import PassInputs, Step
 from ...cache.storage import KVStorage
 from ...config import WeightConfig
-from ...fused.draft_programme import Choice, Drafted, DraftProgramme, DraftRows, HeadParts
+from ...fused.draft_programme import Choice, DraftProgramme, DraftRows, HeadParts, MadeDrafts
 from ...fused.layer_programme import MOST_TOKENS, LayerProgramme
 from ...fused.norms import norm_form
 from ...fused.projections import ProjectionCall
-from ...fused.state_rows import joined
+from ...fused.state_rows import end_to_end
 from ...kernels.cpu.library import native, refusal
 from ...linear import QuantLinear
 from ...linear.methods.rtn import quantize
@@ -69,14 +69,14 @@ class HeadRunner(ModelRunner):
         self._asked += 1
         return self._native.takes(count, self.groups, look=self._asked % LOOK_EVERY == 1)
 
-    def draft(self, rows: ReadRows, steps: list[int], nodes: list[int], choice: Choice) -> Drafted:
+    def draft(self, rows: ReadRows, steps: list[int], nodes: list[int], choice: Choice) -> MadeDrafts:
         return self._native.compute(self, rows.drafting(steps, nodes, choice))
 
     def read(self, rows: ReadRows) -> Made:
         if self.goes_ahead(len(rows.ids)):
             return self._native.made(self._native.compute(self, rows.drafting()))
         tried = self._native.trial(self, rows)
-        given = joined(rows.states)
+        given = end_to_end(rows.states)
         states = given if rows.is_own else self._narrowed(given)
         self._embeddings = self.head.fused(states, integers(rows.ids))
         keep = rows.ends
@@ -188,18 +188,18 @@ class NativeDrafts:
         if tried is not None and all(map(_is_near, tried[1], made)):
             self.programme, self.refused = tried[0], None
 
-    def made(self, drafted: Drafted) -> Made:
+    def made(self, drafted: MadeDrafts) -> Made:
         """Return what the last step of a call has made."""
         assert drafted.out is not None
         size = self.decoder.get_input_embeddings().weight.shape[1]
         return Made(drafted.out[:, size:], drafted.out[:, :size])
 
-    def compute(self, runner: HeadRunner, rows: DraftRows) -> Drafted:
+    def compute(self, runner: HeadRunner, rows: DraftRows) -> MadeDrafts:
         """Compute a call, which `takes` must hold for."""
         assert self.programme is not None
         return self._computed(runner, self.programme, rows)
 
-    def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: DraftRows) -> Drafted:
+    def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: DraftRows) -> MadeDrafts:
         last = max(each.position + each.rows + each.steps for each in rows.sequences) - 2
         while programme.tables is not None and last >= programme.tables[0].shape[1]:
             more = self._tables(runner, programme.layer, programme.tables[0].shape[1])

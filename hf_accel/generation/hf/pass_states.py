@@ -103,15 +103,14 @@ def read_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
         return read
 
-    # register_forward_hook() takes far longer, in each pass.
-    hooks: list[tuple[Any, object]] = [(module._forward_hooks, object()) for module in modules]
-    for place, (own, key) in enumerate(hooks):
-        own[key] = reader(place)
+    keys = [object() for _ in modules]
+    for place, (module, key) in enumerate(zip(modules, keys, strict=True)):
+        module._forward_hooks[key] = reader(place)  # type: ignore[index]  # register_forward_hook() takes far longer
     try:
         yield outputs
     finally:
-        for own, key in hooks:
-            own.pop(key, None)
+        for module, key in zip(modules, keys, strict=True):
+            module._forward_hooks.pop(key, None)  # type: ignore[call-overload]
     if len(found) < len(modules):
         raise NotRaggedError("a layer whose hidden states a drafter reads was not called")
     outputs += [found[place] for place in range(len(modules))]

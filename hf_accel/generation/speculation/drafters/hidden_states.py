@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ....fused.state_rows import StateRows, joined
+from ....fused.state_rows import StateRows, end_to_end
 from ...sequence import Draft, Sequence
 from .drafter import Drafter
 from .unread_states import FEW, StatesBook, UnreadStates
@@ -53,5 +53,5 @@ class HiddenStatesDrafter(Drafter):
 def _continued(unread: UnreadStates[Continue], tokens: list[int], count: int, length: int) -> list[int]:
     """Read the next `count` states; returns at most `length` tokens behind them."""
     start = unread.start
-    states = joined(unread.take(count))
+    states = end_to_end(unread.take(count))
     return unread.reader(tokens[: start + count + 1], states, start, length)[:length]

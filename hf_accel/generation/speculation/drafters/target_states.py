@@ -15,7 +15,7 @@ from ....cache.cached_sequence import CachedSequence
 from ....cache.pages import Pages
 from ....cache.pool import BlockTable
 from ....cache.step import Step, TokenRange
-from ....fused.draft_programme import LIKELIEST_TOKENS, Choice, Drafted, DraftedSequence, DraftRows, TreeRoom
+from ....fused.draft_programme import LIKELIEST_TOKENS, Choice, DraftRows, MadeDrafts, SequenceRows, TreeRoom
 from ....fused.state_rows import StateRows
 from ....kernels.cpu.draws import INVERSE, LIKELIEST, RACE
 from ...sequence import NO_DRAFT, Draft, Sequence, Shape
@@ -77,7 +77,7 @@ class ReadRows(NamedTuple):
             blocks.append(table.blocks)
             taken = 1 if steps is None else steps[index]
             before = start - table.num_dropped_blocks * size
-            plans.append(DraftedSequence(count, before, position, taken, 0 if nodes is None else nodes[index]))
+            plans.append(SequenceRows(count, before, position, taken, 0 if nodes is None else nodes[index]))
         return DraftRows(self.ids, self.states, plans, blocks, self.is_own, choice, keeps_last=steps is None)
 
 
@@ -100,7 +100,7 @@ class HeadCalls(Protocol):
     def goes_ahead(self, count: int) -> bool:
         """Return whether a call of `count` rows can be a whole draft."""
 
-    def draft(self, rows: ReadRows, steps: list[int], nodes: list[int], choice: Choice) -> Drafted:
+    def draft(self, rows: ReadRows, steps: list[int], nodes: list[int], choice: Choice) -> MadeDrafts:
         """Read rows, and draft for each sequence, the longest first, in one call, for which `goes_ahead` must hold."""
 
     def read(self, rows: ReadRows) -> Made:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hf_accel.fused.state_rows import StateRows, joined
+from hf_accel.fused.state_rows import StateRows, end_to_end
 from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.drafters.unread_states import StatesBook, UnreadStates
@@ -20,7 +20,7 @@ def states(start: int, count: int, more: int = 0) -> StateRows:
 
 
 def tokens(parts: list[StateRows]) -> list[int]:
-    found = joined(parts)
+    found = end_to_end(parts)
     assert torch.equal(found[:, 0], -found[:, 1])
     return [int(number) for number in found[:, 0]]
 
