@@ -71,7 +71,7 @@ WRITERS = {
     "recurrent.hf.time_mixes": {"dict"},
     "fused.hf.sites": {"class", "dict"},
     "generation.hf.head_runner": {"hook"},  # on a draft's own layer, within a call
-    "generation.hf.pass_states": {"hook"},  # within a pass
+    "generation.hf.pass_states": {"dict"},  # hooks, within a pass
     "linear.adapters": {"hook"},  # within a pass
     "patching.twin": {"dict"},
     "verify.references": {"setattr", "submodule"},

@@ -189,12 +189,7 @@ class Pages:
         are released here, when a new block is needed, and not in `truncate`: so the sequence can still be truncated.
         """
         each = start is not None
-        for table in sequence.tables:
-            if not table.has_slots(count):
-                break
-        else:
-            for table in sequence.tables:
-                table.num_tokens += count
+        if self.fill(sequence, count):
             return
         self.slide(sequence, sequence.num_tokens if start is None else start)
         for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -208,6 +203,16 @@ class Pages:
             for table in longer:
                 table.truncate(table.num_tokens - count)
             raise
+
+    @staticmethod
+    def fill(sequence: CachedSequence, count: int) -> bool:
+        """Allocate slots for `count` more tokens where no block is needed for them; returns whether that is so."""
+        for table in sequence.tables:
+            if not table.has_slots(count):
+                return False
+        for table in sequence.tables:
+            table.num_tokens += count
+        return True
 
     # -- a pass ----------------------------------------------------------------------------------------
 

@@ -166,7 +166,11 @@ class NativeOperations(NativeParts):
         """Return whether nothing has changed that was read, and the tensors that the structs point to are where they
         were.
         """
-        return super().is_current() and list(map(Tensor.data_ptr, self.tensors)) == self._pointers
+        return super().is_current() and self.is_in_place()
+
+    def is_in_place(self) -> bool:
+        """Return whether the tensors that the structs point to are where they were."""
+        return list(map(Tensor.data_ptr, self.tensors)) == self._pointers
 
     def _joined(self, operations: list[Operation]) -> Iterator[Operation]:
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""

@@ -185,7 +185,7 @@ class Draft:
     @property
     def num_levels(self) -> int:
         """Return the most drafted tokens that can be accepted."""
-        return max(self.depths)
+        return len(self.tokens) if self.parents is None else max(self.depths)
 
     @cached_property
     def ranks(self) -> dict[int, dict[int, int]]:
@@ -220,6 +220,8 @@ class Draft:
 
     def below(self, limit: int) -> Draft:
         """Return the draft up to each first token that is `limit` or larger, as one that stands for an image is."""
+        if not self.tokens or max(self.tokens) < limit:
+            return self
         parents = range(-1, len(self) - 1) if self.parents is None else self.parents
         kept = {-1}
         for index, (token, parent) in enumerate(zip(self.tokens, parents, strict=True)):

@@ -16,6 +16,7 @@ import hf_accel
 from hf_accel import Draft, SpeculativeConfig, UnsupportedError
 from hf_accel.distill.drafts.heads import DraftHead, head_logits, target_states
 from hf_accel.fused.draft_programme import DraftProgramme
+from hf_accel.generation.hf.head_runner import HeadRunner
 from hf_accel.generation.sequence import Shape
 from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.drafters.model import MAX_CHUNK
@@ -87,7 +88,7 @@ def test_drafts_are_what_the_head_says(family: str, tokens: Any, monkeypatch: py
     assert len(seen) > 60
     # By modules: GPT-2 adds the embeddings of positions, and Gemma 2's own head caps logits, which a trial finds.
     steps = {"gpt2": 0, "gemma2": 1 if tokens is None else 3}.get(family, 3)
-    assert max((len(drafted) for drafted, _, _ in called), default=0) == steps
+    assert max((len(own) for drafted in called for own in drafted.tokens), default=0) == steps
     made_tokens, stats = by_engine(model, PROMPTS, 12, speculative=config, token_budget=7, max_tokens=96)
     assert made_tokens == answers(family, PROMPTS, 12) and stats["prefix_hits"] + stats["preemptions"] > 0
 
@@ -177,8 +178,8 @@ def test_a_native_draft_that_fails_its_trial_is_not_used(monkeypatch: pytest.Mon
     def wrong(self: Any, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        tokens, logits, states = call(self, *arguments)
-        return tokens, logits + 1, states
+        drafted = call(self, *arguments)
+        return drafted._replace(out=drafted.out + 1)
 
     monkeypatch.setattr(DraftProgramme, "__call__", wrong)
     config = SpeculativeConfig(drafter=head("llama"), num_draft=2)
@@ -215,7 +216,7 @@ def test_a_head_in_int8_drafts_about_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_prompts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = counted(monkeypatch, HeadDrafter, "_pass_over")
+    passes = counted(monkeypatch, HeadRunner, "read")
     monkeypatch.setattr(HeadDrafter, "propose", lambda self, sequences, lengths: [Draft() for _ in sequences])
     prompts = [prompt * 20 for prompt in requests(3, seed=5)]
     config = SpeculativeConfig(drafter=head("llama"), num_draft=2, max_nodes=1)
@@ -338,4 +339,6 @@ def test_the_acceptance_of_a_head_is_measured(temperature: float) -> None:
     found = hf_accel.measure_acceptance(
         patched, head("llama"), rows, temperature=temperature, max_draft=2, max_tokens=200, progress_bar=False
     )
-    assert len(found.acceptances) == 2 and len(found.verify_costs) == 3 and found.draft_cost > 0
+    assert (
+        len(found.acceptances) == 2 and len(found.verify_costs) == len(found.draft_costs) == 3 and found.draft_cost > 0
+    )

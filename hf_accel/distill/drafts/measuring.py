@@ -156,11 +156,12 @@ def averaged(found: abc.Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 @dataclass
 class Pass:
     """The pass under way. length: of each draft. timed: whether it decodes for all sequences and does nothing else.
-    lengths: of the drafts that were observed in it."""
+    lengths: of the drafts that were observed in it. kept: the seconds in which it has kept what a drafter reads."""
 
     length: int = 0
     timed: bool = False
     lengths: list[int] = field(default_factory=list)
+    kept: float = 0.0
 
 
 class Watch(Controller):
@@ -169,7 +170,7 @@ class Watch(Controller):
     def __init__(self, max_draft: int, batch_size: int, seed: int) -> None:
         super().__init__(max_draft, max_draft, max_nodes=1)  # a tree has more than a length
         self.batch_size, self.tally = batch_size, Tally()
-        self.draft_seconds: list[float] = []
+        self.draft_seconds: list[list[float]] = [[0.0], *([] for _ in range(max_draft))]
         self.verify_seconds: list[list[float]] = [[] for _ in range(max_draft + 1)]
         self._random, self._turn = random.Random(seed), [max_draft, 0]  # at least these, in a short run
         self._length, self._held = 0, HOLD
@@ -195,8 +196,11 @@ class Watch(Controller):
         return [min(self._length, limit) for limit in limits]
 
     def observe_drafting(self, tokens: int, passes: int, seconds: float, source: str = "") -> None:
-        if self._now.timed:
-            self.draft_seconds.append(seconds / passes)
+        if self._now.timed and passes == self._now.length:
+            self.draft_seconds[passes].append(seconds)
+
+    def observe_keeping(self, seconds: float, source: str = "") -> None:
+        self._now.kept += seconds
 
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
         self.tally.add(drafted, accepted)
@@ -205,7 +209,7 @@ class Watch(Controller):
     def observe_pass(self, rows: int, seconds: float) -> None:
         now, self._now = self._now, Pass()
         if now.timed and now.lengths == [now.length] * self.batch_size:
-            self.verify_seconds[now.length].append(seconds)
+            self.verify_seconds[now.length].append(seconds if now.length else seconds - now.kept)
 
 
 def _decode(
@@ -231,14 +235,17 @@ def _decode(
 def _report(
     read: dict[str, Any], watch: Watch, made: tuple[int, int], *, temperature: float, setting: str
 ) -> AcceptanceReport:
-    seconds = _by_length(watch.verify_seconds)
-    if seconds is None or not watch.draft_seconds:
+    seconds, drafting = _by_length(watch.verify_seconds), _by_length(watch.draft_seconds)
+    if seconds is None or drafting is None:
         raise UnsupportedError(
             f"max_tokens={made[1]} is too few to time a batch of {watch.batch_size}; give more, or a smaller "
             "batch_size"
         )
-    # A wider pass is not cheaper: where it looks so, that is noise.
-    verify = isotonic(seconds, [float(max(1, len(times))) for times in watch.verify_seconds])
+    # A wider pass is not cheaper, nor a longer draft: where one looks so, that is noise.
+    verify, drafts = (
+        isotonic(found, [float(max(1, len(some))) for some in times])
+        for found, times in ((seconds, watch.verify_seconds), (drafting, watch.draft_seconds))
+    )
     return AcceptanceReport(
         temperature=temperature,
         batch_size=watch.batch_size,
@@ -248,7 +255,7 @@ def _report(
         prompts=made[0],
         tokens=made[1],
         step_seconds=verify[0],
-        draft_cost=median(watch.draft_seconds) / verify[0],
+        draft_costs=tuple(one / verify[0] for one in drafts),
         verify_costs=tuple(one / verify[0] for one in verify),
         setting=setting,
     )

@@ -24,9 +24,10 @@ class AcceptanceReport(Printed):
         they do. text_positions: how many.
     acceptances: by position in the draft, if all before it were accepted, in the target's own continuations of
         `prompts` prompts, `tokens` tokens in all; verified: drafted tokens that this rests on.
-    step_seconds: of a pass of the target over the last token of each sequence, everything included.
-    draft_cost: of a drafted token, and verify_costs: of a pass that verifies 0, 1, 2, ... drafted tokens, both in
-        units of step_seconds.
+    step_seconds: of a pass of the target over the last token of each sequence, everything included but what it keeps
+        for a drafter.
+    draft_costs: of a whole draft of 0, 1, 2, ... tokens as generate() pays it, with all that is done around it, and
+        verify_costs: of a pass that verifies as many, both in units of step_seconds.
     setting: what the two models ran as.
     """
 
@@ -41,7 +42,7 @@ class AcceptanceReport(Printed):
     prompts: int
     tokens: int
     step_seconds: float
-    draft_cost: float
+    draft_costs: tuple[float, ...]
     verify_costs: tuple[float, ...]
     setting: str
 
@@ -55,16 +56,25 @@ class AcceptanceReport(Printed):
 
     def speed_up(self, num_draft: int) -> float:
         """The predicted speed-up over no draft."""
-        return self.expected_tokens(num_draft) / (num_draft * self.draft_cost + self.verify_costs[num_draft])
+        return self.expected_tokens(num_draft) / self.cost(num_draft)
+
+    def cost(self, num_draft: int) -> float:
+        """The time of a pass and of its draft, in units of step_seconds."""
+        return self.draft_costs[num_draft] + self.verify_costs[num_draft]
 
     def break_even(self, num_draft: int) -> float:
         """The acceptance, the same at each position, from which on so many tokens pay; inf if they never do."""
-        return acceptance_for(num_draft * self.draft_cost + self.verify_costs[num_draft], num_draft)
+        return acceptance_for(self.cost(num_draft), num_draft)
 
     @property
     def num_draft(self) -> int:
         """The best number of tokens to draft, at least 1."""
         return max(range(1, self.max_draft + 1), key=self.speed_up)
+
+    @property
+    def draft_cost(self) -> float:
+        """The cost of a drafted token, in a draft of the best length."""
+        return self.draft_costs[self.num_draft] / self.num_draft
 
     @property
     def use(self) -> bool:
@@ -93,6 +103,7 @@ class AcceptanceReport(Printed):
             {
                 "num_draft": count,
                 "expected_tokens": self.expected_tokens(count),
+                "draft_cost": self.draft_costs[count],
                 "verify_cost": self.verify_costs[count],
                 "speed_up": self.speed_up(count),
                 "break_even": None if (needed := self.break_even(count)) == inf else needed,
@@ -113,15 +124,17 @@ class AcceptanceReport(Printed):
             f"{self.text_same_top:.0%} ({self.text_positions:,} positions)",
             f"on {self.tokens:,} tokens of the target's own after {self.prompts} prompts, batch {self.batch_size}, "
             f"{self.setting}:",
-            f"a step of the target {1e3 * self.step_seconds:.2f} ms, of the draft {self.draft_cost:.2f} of it",
-            f"{'num_draft':>9} {'accepted':>9} {'verified':>9} {'tokens a pass':>14} {'verify cost':>12} "
+            f"a step of the target {1e3 * self.step_seconds:.2f} ms, a drafted token {self.draft_cost:.2f} of it",
+            f"{'num_draft':>9} {'accepted':>9} {'verified':>9} {'tokens a pass':>14} {'draft cost':>11} "
+            f"{'verify cost':>12} "
             f"{'break-even':>11} {'speed-up':>9}",
         ]
         for count in range(1, self.max_draft + 1):
             needed = self.break_even(count)
             lines.append(
                 f"{count:>9} {self.acceptances[count - 1]:>9.0%} {self.verified[count - 1]:>9} "
-                f"{self.expected_tokens(count):>14.2f} {self.verify_costs[count]:>12.2f} "
+                f"{self.expected_tokens(count):>14.2f} {self.draft_costs[count]:>11.2f} "
+                f"{self.verify_costs[count]:>12.2f} "
                 f"{'never' if needed == inf else format(needed, '.0%'):>11} {self.speed_up(count):>8.2f}x"
             )
         return "\n".join([*lines, self.verdict])

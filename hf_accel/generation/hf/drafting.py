@@ -73,7 +73,7 @@ def make_speculation(
             f"drafters read hidden states of other layers each ({sorted(layers)}); give one of them"
         )
     for own in layers:
-        speculation.states = lambda: runner.kept.states
+        speculation.states = lambda: runner.kept.rows
         speculation.keep_states = functools.partial(runner.kept.keep_layers, own)
     return speculation
 

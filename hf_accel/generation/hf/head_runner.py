@@ -11,10 +11,11 @@ from ...cache.group import PageGroup
 from ...cache.step import PassInputs, Step
 from ...cache.storage import KVStorage
 from ...config import WeightConfig
-from ...fused.draft_programme import DraftProgramme, DraftRows, HeadParts
+from ...fused.draft_programme import Choice, DraftProgramme, DraftRows, HeadParts, MadeDrafts
 from ...fused.layer_programme import MOST_TOKENS, LayerProgramme
 from ...fused.norms import norm_form
 from ...fused.projections import ProjectionCall
+from ...fused.state_rows import end_to_end
 from ...kernels.cpu.library import native, refusal
 from ...linear import QuantLinear
 from ...linear.methods.rtn import quantize
@@ -23,12 +24,13 @@ from ...recognition.operation import UntraceableError
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...tensors import integers
 from ...undo.state import FUSED, find_state
-from ..speculation.drafters.target_states import Ahead, Made, ReadRows
+from ..speculation.drafters.target_states import Made, ReadRows
 from .generation_state import GenerationState
 from .head_module import HeadModule
 from .model_runner import ModelRunner
 
 HEAD = "head"  # where a GenerationState keeps the native calls of a draft head
+LOOK_EVERY = 16  # calls after which to look again whether a head has changed; no draft can be wrong, but all useless
 POSITIONS_AT_ONCE = 512  # the positions whose tables are made together
 NEAR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of the largest logit
 
@@ -47,12 +49,13 @@ class HeadRunner(ModelRunner):
         self.head, self.groups = native_drafts.head, groups
         self.kept.layers = native_drafts.head.own_layers
         self._embeddings: Tensor | None = None
+        self._asked = 0  # how often it was asked whether a draft is one call
         self._narrow, self._native = ProjectionCall(MOST_TOKENS), native_drafts
 
     def over_vocabulary(self, logits: Tensor, size: int) -> Tensor:
         return self.head.over_vocabulary(logits, size)
 
-    def narrow(self, states: Tensor) -> Tensor:
+    def _narrowed(self, states: Tensor) -> Tensor:
         states, layer = self.head.normed(states), self.head.narrow
         call = self._narrow.ready((layer,), states) if type(layer) is nn.Linear and native(states) else None
         narrowed: Tensor = layer(states) if call is None else call(states)
@@ -60,19 +63,26 @@ class HeadRunner(ModelRunner):
 
     def any_states(self) -> Tensor:
         embeddings = self.head.decoder.get_input_embeddings().weight
-        return RandomNumbers()(1, embeddings.shape[1], dtype=embeddings.dtype)
+        return RandomNumbers()(1, self.head.narrow.in_features, dtype=embeddings.dtype)
 
     def goes_ahead(self, count: int) -> bool:
-        return self._native.takes(count, self.groups)
+        self._asked += 1
+        return self._native.takes(count, self.groups, look=self._asked % LOOK_EVERY == 1)
 
-    def read(self, rows: ReadRows, ahead: Ahead | None) -> Made:
-        if ahead is not None or self.goes_ahead(len(rows.ids)):
-            return self._native.compute(self, rows, ahead)
+    def draft(self, rows: ReadRows, steps: list[int], nodes: list[int], choice: Choice) -> MadeDrafts:
+        return self._native.compute(self, rows.drafting(steps, nodes, choice))
+
+    def read(self, rows: ReadRows) -> Made:
+        if self.goes_ahead(len(rows.ids)):
+            return self._native.made(self._native.compute(self, rows.drafting()))
         tried = self._native.trial(self, rows)
-        self._embeddings = self.head.fused(rows.states, integers(rows.ids))
-        logits = self(rows.ids, rows.positions, rows.step, rows.keep)
-        states = self.kept.states[rows.keep]
-        made = Made(None, logits if self.head.words is None else self.head.words(states), states)
+        given = end_to_end(rows.states)
+        states = given if rows.is_own else self._narrowed(given)
+        self._embeddings = self.head.fused(states, integers(rows.ids))
+        keep = rows.ends
+        logits = self(rows.ids, rows.positions, rows.step(), keep)
+        states = self.kept.rows.tensor()[keep]
+        made = Made(logits if self.head.words is None else self.head.words(states), states)
         self._native.compare(tried, made)
         return made
 
@@ -125,15 +135,18 @@ class NativeDrafts:
         self.programme: DraftProgramme | None = None
         self.refused: LayerProgramme | None = None  # with which there is no programme, or it has failed its trial
 
-    def takes(self, count: int, groups: list[PageGroup]) -> bool:
-        """Return whether a call of `count` rows is native now. groups: the pages of the head."""
+    def takes(self, count: int, groups: list[PageGroup], *, look: bool) -> bool:
+        """Return whether a call of `count` rows is native now. groups: the pages of the head. look: whether to look at
+        all that the call depends on; else only whether it is where it was.
+        """
         programme = self.programme
         if programme is None or count > MOST_TOKENS or not native(programme.parts.embeddings):
             return False
-        if programme.layer is not self._layer() or not programme.is_current():
+        current = programme.is_in_place() if not look else programme.is_current() and programme.layer is self._layer()
+        if not current:
             self.programme = None
             return False
-        return self._pages(programme.layer, groups) is not None
+        return not look or self._pages(programme.layer, groups) is not None
 
     def _layer(self) -> LayerProgramme | None:
         """Return the native call of the head's layer, which its first pass by modules makes."""
@@ -151,7 +164,12 @@ class NativeDrafts:
     def trial(self, runner: HeadRunner, rows: ReadRows) -> Tried | None:
         """Return what a call gives that is to be compared with the head's modules, which compute the same next."""
         layer = self._layer()
-        if layer is None or layer is self.refused or len(rows.ids) > MOST_TOKENS or not native(rows.states):
+        if (
+            layer is None
+            or layer is self.refused
+            or len(rows.ids) > MOST_TOKENS
+            or not native(rows.states[0].layers[0])
+        ):
             return None
         if self._pages(layer, runner.groups) is None:
             return None
@@ -163,43 +181,45 @@ class NativeDrafts:
         if not programme.is_current():  # a hook wants to see a module, for as long as it is there
             self.refused = None
             return None
-        return programme, self._computed(runner, programme, rows, Ahead([len(rows.keep)]))
+        return programme, self.made(self._computed(runner, programme, rows.drafting()))
 
     def compare(self, tried: Tried | None, made: Made) -> None:
         """Take a tried programme if it gave what the head's modules have made."""
-        if tried is not None and all(map(_is_near, tried[1][1:], made[1:])):
+        if tried is not None and all(map(_is_near, tried[1], made)):
             self.programme, self.refused = tried[0], None
 
-    def compute(self, runner: HeadRunner, rows: ReadRows, ahead: Ahead | None) -> Made:
+    def made(self, drafted: MadeDrafts) -> Made:
+        """Return what the last step of a call has made."""
+        assert drafted.out is not None
+        size = self.decoder.get_input_embeddings().weight.shape[1]
+        return Made(drafted.out[:, size:], drafted.out[:, :size])
+
+    def compute(self, runner: HeadRunner, rows: DraftRows) -> MadeDrafts:
         """Compute a call, which `takes` must hold for."""
         assert self.programme is not None
-        return self._computed(runner, self.programme, rows, ahead or Ahead([len(rows.keep)]))
+        return self._computed(runner, self.programme, rows)
 
-    def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: ReadRows, ahead: Ahead) -> Made:
-        last = max(rows.positions) + len(ahead.going) - 1
+    def _computed(self, runner: HeadRunner, programme: DraftProgramme, rows: DraftRows) -> MadeDrafts:
+        last = max(each.position + each.rows + each.steps for each in rows.sequences) - 2
         while programme.tables is not None and last >= programme.tables[0].shape[1]:
             more = self._tables(runner, programme.layer, programme.tables[0].shape[1])
             assert more is not None
             cos, sin = (torch.cat(pair, dim=1) for pair in zip(programme.tables, more, strict=True))
             programme.tables = cos, sin
-        group, pages = rows.step.groups[0], self._pages(programme.layer, runner.groups)
-        ragged, slots = group.ragged, group.slots
-        assert pages is not None and ragged.block_table is not None
-        given = DraftRows(
-            integers(rows.ids), rows.states, integers(rows.positions), slots, ragged.block_table, ragged.cu_q,
-            ragged.kv_len, integers(rows.keep), ahead.going, ahead.choice,
-        )  # fmt: skip
-        tokens, logits, states = programme(given, pages)
-        return Made(tokens.tolist(), logits, states)
+        layer = programme.layer
+        return programme(rows, runner.groups[0].storage(layer.layer_idx, *layer.written))
 
     def _parts(self) -> HeadParts:
         head, decoder = self.head, self.decoder.get_decoder()
+        if len(head.norms):
+            raise UntraceableError("it has norms for the states of its target")
         embeddings = head.decoder.get_input_embeddings().weight
         norms = [child for child in decoder.children() if norm_form(child, embeddings.dtype) is not None]
         if len(norms) != 1:
             raise UntraceableError("its decoder has not one norm behind its layer")
         words = head.words or self.decoder.get_output_embeddings()
-        return HeadParts(embeddings, head.token_norm, head.state_norm, head.fuse, norms[0], words, head.known)
+        own = head.narrow, head.token_norm, head.state_norm, head.fuse
+        return HeadParts(embeddings, *own, norms[0], words, head.known)
 
     def _tables(self, runner: HeadRunner, layer: LayerProgramme, first: int) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin, [1, POSITIONS_AT_ONCE, D], of the positions from `first` on, as the decoder gives them

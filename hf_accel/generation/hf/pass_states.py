@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...errors import NotRaggedError, UnsupportedError
+from ...fused.state_rows import StateRows
 from ...models import layer_lists, layers_config
 
 LAST = (-1,)  # the last hidden states, which a decoder returns
@@ -19,14 +19,15 @@ UNNORMED = (-2,)  # those of the last layer, ahead of the last norm
 class PassStates:
     """The hidden states of the last pass.
 
-    layers: indices into the hidden states that transformers returns; none are kept without them. states: [N, D] of the
-    tokens of the pass, those of the layers side by side.
+    layers: indices into the hidden states that transformers returns; none are kept without them. rows: of all tokens
+    of the pass.
     """
 
     def __init__(self) -> None:
         self.layers: tuple[int, ...] = ()
-        self.states = torch.empty(0)
-        self._known: tuple[Any, tuple[int, ...], list[nn.Module]] = (None, (), [])  # a decoder, layers, and their taps
+        self.rows = StateRows((), 0, 0)
+        # A model's parts, layers, and their taps.
+        self._known: tuple[Any, tuple[int, ...], list[nn.Module]] = (None, (), [])
 
     def keep_layers(self, layers: tuple[int, ...], wanted: bool) -> None:
         """Keep the states of these layers from the next pass on, or none."""
@@ -41,9 +42,9 @@ class PassStates:
         if not self.layers:
             return []
         if called is model:
-            decoder = model.get_decoder()
-            if self._known[0] is not decoder or self._known[1] != self.layers:
-                self._known = decoder, self.layers, self._taps(model)
+            parts = tuple(model._modules.values())  # get_decoder() takes long
+            if self._known[0] != parts or self._known[1] != self.layers:
+                self._known = parts, self.layers, self._taps(model)
             if self._known[2]:
                 return self._known[2]
         arguments["output_hidden_states"] = list(self.layers)
@@ -65,7 +66,7 @@ class PassStates:
             if len(states) <= max(self.layers) or any(states[layer] is None for layer in self.layers):
                 raise NotRaggedError(f"its passes return no hidden states of layers {list(self.layers)}")
             found = [states[layer] for layer in self.layers]
-        self.states = torch.cat([each[0] for each in found], dim=-1)
+        self.rows = StateRows(tuple(found), 0, found[0].shape[1])
 
 
 def tapped(model: Any, layers: Sequence[int]) -> list[nn.Module]:
@@ -94,8 +95,7 @@ def read_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     The hooks are there within the block alone and change nothing, so a pass that is known stays known. Raises
     NotRaggedError for a module that was not called.
     """
-    found: dict[int, Tensor] = {}
-    outputs: list[Tensor] = []
+    found, outputs = dict[int, Tensor](), list[Tensor]()
 
     def reader(place: int) -> Callable[..., None]:
         def read(module: nn.Module, args: Any, output: Any) -> None:
@@ -103,10 +103,14 @@ def read_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
         return read
 
-    with ExitStack() as hooks:
-        for place, module in enumerate(modules):
-            hooks.callback(module.register_forward_hook(reader(place)).remove)
+    keys = [object() for _ in modules]
+    for place, (module, key) in enumerate(zip(modules, keys, strict=True)):
+        module._forward_hooks[key] = reader(place)  # type: ignore[index]  # register_forward_hook() takes far longer
+    try:
         yield outputs
+    finally:
+        for module, key in zip(modules, keys, strict=True):
+            module._forward_hooks.pop(key, None)  # type: ignore[call-overload]
     if len(found) < len(modules):
         raise NotRaggedError("a layer whose hidden states a drafter reads was not called")
     outputs += [found[place] for place in range(len(modules))]

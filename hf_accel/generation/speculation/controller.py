@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from ...keywords import positive_int
 from ..sequence import NO_SHAPE, Draft, Sequence, Shape
-from .costs import CostTable
-from .draft_choice import SHARE, DraftChoice
+from .costs import SLOW, CostTable
+from .draft_choice import LEAST_GAIN, SHARE, DraftChoice
 from .draft_sources import FIRST_WAIT, MOST_SIBLINGS, Drafted, DraftSource, hoped_rate
 
 MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
@@ -201,20 +201,28 @@ class Controller:
                 self.budget -= min(self._kept, SHARE / 2 * seconds)  # which is for the next trial
             for known in self.sources.values():
                 if known.drafted or known.seconds:
-                    self._settle(known, rows)
+                    self._settle(known, rows, seconds - self._kept)
         self._kept, self._sequences = 0.0, 0
 
-    def _settle(self, known: DraftSource, rows: int) -> None:
-        """Charge what the drafts of this pass have cost, if they were a trial."""
+    def _settle(self, known: DraftSource, rows: int, seconds: float) -> None:
+        """Charge what the drafts of this pass have cost, if they were a trial. seconds: of the pass.
+
+        A pass may have taken longer than is expected of it. And one that seems to have gained as little as a wrong
+        clock lets it says nothing about the next.
+        """
         if known.plan.is_trial:
             assert self.budget is not None
-            costs = self.verify_costs
-            gain = known.accepted * costs.seconds(self._sequences) / self._sequences - known.seconds
-            gain -= costs.extra(max(1, rows - known.drafted), known.drafted) if known.drafted else 0.0
+            costs, bare = self.verify_costs, max(1, rows - known.drafted)
+            each = costs.seconds(self._sequences)
+            gain = known.accepted * each / self._sequences - known.seconds
+            if known.drafted:
+                taken = min(seconds, SLOW * costs.seconds(rows)) - costs.seconds(bare)
+                gain -= max(costs.extra(bare, known.drafted), taken)
             self.budget += gain
-            if gain <= 0:
+            pays = gain > LEAST_GAIN * each
+            if not pays:
                 known.last_trial = self.num_passes
-            known.wait = FIRST_WAIT if gain > 0 else min(2 * known.wait, LAST_WAIT)
+            known.wait = FIRST_WAIT if pays else min(2 * known.wait, LAST_WAIT)
             known.next_trial = self.num_passes + known.wait
         known.drafted, known.accepted, known.seconds = 0, 0, 0.0
 

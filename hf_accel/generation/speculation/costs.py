@@ -149,28 +149,35 @@ class DraftCost:
         self.count = 0
         self._parts = [0.0, 0.0, 0.0]  # seconds
         self._first = [0.0, 0.0, 0.0]
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._sums = [0.0] * 3
+        self._begin()
+
+    def _begin(self) -> None:
+        # Of the observations (1, levels, tokens), and of the seconds, which count less the older they are.
+        self._sums, self._products = (0.0,) * 3, (0.0,) * 6
 
     def observe(self, levels: int, tokens: int, seconds: float) -> None:
         expected = self.seconds(levels, tokens)
         if self.count == 0 or (self.count == 1 and expected > SLOW * seconds):  # the first one may be an outlier
             scale = seconds / (self.ASSUMED[0] + self.ASSUMED[1] * levels)
             self._parts = [scale * part for part in self.ASSUMED]
-            self._first, self._sums = list(self._parts), [0.0] * 3
-            self._products = [[0.0] * 3 for _ in range(3)]
+            self._first = list(self._parts)
+            self._begin()
         else:
             seconds = min(seconds, SLOW * expected)
         self.count += 1
-        row, keep = (1.0, float(levels), float(tokens)), 1 - 1 / DRAFTS
-        for i, one in enumerate(row):
-            self._sums[i] = keep * self._sums[i] + one * seconds
-            self._products[i] = [keep * old + one * other for old, other in zip(self._products[i], row, strict=True)]
-        for _ in range(8):
-            for i, products in enumerate(self._products):
-                others = sum(products[j] * self._parts[j] for j in range(3) if j != i)
-                near = self._sums[i] - others + self.TRUST * self._first[i]
-                self._parts[i] = max(0.0, near / (products[i] + self.TRUST))
+        keep, trust = 1 - 1 / DRAFTS, self.TRUST
+        (a, b, c), (aa, ab, ac, bb, bc, cc) = self._sums, self._products
+        a, b, c = keep * a + seconds, keep * b + levels * seconds, keep * c + tokens * seconds
+        aa, ab, ac = keep * aa + 1, keep * ab + levels, keep * ac + tokens
+        bb, bc, cc = keep * bb + levels * levels, keep * bc + levels * tokens, keep * cc + tokens * tokens
+        self._sums, self._products = (a, b, c), (aa, ab, ac, bb, bc, cc)
+        a, b, c = (each + trust * first for each, first in zip(self._sums, self._first, strict=True))
+        call, level, token = self._parts
+        for _ in range(8):  # written out, because each pass that drafts does this
+            call = max(0.0, (a - ab * level - ac * token) / (aa + trust))
+            level = max(0.0, (b - ab * call - bc * token) / (bb + trust))
+            token = max(0.0, (c - ac * call - bc * level) / (cc + trust))
+        self._parts = [call, level, token]
 
     def seconds(self, levels: int, tokens: int) -> float:
         """The estimated seconds of a draft; 0 before the first one was observed."""

@@ -9,17 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from ...cache.pages import Pages
 from ...errors import HfAccelWarning
+from ...fused.state_rows import StateRows
 from ..agreement import ALONE, ProcessAgreement
 from ..sequence import NO_DRAFT, Chunk, Draft, Sequence, Shape
 from .acceptance import Tally
 from .controller import Controller
 from .costs import now
 from .drafters.drafter import Drafter
-from .trees import Fork, branches, fork_branches, in_branches
+from .trees import Fork, first_branch, fork_branches, in_branches
 from .verifiers.verifier import Verifier
 
 
@@ -121,12 +120,12 @@ class Speculation:
         self.drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.controller = controller or Controller()
         self.statistics = SpeculationStatistics()
-        self.states: Callable[[], Tensor] | None = None  # returns the hidden states of the last pass, [N, D]
+        self.states: Callable[[], StateRows] | None = None  # returns the hidden states of the last pass
         self.keep_states: Callable[[bool], None] = lambda wanted: None  # says whether the next passes keep them
         self._keeps = True
         self._drafts: dict[Sequence, Draft] = {}
         self._forks: dict[Sequence, list[Fork]] = {}
-        self._states: dict[Sequence, tuple[int, Tensor]] = {}  # of trees, from the first row on
+        self._states: dict[Sequence, tuple[int, StateRows]] = {}  # of trees, from the first row on
         self._begun = 0.0  # when the pass began
         self._seconds = 0.0  # the time of all that is done for drafts before the pass
 
@@ -180,7 +179,8 @@ class Speculation:
             source=drafter.name,
             trees=trees,
         )
-        shapes = [Shape(*shape) for shape in self.agreement.agree(shapes)]  # which measured time decides
+        if self.agreement.size > 1:  # measured time decides
+            shapes = [Shape(*shape) for shape in self.agreement.agree(shapes)]
         if not any(shape.nodes for shape in shapes):
             return
         granted = reserve(sequences, shapes, room, pages)
@@ -214,8 +214,10 @@ class Speculation:
         assert sequence.cached is not None
         draft = draft if self.num_tokens is None else draft.below(self.num_tokens)
         draft = _allowed(sequence, draft)
-        sequence.cached.truncate(sequence.num_computed + 1 + len(branches(draft)[0]))
-        if not len(draft):
+        end = sequence.num_computed + 1 + first_branch(draft)
+        if end != sequence.cached.num_tokens:
+            sequence.cached.truncate(end)
+        if not draft.tokens:
             return
         draft, forks = fork_branches(sequence.cached, draft, sequence.num_computed, pages)
         self._drafts[sequence] = draft if draft.source else replace(draft, source=drafter.name)
@@ -236,25 +238,26 @@ class Speculation:
         begun = now()
         states, end = self.states(), 0
         for chunk, draft in zip(chunks, drafts, strict=True):
-            first, end = end, end + chunk.count + len(draft)
-            if chunk.sequence in self._forks:
-                self._states[chunk.sequence] = chunk.sequence.num_computed, states[first:end]
-            shown = states[first : first + chunk.count + len(branches(draft)[0])]
-            self._show(chunk.sequence, chunk.sequence.num_computed, shown)
+            sequence = chunk.sequence
+            first, end = end, end + chunk.count + len(draft.tokens)
+            if sequence in self._forks:
+                self._states[sequence] = sequence.num_computed, states.part(first, end - first)
+            self._show(sequence, sequence.num_computed, states.part(first, chunk.count + first_branch(draft)))
         for drafter in self.drafters:
             if drafter.layers:
                 self.controller.observe_keeping(now() - begun, source=drafter.name)
 
-    def _show(self, sequence: Sequence, start: int, states: Tensor) -> None:
+    def _show(self, sequence: Sequence, start: int, states: StateRows) -> None:
         for drafter in self.drafters:
             if drafter.layers and sequence.settings.sampling.takes_drafts:
-                drafter.watch(sequence, start, states)
+                drafter.watch_rows(sequence, start, states)
 
     def _watch_again(self, sequence: Sequence, rows: list[int]) -> None:
         """Show the states of the branch that was taken, where those of the first one were shown."""
         start, states = self._states.pop(sequence, (0, None))
         if states is not None:
-            self._show(sequence, start, states[rows])
+            for number, row in enumerate(rows):
+                self._show(sequence, start + number, states.part(row, 1))
 
     # -- after the pass --------------------------------------------------------------------------------
 
@@ -327,11 +330,11 @@ def reserve(
     left = sum(shape.nodes for shape in shapes) if room is None else room
     for sequence, shape in zip(sequences, shapes, strict=True):
         assert sequence.cached is not None
-        start = sequence.num_computed
-        count = pages.room(sequence.cached, max(0, min(shape.depth, left)), start=start)
-        if count:
+        start, count = sequence.num_computed, max(0, min(shape.depth, left))
+        if count and not pages.fill(sequence.cached, count):
             try:
-                pages.append(sequence.cached, count, start=start)
+                if count := pages.room(sequence.cached, count, start=start):
+                    pages.append(sequence.cached, count, start=start)
             except (MemoryError, RuntimeError):  # torch raises RuntimeError when it cannot allocate memory
                 count = 0
         granted.append(Shape(count, min(shape.nodes, left) if count else 0))

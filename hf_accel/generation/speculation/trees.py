@@ -69,12 +69,19 @@ def branches(draft: Draft) -> list[range]:
     return [range(start, end) for start, end in zip([1, *starts], ends, strict=True)]
 
 
+def first_branch(draft: Draft) -> int:
+    """Return the number of tokens of the first branch."""
+    return len(draft.tokens) if draft.parents is None else len(branches(draft)[0])
+
+
 def fork_branches(cached: CachedSequence, draft: Draft, start: int, pages: Pages) -> tuple[Draft, list[Fork]]:
     """Give each branch but the first blocks of its own. Returns the draft of the branches for which there are blocks.
 
     cached: the sequence, whose first `start` tokens are computed. draft: in the order of branches.
     """
     forks = list[Fork]()
+    if draft.parents is None:
+        return draft, forks
     for rows in branches(draft)[1:]:
         copied = draft.line(rows.start)[:-1]
         fork = _forked(cached, start, len(copied) + len(rows), pages)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from ctypes import Structure
+from typing import Any
 
-from .library import ScoreBias, fields, kernel, shared_struct
+from .library import ScoreBias, fields, kernel, packed_format, shared_struct
 
 # LayerOpKind in layer.h
 OPERATIONS = (
@@ -71,19 +74,29 @@ class LayerCall(Structure):
     ]  # fmt: skip
 
 
+class DraftedSequence(Structure):
+    _fields_ = fields(sizes="rows before position steps nodes")
+
+
 class DraftCall(Structure):
     """Its fields are those of DraftCall in draft.h."""
 
-    _fields_ = [
-        *[(part, LayerCall) for part in ("fuse", "layer", "head")],
-        *fields(
-            pointers="embeddings cos sin positions ids states ends going singles known numbers probabilities spare "
-            "nodes drafted parents counts",
-            sizes="state_stride table_size hidden tokens steps width most_nodes num_spare vocabulary top_k",
-            floats="temperature top_p", ints="draw unused",
-        ),
-    ]  # fmt: skip
+    _fields_ = fields(
+        pointers="parts embeddings known cos sin", sizes="hidden tokens table_size",
+        pointers_="sequences ids states", sizes______="pieces", pointers_____="out drafted",
+        sizes_="num_sequences steps width",
+        pointers__="k_pages v_pages k_scales v_scales block_table", sizes__="table_stride block_size",
+        ints="page_dtype scale_dtype threads is_own draw", floats="temperature top_p", sizes___="top_k",
+        pointers___="numbers probabilities", sizes____="vocabulary", pointers____="spare parents counts",
+        sizes_____="most_nodes num_spare",
+    )  # fmt: skip
 
 
 run_layer = kernel("layer", LayerCall)
 run_draft = kernel("draft", DraftCall)
+
+
+def layer_calls(calls: Sequence[tuple[int, ...]]) -> Any:
+    """Return an array of LayerCalls with these fields."""
+    pack = struct.Struct(packed_format(LayerCall)).pack
+    return (LayerCall * len(calls)).from_buffer_copy(b"".join(pack(*each) for each in calls))

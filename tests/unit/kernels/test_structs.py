@@ -35,8 +35,8 @@ HEADER = re.sub(r"//.*", "", SOURCES)
 TYPES = (SOURCE / "types.h").read_text(encoding="utf-8")
 KERNELS = dict(re.findall(r"KERNEL\((\w+), (\w+)\)", HEADER))
 INNER = [
-    attention.Rows, attention.PageWrite, layer_call.Columns, layer_call.SourcePages, layer_call.StatePages,
-    library.ScoreBias, low_rank.Adapters, row_kernels.Rotated,
+    attention.Rows, attention.PageWrite, layer_call.Columns, layer_call.DraftedSequence, layer_call.SourcePages,
+    layer_call.StatePages, library.ScoreBias, low_rank.Adapters, row_kernels.Rotated,
 ]  # fmt: skip
 STRUCTS = {s.__name__: s for s in (*library._structs.values(), *INNER)}
 SCALARS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}

@@ -11,6 +11,8 @@ from ...sequence import Draft, Sequence, Shape
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ....fused.state_rows import StateRows
+
 
 class Drafter(ABC):
     """Proposes tokens for many sequences at once.
@@ -61,6 +63,10 @@ class Drafter(ABC):
 
         states: [n, D], those of `layers` side by side.
         """
+
+    def watch_rows(self, sequence: Sequence, start: int, rows: StateRows) -> None:
+        """Take hidden states as `watch` does, before they are put side by side, which takes time in each pass."""
+        self.watch(sequence, start, rows.tensor())
 
     def forget(self, sequence: Sequence) -> None:  # noqa: B027 - most have nothing to free
         """Free what is held for a sequence, because it has ended. Unknown sequences are ignored."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ....fused.state_rows import StateRows, end_to_end
 from ...sequence import Draft, Sequence
 from .drafter import Drafter
 from .unread_states import FEW, StatesBook, UnreadStates
@@ -27,8 +28,8 @@ class HiddenStatesDrafter(Drafter):
         self.name, self.layers = name, tuple(layers)
         self.book = StatesBook(begin)
 
-    def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:
-        self.book.watch(sequence, start, states)
+    def watch_rows(self, sequence: Sequence, start: int, rows: StateRows) -> None:
+        self.book.watch(sequence, start, rows)
 
     def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:
         for sequence in sequences:
@@ -52,5 +53,5 @@ class HiddenStatesDrafter(Drafter):
 def _continued(unread: UnreadStates[Continue], tokens: list[int], count: int, length: int) -> list[int]:
     """Read the next `count` states; returns at most `length` tokens behind them."""
     start = unread.start
-    states = unread.take(count)
+    states = end_to_end(unread.take(count))
     return unread.reader(tokens[: start + count + 1], states, start, length)[:length]

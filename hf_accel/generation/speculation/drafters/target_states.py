@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import abc
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ....cache.cached_sequence import CachedSequence
+from ....cache.pages import Pages
 from ....cache.pool import BlockTable
 from ....cache.step import Step, TokenRange
-from ....fused.draft_programme import LIKELIEST_TOKENS, Choice, TreeRoom
-from ....kernels.cpu.draws import INVERSE, LIKELIEST
-from ....tensors import integers
+from ....fused.draft_programme import LIKELIEST_TOKENS, Choice, DraftRows, MadeDrafts, SequenceRows, TreeRoom
+from ....fused.state_rows import StateRows
+from ....kernels.cpu.draws import INVERSE, LIKELIEST, RACE
 from ...sequence import NO_DRAFT, Draft, Sequence, Shape
+from ..verifiers.verifier import Place
 from .model import MAX_CHUNK, ModelDrafter, PartialDraft, Past
 from .unread_states import FEW, StatesBook, UnreadStates
 
@@ -23,37 +27,63 @@ CALLS_TO_KNOW = 2  # the first finds how the layer is called, the second tries a
 BRANCHES, MOST_BRANCHES = 4, 16  # the tokens of a step from which the next one goes on; and a kernel's limit
 
 
-class Ahead(NamedTuple):
-    """The steps of a call: for each, the first one too, how many of the sequences go on, the first ones; and how
-    tokens are chosen.
+class ReadRange(NamedTuple):
+    """A call of a head reads this of a sequence: as many rows, behind the first `start` tokens of the head's pages.
+
+    position: of the first of them.
     """
 
-    going: list[int]
-    choice: Choice = LIKELIEST_TOKENS
+    cached: CachedSequence
+    start: int
+    rows: int
+    position: int
 
 
-@dataclass(frozen=True)
-class ReadRows:
-    """A call of a head reads this: N tokens, and the states [N, H] that it reads them with.
+class ReadRows(NamedTuple):
+    """A call of a head reads this: N tokens, and the states that it reads them with.
 
-    keep: the last row of each sequence, whose logits are wanted. step: what the first step writes and reads.
+    states: of the target, or with is_own of the head, end to end. ranges: the tokens of each sequence, end to end.
+    pages: the head's, which have slots for all that the call writes.
     """
 
     ids: list[int]
-    positions: list[int]
-    states: Tensor
-    step: Step
-    keep: list[int]
+    states: list[StateRows]
+    ranges: list[ReadRange]
+    pages: Pages
+    is_own: bool = False
+
+    @property
+    def positions(self) -> list[int]:
+        return [at for each in self.ranges for at in range(each.position, each.position + each.rows)]
+
+    @property
+    def ends(self) -> list[int]:
+        """Return the last row of each sequence."""
+        return [end - 1 for end in accumulate(each.rows for each in self.ranges)]
+
+    def step(self) -> Step:
+        """Return what the call writes and reads as a pass over pages."""
+        return self.pages.step([TokenRange(each.cached, each.start, each.rows) for each in self.ranges])
+
+    def drafting(
+        self, steps: list[int] | None = None, nodes: list[int] | None = None, choice: Choice = LIKELIEST_TOKENS
+    ) -> DraftRows:
+        """Return the rows as a draft of so many steps for each sequence, and as many nodes of its tree; of one step
+        if nothing else is said.
+        """
+        size, plans, blocks = self.pages.block_size, [], []
+        for index, (cached, start, count, position) in enumerate(self.ranges):
+            table = cached.tables[0]
+            blocks.append(table.blocks)
+            taken = 1 if steps is None else steps[index]
+            before = start - table.num_dropped_blocks * size
+            plans.append(SequenceRows(count, before, position, taken, 0 if nodes is None else nodes[index]))
+        return DraftRows(self.ids, self.states, plans, blocks, self.is_own, choice, keeps_last=steps is None)
 
 
 class Made(NamedTuple):
-    """A call of a head gives this.
+    """A call of a head gives this: logits [n, N] of the tokens that it knows, and its states [n, H]."""
 
-    tokens: those of chains [steps, n], of a sequence that has stopped any; None if they are left to the caller.
-    logits, states: those of the last step, [n, N] of the tokens that the head knows and [n, H].
-    """
-
-    tokens: list[list[int]] | None
     logits: Tensor
     states: Tensor
 
@@ -64,17 +94,17 @@ class HeadCalls(Protocol):
     def over_vocabulary(self, logits: Tensor, size: int) -> Tensor:
         """Return logits of the head [n, N] as those of so many tokens, -inf for those that it never drafts."""
 
-    def narrow(self, states: Tensor) -> Tensor:
-        """Return the states [N, H] that the head reads for those of the target, [N, C]."""
-
     def any_states(self) -> Tensor:
-        """Return states that the head can read, [1, H], which are nothing's."""
+        """Return states that the head can read, [1, C], which are nothing's."""
 
     def goes_ahead(self, count: int) -> bool:
-        """Return whether a call of `count` rows can take several steps."""
+        """Return whether a call of `count` rows can be a whole draft."""
 
-    def read(self, rows: ReadRows, ahead: Ahead | None) -> Made:
-        """Compute N tokens; with `ahead`, for which `goes_ahead` must hold, also those that follow."""
+    def draft(self, rows: ReadRows, steps: list[int], nodes: list[int], choice: Choice) -> MadeDrafts:
+        """Read rows, and draft for each sequence, the longest first, in one call, for which `goes_ahead` must hold."""
+
+    def read(self, rows: ReadRows) -> Made:
+        """Compute N tokens; returns what the last one of each sequence gives."""
 
 
 class HeadDrafter(ModelDrafter):
@@ -98,6 +128,7 @@ class HeadDrafter(ModelDrafter):
         super().__init__(runner, *arguments, **keywords)
         self.calls, self.layers = calls, layers
         self.book = StatesBook(self.pages.begin, CachedSequence.release)
+        self._chosen: tuple[Any, Choice | None] | None = None  # how the tokens of one Sampling are chosen
         self._spare: BlockTable | None = None  # blocks for the last tokens of branches
         self._warm_up()
 
@@ -109,11 +140,11 @@ class HeadDrafter(ModelDrafter):
         for _ in range(CALLS_TO_KNOW):
             if not self.calls.goes_ahead(1):
                 states, reader = self.calls.any_states(), self.pages.begin()
-                self._pass_over([PassPart(UnreadStates(reader, 0, 0, [states]), [0])], states)
+                self.calls.read(self._rows([PassPart(UnreadStates(reader, 0, 0, [StateRows.of(states)]), [0])]))
                 reader.release()
 
-    def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:
-        self.book.watch(sequence, start, states)
+    def watch_rows(self, sequence: Sequence, start: int, rows: StateRows) -> None:
+        self.book.watch(sequence, start, rows)
 
     def forget(self, sequence: Sequence) -> None:
         self.book.forget(sequence)
@@ -133,7 +164,7 @@ class HeadDrafter(ModelDrafter):
                     ids = sequence.tokens[unread.start + 1 : unread.start + 1 + count]
                     parts.append(PassPart(unread, ids))
                 room -= count
-            self._pass_over(parts, self.calls.narrow(_states(parts)))
+            self.calls.read(self._rows(parts))
             for part in parts:
                 part.unread.take(len(part.ids))
             behind = [each for each in behind if each[1].count > 1]
@@ -149,78 +180,65 @@ class HeadDrafter(ModelDrafter):
         return self._proposed(sequences, shapes)
 
     def _proposed(self, sequences: abc.Sequence[Sequence], shapes: abc.Sequence[Shape]) -> list[Draft]:
-        """Draft for sequences: trees where shapes have nodes."""
-        self.catch_up(sequences)
-        drafts: dict[Sequence, PartialDraft] = {}
-        nodes: dict[Sequence, int] = {}
+        """Draft for sequences, which have caught up: trees where shapes have nodes."""
+        asked: list[tuple[Shape, Sequence, UnreadStates[CachedSequence]]] = []
         for sequence, shape in zip(sequences, shapes, strict=True):
             unread = self.book.ready(sequence)
             if unread is not None and shape.depth:
-                drafts[sequence] = PartialDraft(sequence, Past(unread.reader), shape.depth)
-                nodes[sequence] = shape.nodes
-        made: dict[Sequence, Draft] = {}
-        if drafts:
-            longest_first = sorted(drafts.values(), key=lambda draft: -draft.length)
-            made = self._drafted_by_head(longest_first, [nodes[draft.sequence] for draft in longest_first])
-        return [made.get(sequence, NO_DRAFT) for sequence in sequences]
-
-    def _drafted_by_head(self, drafts: list[PartialDraft], nodes: list[int]) -> dict[Sequence, Draft]:
-        """Generate drafts, of which the longest come first, so that those that go on are the first rows of a pass.
-
-        nodes: the most tokens of each tree; all are 0 for chains.
-        """
-        parts = []
-        for draft in drafts:
-            unread = self.book.ready(draft.sequence)
-            assert unread is not None
-            parts.append(PassPart(unread, draft.sequence.tokens[unread.start + 1 :]))
-        states, sequences = self.calls.narrow(_states(parts)), [draft.sequence for draft in drafts]
-        choice = self._choice(sequences)
-        width = _width(nodes, drafts[0].length)
-        if choice is None or not self.calls.goes_ahead(max(len(states), width * len(drafts))):
-            self._drafted_one_by_one(drafts, parts, states)
-            made = [Draft(draft.tokens, draft.distribution) for draft in drafts]
+                asked.append((shape, sequence, unread))
+        if not asked:
+            return [NO_DRAFT] * len(sequences)
+        asked.sort(key=lambda each: -each[0].depth)  # those that go on are then the first rows of a step
+        parts = [PassPart(unread, sequence.tokens[unread.start + 1 :]) for _, sequence, unread in asked]
+        drafted, count = [sequence for _, sequence, _ in asked], sum(len(part.ids) for part in parts)
+        steps, nodes = [shape.depth for shape, _, _ in asked], [shape.nodes for shape, _, _ in asked]
+        choice, width = self._choice(drafted), _width(nodes, steps[0])
+        if choice is None or not self.calls.goes_ahead(max(count, width * len(drafted))):
+            made = self._drafted_one_by_one(drafted, parts, steps)
         else:
-            made = self._drafted_ahead(drafts, parts, states, choice=choice, nodes=nodes)
-        for part in parts:
-            part.unread.take(part.unread.count)
-            part.unread.reader.truncate(part.unread.num_read)
-        return dict(zip(sequences, made, strict=True))
+            rows = self._rows(parts, steps=None if any(nodes) else steps)
+            made = self._drafted_ahead(drafted, rows, choice, steps=steps, nodes=nodes)
+        for _, _, unread in asked:
+            unread.take(unread.count)
+            unread.reader.truncate(unread.num_read)
+        if drafted == sequences:
+            return made
+        found = dict(zip(drafted, made, strict=True))
+        return [found.get(sequence, NO_DRAFT) for sequence in sequences]
 
     def _choice(self, sequences: abc.Sequence[Sequence]) -> Choice | None:
         """Return how one call draws tokens for these sequences, without random numbers; None if none can."""
         sampling = sequences[0].settings.sampling
-        draws = sampling.native_draws(self.verifier.draws)
-        others = (own for each in sequences if (own := each.settings.sampling) is not sampling)
-        if draws is None or any(own.key != sampling.key for own in others):
+        if any((own := each.settings.sampling) is not sampling and own.key != sampling.key for each in sequences):
             return None
-        is_drawn = draws.kind != LIKELIEST
-        return None if is_drawn and self.num_tokens > self.target_tokens else Choice(draws)
+        if self._chosen is None or self._chosen[0] is not sampling:
+            draws = sampling.native_draws(self.verifier.draws)
+            takes = draws is not None and (draws.kind == LIKELIEST or self.num_tokens <= self.target_tokens)
+            self._chosen = sampling, Choice(draws) if draws is not None and takes else None
+        return self._chosen[1]
 
     def _drafted_ahead(
-        self, drafts: list[PartialDraft], parts: list[PassPart], states: Tensor, *, choice: Choice, nodes: list[int]
+        self, sequences: list[Sequence], rows: ReadRows, choice: Choice, *, steps: list[int], nodes: list[int]
     ) -> list[Draft]:
         """Generate drafts in one call."""
-        going = [sum(draft.length > number for draft in drafts) for number in range(drafts[0].length)]
-        kind, places = choice.draws.kind, [draft.place for draft in drafts]
+        kind = choice.draws.kind
         if kind != LIKELIEST:
-            numbers = [self.verifier.draft_number(p.next(step)) for step in range(len(going)) for p in places]
-            choice = replace(choice, numbers=choice.draws.numbers(numbers))
+            places = [Place(sequence.seed, len(sequence.tokens)) for sequence in sequences]
+            numbers = [self.verifier.draft_number(p.next(step)) for step in range(steps[0]) for p in places]
+            choice = replace(choice, numbers=array("q" if kind == RACE else "d", numbers))
         if kind == INVERSE:
-            shape = len(going), len(drafts), self.target_tokens
-            choice = replace(choice, probabilities=torch.zeros(shape))
-        elif max(nodes):
-            choice = replace(choice, tree=self._room(nodes, len(going)))
-        made = self._pass_over(parts, states, Ahead(going, choice))
-        if choice.tree is not None:
-            return _trees(choice.tree)
-        assert made.tokens is not None
-        tokens = [list(each) for each in zip(*made.tokens, strict=True)]
+            choice = replace(choice, probabilities=torch.zeros(steps[0], len(sequences), self.target_tokens))
+        elif any(nodes):
+            choice = replace(choice, tree=self._room(nodes, steps[0]))
+        made = self.calls.draft(rows, steps, nodes, choice)
+        if made.parents is not None:
+            return [
+                Draft(own, source=self.name, parents=of) for own, of in zip(made.tokens, made.parents, strict=True)
+            ]
         drawn_from = choice.probabilities
-        return [
-            Draft(own[: draft.length], None if drawn_from is None else drawn_from[: draft.length, index])
-            for index, (draft, own) in enumerate(zip(drafts, tokens, strict=True))
-        ]
+        if drawn_from is None:
+            return [Draft(own, source=self.name) for own in made.tokens]
+        return [Draft(own, drawn_from[: len(own), index], self.name) for index, own in enumerate(made.tokens)]
 
     def _room(self, nodes: list[int], steps: int) -> TreeRoom:
         """Return room for trees of so many nodes, with blocks for the last tokens of each branch."""
@@ -233,44 +251,53 @@ class HeadDrafter(ModelDrafter):
         missing = count - len(self._spare.blocks)
         if missing > 0:
             group.append(self._spare, missing * size)
-        spare = integers(self._spare.blocks[:count], dtype=torch.int32)
-        return TreeRoom.of(width, nodes, spare.view(2, len(nodes), width, each))
+        return TreeRoom(width, self._spare.blocks[:count], each)
 
     def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
         return super()._over_target_vocabulary(self.calls.over_vocabulary(logits, self.num_tokens))
 
-    def _drafted_one_by_one(self, drafts: list[PartialDraft], parts: list[PassPart], states: Tensor) -> None:
-        counts = [len(part.ids) for part in parts]
-        for number in range(drafts[0].length):
+    def _drafted_one_by_one(self, sequences: list[Sequence], parts: list[PassPart], steps: list[int]) -> list[Draft]:
+        drafts = [
+            PartialDraft(sequence, Past(part.unread.reader), length)
+            for sequence, part, length in zip(sequences, parts, steps, strict=True)
+        ]
+        counts, own = [len(part.ids) for part in parts], list[StateRows]()
+        for number in range(steps[0]):
             going = [draft for draft in drafts if draft.length > number]
             if number:
-                states = states[: len(going)]
+                own = [own[0].part(0, len(going))]
                 parts = [
                     PassPart(part.unread, draft.tokens[-1:], ahead=count + number - 1)
                     for part, draft, count in zip(parts, going, counts, strict=False)
                 ]
-            made = self._pass_over(parts, states)
-            states = made.states
+            made = self.calls.read(self._rows(parts, own))
+            own = [StateRows.of(made.states)]
             _, chosen = self._next_tokens(going, self._over_target_vocabulary(made.logits))
             for draft, token in zip(going, chosen.read(), strict=True):
                 draft.tokens.append(token)
+        return [Draft(draft.tokens, draft.distribution) for draft in drafts]
 
-    def _pass_over(self, parts: list[PassPart], states: Tensor, ahead: Ahead | None = None) -> Made:
-        """Read parts of sequences with the states [N, H], which stand end to end. ahead: the steps that follow."""
-        going = None if ahead is None or ahead.choice.tree is not None else ahead.going
+    def _rows(
+        self, parts: list[PassPart], own: list[StateRows] | None = None, *, steps: list[int] | None = None
+    ) -> ReadRows:
+        """Return parts of sequences as rows, with slots for them and for those of later steps.
+
+        own: the head's own states that are read; None or empty for the target's. steps: of each sequence that a chain
+        is drafted for in one call.
+        """
         ids: list[int] = []
-        positions: list[int] = []
-        ranges, keep = [], []
+        ranges: list[ReadRange] = []
+        states = list(own or ())
         for index, part in enumerate(parts):
-            cached, first, count = part.unread.reader, part.first, len(part.ids)
-            more = 0 if going is None else sum(each > index for each in going) - 1
-            self.pages.append(cached, first + count + more - cached.num_tokens, start=part.unread.num_read)
-            ranges.append(TokenRange(cached, first, count))
+            unread, count = part.unread, len(part.ids)
+            cached, start = unread.reader, unread.num_read + part.ahead
+            more = 0 if steps is None else steps[index] - 1
+            self.pages.append(cached, start + count + more - cached.num_tokens, start=unread.num_read)
+            ranges.append(ReadRange(cached, start, count, unread.first + start))
             ids += self._in_vocabulary(part.ids)
-            positions += range(part.unread.first + first, part.unread.first + first + count)
-            keep.append(len(ids) - 1)
-        rows = ReadRows(ids, positions, states, self.pages.step(ranges), keep)
-        return self.calls.read(rows, ahead)
+            if not own:
+                states += unread.beginning(count)
+        return ReadRows(ids, states, ranges, self.pages, bool(own))
 
 
 @dataclass
@@ -284,25 +311,8 @@ class PassPart:
     ids: list[int]
     ahead: int = 0
 
-    @property
-    def first(self) -> int:
-        """Return the first of the tokens, counted in the pages of the head."""
-        return self.unread.num_read + self.ahead
-
-
-def _states(parts: list[PassPart]) -> Tensor:
-    """Return the states of the target that parts of sequences are read with, [N, C]."""
-    read = [part.unread.all()[: len(part.ids)] for part in parts]
-    return read[0] if len(read) == 1 else torch.cat(read)
-
 
 def _width(nodes: list[int], depth: int) -> int:
     """Return from how many tokens a step of trees goes on; 1 for chains."""
     most = max(nodes)
     return max(1, min(most, MOST_BRANCHES, max(BRANCHES, -(-most // depth))))
-
-
-def _trees(made: TreeRoom) -> list[Draft]:
-    """Return the trees that a call has written."""
-    every = zip(made.counts.tolist(), made.tokens.tolist(), made.parents.tolist(), strict=True)
-    return [Draft(tokens[:count], parents=tuple(parents[:count])) for count, tokens, parents in every]

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-from torch import Tensor
-
+from ....fused.state_rows import StateRows
 from ...sequence import Sequence
 
 Reader = TypeVar("Reader")
@@ -20,13 +18,13 @@ MOST_WAITING = 4096  # tokens whose states wait to be read while nothing is draf
 class UnreadStates(Generic[Reader]):
     """The hidden states of the tokens start..end-1 of a sequence, which `reader` has not read yet.
 
-    first: the first token whose state the reader has read or will read. parts: [n, D] each, end to end.
+    first: the first token whose state the reader has read or will read. parts: these states, end to end.
     """
 
     reader: Reader
     first: int
     start: int
-    parts: list[Tensor]
+    parts: list[StateRows]
     count: int = 0  # the rows of all parts, which are many while nothing is drafted
 
     def __post_init__(self) -> None:
@@ -40,33 +38,47 @@ class UnreadStates(Generic[Reader]):
     def num_read(self) -> int:
         return self.start - self.first
 
-    def add(self, start: int, states: Tensor) -> bool:
+    def add(self, start: int, states: StateRows) -> bool:
         """Add the states of tokens from `start` on, in place of later ones. Returns False if some are missing."""
         self.cut(start)
-        if start > self.end:
+        known = self.start + self.count - start
+        if known < 0:
             return False
-        new = states[self.end - start :]
-        if len(new):
-            self.parts.append(new)
-            self.count += len(new)
+        if known < states.count:
+            self.parts.append(states.part(known, states.count - known))
+            self.count += states.count - known
         return True
 
     def cut(self, end: int) -> None:
         """Drop the states at `end` and behind, which are those of drafted tokens that were rejected."""
-        if end < self.end:
-            kept = self.all()[: max(0, end - self.start)]
-            self.parts, self.count = [kept] if len(kept) else [], len(kept)
+        dropped = min(self.count, self.start + self.count - end)
+        if dropped > 0:
+            self.parts, self.count = self.beginning(self.count - dropped), self.count - dropped
 
-    def all(self) -> Tensor:
-        """Return all states, [n, D]."""
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+    def beginning(self, count: int) -> list[StateRows]:
+        """Return the first `count` states."""
+        if count == self.count:
+            return self.parts
+        found = list[StateRows]()
+        for part in self.parts:
+            if count <= 0:
+                break
+            found.append(part.part(0, min(count, part.count)))
+            count -= part.count
+        return found
 
-    def take(self, count: int) -> Tensor:
-        """Return the first `count` states, [count, D], which count as read from now on."""
-        states = self.all()
-        self.start, self.parts = self.start + count, [states[count:]] if count < len(states) else []
-        self.count = len(states) - count
-        return states[:count]
+    def take(self, count: int) -> list[StateRows]:
+        """Return the first `count` states, which count as read from now on."""
+        taken, rest = self.beginning(count), list[StateRows]()
+        behind = self.count - count  # of the states that stay, those that are not found yet
+        for part in reversed(self.parts if behind else []):
+            if behind <= 0:
+                break
+            kept = min(behind, part.count)
+            rest.insert(0, part.part(part.count - kept, kept))
+            behind -= kept
+        self.start, self.count, self.parts = self.start + count, self.count - count, rest
+        return taken
 
 
 class StatesBook(Generic[Reader]):
@@ -82,19 +94,19 @@ class StatesBook(Generic[Reader]):
         self.begin, self.end = begin, end
         self._unread: dict[Sequence, UnreadStates[Reader]] = {}
 
-    def watch(self, sequence: Sequence, start: int, states: Tensor) -> None:
-        """Take the states [n, D] of tokens from `start` on, for the sequence and its followers."""
+    def watch(self, sequence: Sequence, start: int, states: StateRows) -> None:
+        """Take the states of tokens from `start` on, for the sequence and its followers."""
         for each in (sequence, *sequence.followers):
             unread = self._unread.get(each)
             if unread is None or not unread.add(start, states):
-                unread = self._begun(each, start, states)
+                unread = self._begun(each, start, [states])
             if unread.count > MOST_WAITING:
-                kept = unread.all()[-MOST_WAITING // 2 :]
-                self._begun(each, unread.end - len(kept), kept)
+                unread.take(unread.count - MOST_WAITING // 2)
+                self._begun(each, unread.start, unread.parts)
 
-    def _begun(self, sequence: Sequence, start: int, states: Tensor) -> UnreadStates[Reader]:
+    def _begun(self, sequence: Sequence, start: int, states: list[StateRows]) -> UnreadStates[Reader]:
         self.forget(sequence)
-        unread = self._unread[sequence] = UnreadStates(self.begin(), start, start, [states])
+        unread = self._unread[sequence] = UnreadStates(self.begin(), start, start, states)
         return unread
 
     def ready(self, sequence: Sequence) -> UnreadStates[Reader] | None:

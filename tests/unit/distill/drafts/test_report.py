@@ -76,6 +76,7 @@ def test_agreement_is_averaged_over_positions() -> None:
 
 def report(**changes: Any) -> AcceptanceReport:
     """The pair of soup#843: c = 0.596, acceptance 0.813, verification as dear as a step."""
+    count, cost = len(changes.get("acceptances", "12345")), changes.pop("draft_cost", 0.596)
     base = AcceptanceReport(
         temperature=1.0,
         batch_size=1,
@@ -88,7 +89,7 @@ def report(**changes: Any) -> AcceptanceReport:
         prompts=8,
         tokens=1000,
         step_seconds=0.025,
-        draft_cost=0.596,
+        draft_costs=tuple(cost * length for length in range(count + 1)),
         verify_costs=(1.0,) * 6,
         setting="patched target, patched draft",
     )
@@ -113,6 +114,13 @@ def test_verification_that_grows_dear_shortens_the_draft() -> None:
     free = report(draft_cost=0.05)
     dear = report(draft_cost=0.05, verify_costs=(1.0, 1.0, 1.1, 3.0, 3.2, 3.4))
     assert (free.num_draft, dear.num_draft) == (5, 2)
+
+
+def test_a_call_that_costs_more_than_its_tokens_makes_drafts_longer() -> None:
+    """What is done around a draft is paid once, however long it is."""
+    around = report(draft_costs=(0.0, 0.4, 0.45, 0.5, 0.55, 0.6))
+    assert around.speed_up(1) == pytest.approx(1.813 / 1.4) and around.num_draft == 5
+    assert around.draft_cost == pytest.approx(0.12) and report(draft_cost=0.4).num_draft == 2
 
 
 def test_a_draft_that_does_not_pay_is_not_recommended() -> None:

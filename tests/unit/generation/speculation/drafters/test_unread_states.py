@@ -7,14 +7,22 @@ import random
 import pytest
 import torch
 
+from hf_accel.fused.state_rows import StateRows, end_to_end
 from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.drafters.unread_states import StatesBook, UnreadStates
 
 
-def states(start: int, count: int) -> torch.Tensor:
-    """States that name their token."""
-    return torch.arange(start, start + count, dtype=torch.float32)[:, None]
+def states(start: int, count: int, more: int = 0) -> StateRows:
+    """States that name their token, in the middle of a pass, of two layers."""
+    numbers = more + torch.arange(start - 2, start + count + 3, dtype=torch.float32)
+    return StateRows((numbers[None, :, None], -numbers[None, :, None]), 2, count)
+
+
+def tokens(parts: list[StateRows]) -> list[int]:
+    found = end_to_end(parts)
+    assert torch.equal(found[:, 0], -found[:, 1])
+    return [int(number) for number in found[:, 0]]
 
 
 def sequence(num_tokens: int) -> Sequence:
@@ -29,14 +37,14 @@ def test_what_is_read_is_what_came_last() -> None:
     unread, final, read = UnreadStates(None, 0, 0, []), 0, []
     for number in range(200):
         count = draw.randint(1, 5)
-        assert unread.add(final, 1000 * number + states(final, count))
+        assert unread.add(final, states(final, count, 1000 * number))
         final = draw.randint(max(final, unread.start), final + count)
         unread.cut(final)
         assert unread.end == final == unread.start + unread.count
         assert unread.count == sum(map(len, unread.parts))
         if draw.random() < 0.5 and unread.count:
-            read += unread.take(draw.randint(1, unread.count)).flatten().tolist()
-    assert [int(value) % 1000 for value in read] == [place % 1000 for place in range(len(read))]
+            read += tokens(unread.take(draw.randint(1, unread.count)))
+    assert [value % 1000 for value in read] == [place % 1000 for place in range(len(read))]
     assert unread.num_read == len(read) > 100
 
 
@@ -60,7 +68,7 @@ def test_followers_get_the_states_of_the_prompt() -> None:
     first.followers.append(other)
     book.watch(first, 0, states(0, 3))
     found = book.ready(other)
-    assert found is not None and found.all().flatten().tolist() == [0, 1, 2]
+    assert found is not None and tokens(found.parts) == [0, 1, 2]
 
 
 def test_the_oldest_of_too_many_states_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +78,4 @@ def test_the_oldest_of_too_many_states_are_dropped(monkeypatch: pytest.MonkeyPat
         book.watch(each, start, states(start, 2))
     found = book.ready(each)
     assert found is not None and found.first == found.start == 5
-    assert found.all().flatten().tolist() == [5, 6, 7]
+    assert tokens(found.parts) == [5, 6, 7]
