@@ -21,7 +21,7 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
 from ...models import vocabulary_size
 from ...tensors import model_device
-from ...undo.state import BACKEND_ATTRIBUTE, state_of
+from ...undo.state import BACKEND_ATTRIBUTE, find_state, state_of
 from .. import graphs
 from ..batcher import Batcher, Progress
 from ..prompt_inputs import RequestInputs
@@ -174,7 +174,9 @@ class Session(Batcher):
                 remake_drafts(self.speculation, self.model)
             self._declared = declared
         for runner in self._runners:
-            runner.check_model()
+            if (state := find_state(runner.model)) is not None and runner is not self.runner:
+                state.generation.watch.look(runner.model)
+            runner.check_model(None if state is None else state.generation.watch.reading)
 
     def _is_due(self) -> bool:
         """Return whether to look at the model now, in all processes at once."""
