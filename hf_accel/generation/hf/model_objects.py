@@ -6,7 +6,7 @@ import weakref
 from functools import partial
 from itertools import chain, compress
 from operator import is_
-from types import FunctionType, MethodType, NoneType
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -62,12 +62,14 @@ class _Objects:
         self._rows: list[Any] = []  # lists and tuples
         self._sets: list[Any] = []
         self._empty: list[Any] = [*GLOBAL_HOOKS]
+        self._methods_of: list[int] = []  # the dictionaries of modules of which there are methods
         self._met: set[int] = set()
         self._owned: set[int] = set()  # dictionaries that are gone with their module
         self._module(model)
         for entries in self._dicts:  # more are found meanwhile
             for value in entries.values():
                 self._values.append(self._held(value, id(entries) in self._owned))
+        self.are_known &= self._owned.issuperset(self._methods_of)
         self._keys, self._sizes = [*chain.from_iterable(self._dicts)], [*map(len, self._dicts)]
         self._members, self._row_sizes = [*chain.from_iterable(self._rows)], [*map(len, self._rows)]
         self._set_members = [*map(frozenset, self._sets)]
@@ -87,7 +89,7 @@ class _Objects:
         self._owned |= {id(own), *(id(own[name]) for name in ("_parameters", "_buffers", "_modules"))}
         self._container(own)
         hooks = (hook for name in HOOKS if own[name] for hook in own[name].values())
-        self.are_known &= all(map(_is_plain_code, hooks))  # an object that is called reads what it holds
+        self.are_known &= all(isinstance(hook, FUNCTIONS) and self._is_plain_code(hook) for hook in hooks)  # an object that is called reads what it holds
         if isinstance(module, QuantModule):
             self._packed.append((own, reader_of(own["_packed"])))
 
@@ -112,7 +114,7 @@ class _Objects:
             if isinstance(value, PreTrainedConfig):
                 self._container(vars(value))
             elif isinstance(value, FUNCTIONS):
-                self.are_known &= _is_plain_code(value)
+                self.are_known &= self._is_plain_code(value)
             try:
                 self._objects[place] = weakref.ref(value)
             except TypeError:
@@ -140,6 +142,17 @@ class _Objects:
             self._container(value)
         else:
             self.are_known &= isinstance(value, SCALARS)
+
+    def _is_plain_code(self, code: Any) -> bool:
+        """Return whether a function depends on its arguments alone, or on a module as well, which is noted."""
+        if isinstance(code, partial):
+            self._member(code.args)
+            self._member(code.keywords)
+            return isinstance(code.func, BuiltinFunctionType) or self._is_plain_code(code.func)
+        if isinstance(code, MethodType) and isinstance(code.__self__, nn.Module):
+            self._methods_of.append(id(vars(code.__self__)))
+            code = code.__func__
+        return isinstance(code, FunctionType) and is_known_code(code)
 
     # -- comparing -------------------------------------------------------------------------------------
 
@@ -188,8 +201,3 @@ class _Objects:
             )
         except (AttributeError, RuntimeError):  # of a weight of another form, and of a tensor in another layout
             return False
-
-
-def _is_plain_code(code: Any) -> bool:
-    """Return whether this is a function that depends on its arguments alone."""
-    return isinstance(code, FunctionType) and is_known_code(code)

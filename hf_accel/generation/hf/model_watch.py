@@ -44,7 +44,8 @@ class ModelWatch:
 
         Threads need not wait for each other: what they can do is to take another salt without need.
         """
-        if self._objects is None or not self._objects.hold(model):
+        objects = self._objects
+        if objects is None or not objects.hold(model):
             self._read(model)
         return self._salt
 
@@ -56,8 +57,8 @@ class ModelWatch:
         is_new = last is None or not last.equals(reading)
         if is_new:
             self.renew()
-        # An equal model whose objects are others after each use is read each time.
-        self._compares_objects = is_new or (before is not None and before.has_held)
+        # Some models are others after each use: to find their objects takes as long as two more readings.
+        self._compares_objects = before.has_held if before is not None else not is_new
         self.reading, self._objects = reading, objects
 
     def renew(self) -> bytes:

@@ -15,6 +15,7 @@ from ...kernels import cpu
 from ...kernels.cpu.samples import SampleTable
 
 SAMPLES = 256  # numbers of each tensor
+JOINED = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)  # by torch
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 
@@ -31,21 +32,33 @@ class Samples:
     """Numbers of plain tensors as they were when this was made. It keeps no tensor alive."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        places = [place for place, tensor in enumerate(tensors) if _is_read(tensor) and tensor.data_ptr()]
-        is_native = cpu.refusal() is None
-        on_host = {place for place in places if is_native and tensors[place].is_cpu}
+        is_native, on_host = cpu.refusal() is None, []
+        # Of tensors that torch must read, as those on a GPU: their places, and the sizes and strides of `spread`.
+        self._elsewhere: dict[Any, list[tuple[int, Any, Any]]] = {}
         with torch.no_grad():
-            self._table = SampleTable([spread(tensors[place]) for place in places if place in on_host])
-        self._bytes = self._table.read()
-        self._others = [place for place in places if place not in on_host]
-        self._numbers = self._of_others(tensors)
+            for place, tensor in enumerate(tensors):
+                if not _is_read(tensor) or not tensor.data_ptr():
+                    continue
+                view = spread(tensor)
+                if is_native and tensor.is_cpu:
+                    on_host.append(view)
+                else:
+                    of_kind = self._elsewhere.setdefault((tensor.device, tensor.dtype), [])
+                    of_kind.append((place, view.shape, view.stride()))
+        self._table = SampleTable(on_host)
+        self._bytes, self._numbers = self._table.read(), self._read_elsewhere(tensors)
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether the same tensors, which are where they were, have the same numbers."""
-        return self._table.read() == self._bytes and are_equal(self._of_others(tensors), self._numbers)
+        return self._table.read() == self._bytes and are_equal(self._read_elsewhere(tensors), self._numbers)
 
-    def _of_others(self, tensors: Sequence[Tensor]) -> dict[Any, Tensor]:
-        return samples(tensors[place] for place in self._others)
+    @torch.no_grad()
+    def _read_elsewhere(self, tensors: Sequence[Tensor]) -> dict[Any, Tensor]:
+        found = {}
+        for kind, places in self._elsewhere.items():
+            parts = [_numbers(tensors[place]).as_strided(size, stride) for place, size, stride in places]
+            found[kind] = _bits(torch.cat(parts if kind[1] in JOINED else [_bits(part) for part in parts]))
+        return found
 
 
 @torch.no_grad()
@@ -70,13 +83,20 @@ def _is_read(tensor: Tensor) -> bool:
 
 def spread(tensor: Tensor) -> Tensor:
     """Return up to SAMPLES numbers of a tensor, from its first to its last, as integers [n]: a view."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    tensor = _numbers(tensor)
     length = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
     # An odd step, because rows have even lengths: numbers of one column alone would say little.
     step = max(1, length // SAMPLES - 1) | 1
     count = min(SAMPLES, 1 + (length - 1) // step)
-    view = tensor.as_strided((count,), (step,))
-    return view.view(INTEGER_DTYPES[tensor.dtype.itemsize])
+    return _bits(tensor.as_strided((count,), (step,)))
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(INTEGER_DTYPES[tensor.dtype.itemsize])
 
 
 def _reach(tensor: Tensor) -> int:
