@@ -199,7 +199,7 @@ def layers_config(config: Any) -> Any:
 
 
 class _Copied(NamedTuple):
-    """What transformers makes for the decoder of a flat config, which is held weakly, and the settings of both."""
+    """Holds the config that transformers makes for the decoder of a flat one, with the settings of that one."""
 
     config: weakref.ref[Any]
     settings: dict[str, Any]

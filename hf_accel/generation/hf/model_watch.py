@@ -18,8 +18,7 @@ from ...hardware.file_pages import MappedFiles
 from ...linear import QuantModule
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, is_known_code
 from ...tensors import PLAIN, plain_tensors
-from .model_objects import FUNCTIONS, SCALARS, ModelObjects
-from .weight_samples import are_equal, samples, version_of, watched_tensors
+from .model_objects import FUNCTIONS, SCALARS, ModelObjects, are_equal, samples, version_of, watched_tensors
 
 PLAIN_KINDS, DICTS = frozenset(SCALARS), frozenset({dict, OrderedDict})
 READ_OF_CODE = (bool, int, float, Tensor, nn.Module, *FUNCTIONS)

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig
 
 import hf_accel
-from hf_accel.generation.hf.model_objects import ModelObjects
+from hf_accel.generation.hf.model_objects import ModelObjects, Samples, samples, spread
 from hf_accel.generation.hf.model_watch import ModelWatch, Reading
-from hf_accel.generation.hf.weight_samples import Samples, samples, spread
-from hf_accel.kernels.cpu.samples import SampleTable
+from hf_accel.kernels.cpu.row_kernels import SampleTable
 from hf_accel.undo.state import state_of
 
 from ...devices import without_native_kernels
@@ -303,7 +302,14 @@ def test_another_model_is_not_the_same() -> None:
     assert not ModelObjects(made).hold(model())
 
 
-ODD = [[torch.ones(2)], {"a": nn.ReLU()}, lambda x: x, {torch.float32, (1, 2)}, partial(lambda x: x), nn.ReLU().extra_repr]
+ODD = [
+    [torch.ones(2)],
+    {"a": nn.ReLU()},
+    lambda x: x,
+    {torch.float32, (1, 2)},
+    partial(lambda x: x),
+    nn.ReLU().extra_repr,
+]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
@@ -365,16 +371,20 @@ def test_nothing_is_kept_alive() -> None:
 
 
 SHAPES: list[Any] = [(), (7,), (64, 64), (48, 97), (3, 5, 40)]
-TENSORS = [torch.zeros(shape).to(dtype) for shape in SHAPES for dtype in DTYPES]
-TENSORS += [torch.zeros(40, 30).t(), torch.zeros(40, 30)[::3, 5:9], torch.zeros(5).expand(40, 5), torch.zeros(3).neg()]
+
+
+def zeros() -> list[Tensor]:
+    odd = [torch.zeros(40, 30).t(), torch.zeros(40, 30)[::3, 5:9], torch.zeros(5).expand(40, 5)]
+    return [*(torch.zeros(shape).to(dtype) for shape in SHAPES for dtype in DTYPES), *odd]
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 def test_samples_of_any_tensor(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
         without_native_kernels(monkeypatch, "a device without them")
-    tensors = [*TENSORS, torch.empty(0, 4)]
-    for tensor in TENSORS:
+    made = zeros()
+    tensors = [*made, torch.empty(0, 4)]
+    for tensor in made:
         seen = Samples(tensors)
         assert seen.hold(tensors)
         (tensor[0] if tensor.ndim and not tensor.stride(0) else tensor).copy_(torch.ones(()))
@@ -382,7 +392,7 @@ def test_samples_of_any_tensor(native: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_native_samples_are_those_of_torch() -> None:
-    tensors = [torch.randn(tensor.shape).to(tensor.dtype) for tensor in TENSORS]
+    tensors = [torch.randn(each.shape).to(each.dtype) for each in zeros()]
     expected = [part for tensor in tensors for part in samples([tensor]).values()]
     assert SampleTable([spread(tensor) for tensor in tensors]).read() == b"".join(
         part.view(torch.uint8).numpy().tobytes() for part in expected
