@@ -61,7 +61,7 @@ class _Objects:
         self._values: list[Any] = []  # of all of these in order, None for what is not held
         self._objects: dict[int, Any] = {}  # references to others, by their places
         self._tensors: list[int] = []  # the places of tensors
-        self._children: list[int] = []  # the places of modules, with their types and dictionaries
+        self._children: list[int] = []  # the places of modules and configs, with their types and dictionaries
         self._types: list[type] = []
         self._inside: list[dict[str, Any]] = []
         self._packed: list[tuple[dict[str, Any], Any]] = []  # dictionaries of quantized modules; what reads the weight
@@ -95,9 +95,8 @@ class _Objects:
         self._owned |= {id(own), *(id(own[name]) for name in ("_parameters", "_buffers", "_modules"))}
         self._container(own)
         hooks = (hook for name in HOOKS if own[name] for hook in own[name].values())
-        self.are_known &= all(
-            isinstance(hook, FUNCTIONS) and self._is_plain_code(hook) for hook in hooks
-        )  # an object that is called reads what it holds
+        # Another object that is called may read what it holds.
+        self.are_known &= all(isinstance(hook, FUNCTIONS) and self._is_plain_code(hook) for hook in hooks)
         if isinstance(module, QuantModule):
             self._packed.append((own, reader_of_packed(own["_packed"])))
 
@@ -112,16 +111,17 @@ class _Objects:
         if isinstance(value, Tensor):
             self.are_known &= is_owned
             self._tensors.append(place)
-        elif isinstance(value, nn.Module):
-            self.are_known &= is_owned
+        elif isinstance(value, nn.Module | PreTrainedConfig):
             self._children.append(place)
             self._types.append(type(value))
             self._inside.append(vars(value))
-            self._module(value)
-        else:
-            if isinstance(value, PreTrainedConfig):
+            if isinstance(value, nn.Module):
+                self.are_known &= is_owned
+                self._module(value)
+            else:
                 self._container(vars(value))
-            elif isinstance(value, FUNCTIONS):
+        else:
+            if isinstance(value, FUNCTIONS):
                 self.are_known &= self._is_plain_code(value)
             try:
                 self._objects[place] = weakref.ref(value)
@@ -320,12 +320,14 @@ def reader_of_packed(packed: Any) -> Callable[[Any], Iterable[Any]]:
     cheap where it has no list. It raises AttributeError for a weight of another form.
     """
     names = list(_leaves(packed))
-    return attrgetter(*names) if len(names) > 1 and None not in names else watched_tensors
+    known = [name for name in names if name is not None]
+    return attrgetter(*known) if len(names) > 1 and known == names else watched_tensors
 
 
 def _leaves(packed: Any, name: str = "") -> Iterator[str | None]:
     """Return the names of the tensors and plain values in a packed weight, with dots; None for a list."""
-    fields = stored_fields(type(packed))
+    kind: Any = type(packed)
+    fields = stored_fields(kind)
     if not fields:
         yield None if isinstance(packed, list) else name
     for each in fields:

@@ -286,7 +286,9 @@ class SampleTable:
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         """parts: views [n] of the tensors, of any stride and of 1, 2, 4 or 8 bytes a number."""
-        places = [(each.data_ptr(), each.stride(0) * each.itemsize, len(each), each.itemsize) for each in parts]
+        places = [
+            SampledTensor(each.data_ptr(), each.stride(0) * each.itemsize, len(each), each.itemsize) for each in parts
+        ]
         self._places = (SampledTensor * len(places))(*places)
         self._nbytes = sum(each.nbytes for each in parts)
 

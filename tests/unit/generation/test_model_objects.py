@@ -135,6 +135,11 @@ def equal_config(m: Any) -> None:
 
 
 @change
+def settings_replaced_at_once(m: Any) -> None:
+    m[0].config.__dict__ = {**vars(m[0].config)}
+
+
+@change
 def another_class(m: Any) -> None:
     m[0].kind = nn.Bilinear
 
