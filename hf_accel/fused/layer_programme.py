@@ -160,13 +160,16 @@ class NativeOperations(NativeParts):
         self._starts = (ctypes.c_int64 * len(starts))(*starts)
         self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), width
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
+        self._strides = [tensor.stride() for tensor in self.tensors]
         self.freeze_reads()
 
     def is_current(self) -> bool:
         """Return whether nothing has changed that was read, and the tensors that the structs point to are where they
-        were.
+        were, in the same order.
         """
-        return super().is_current() and list(map(Tensor.data_ptr, self.tensors)) == self._pointers
+        strides = list(map(Tensor.stride, self.tensors))  # others by .data = data.t()
+        are_there = strides == self._strides and list(map(Tensor.data_ptr, self.tensors)) == self._pointers
+        return super().is_current() and are_there
 
     def _joined(self, operations: list[Operation]) -> Iterator[Operation]:
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""

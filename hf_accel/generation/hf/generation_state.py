@@ -78,7 +78,7 @@ class LoopCall:
         state: GenerationState = model._generation_state
         return state
 
-    @property
+    @cached_property
     def has_encoder(self) -> bool:
         return bool(self.model.config.is_encoder_decoder)
 

@@ -116,10 +116,8 @@ def keyword_for_each_row(modules: Iterable[nn.Module]) -> str | None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the module was compiled by module.compile() or by module.forward = torch.compile(...)."""
-    own = module.__dict__
-    if own.get("_compiled_call_impl") is not None:
-        return True
-    return "forward" in own and hasattr(own["forward"], "_torchdynamo_orig_callable")
+    own = vars(module)
+    return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
 
 
 def _is_columns(mask: object) -> bool:

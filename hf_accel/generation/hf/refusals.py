@@ -86,7 +86,10 @@ def changed_refusal(model: nn.Module, modules: Iterable[nn.Module] | None = None
             return "its adapter puts keys and values in front of each prompt"
         if name != OWN_METHODS[0] or not learnt_prompt(model):
             return f"its {name} was replaced on the model itself"
-    if any(map(is_compiled, modules_of(model) if modules is None else modules)):
+    modules = modules_of(model) if modules is None else modules
+    # Few modules have either, and this is asked about all of them in each call.
+    asked = [each for each in modules if "forward" in each.__dict__ or "_compiled_call_impl" in each.__dict__]
+    if any(map(is_compiled, asked)):
         return "torch.compile was applied to it, and compiled code cannot read pages"
     return None
 

@@ -39,7 +39,8 @@ from .model_runner import ModelRunner, weights_salt
 from .prompts import read_inputs
 
 # How often a session that works looks whether its model has changed. A look at a model of 1.1 billion parameters takes
-# 4 ms, 6 ms with INT4 weights; a pass may begin just before a look is due, and prefixes must not be old for a second.
+# 3 ms, most of which are reads of weights that are in no cache; a pass may begin just before a look is due, and
+# prefixes must not be old for a second.
 LOOK_SECONDS = 0.75
 A_PASS = "it computed a pass of the model"  # for the error if a process that shares the model does not answer
 MOST_FORCED = 16  # tokens of a draft, where nothing else is drafted
