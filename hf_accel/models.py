@@ -5,12 +5,15 @@ Answers hold while a model is only read: layers of equal code and settings are a
 
 from __future__ import annotations
 
+import copy
 import inspect
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, wraps
-from typing import Any, TypeVar, cast
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 
@@ -170,15 +173,14 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return what `model.modules()` gives, in its order, without its generators: each call of generate() asks."""
-    found: dict[int, nn.Module] = {}
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            waiting += reversed(module._modules.values())
-    return list(found.values())
+    """Return what `model.modules()` gives, outer ones first, without its generators: each call of generate() asks."""
+    found: dict[nn.Module | None, None] = {model: None}
+    level = [model]
+    while level:
+        inside = dict.fromkeys(chain.from_iterable([module._modules.values() for module in level]))
+        level = [module for module in inside if module is not None and module not in found]
+        found.update(dict.fromkeys(level))
+    return list(found)  # type: ignore[arg-type]
 
 
 def layer_lists(model: nn.Module, count: int) -> dict[str, nn.ModuleList]:
@@ -196,8 +198,33 @@ def layers_config(config: Any) -> Any:
     return answer_once(_decoder_config, config)
 
 
+class _Copied(NamedTuple):
+    """Holds the config that transformers makes for the decoder of a flat one, with the settings of that one."""
+
+    config: weakref.ref[Any]
+    settings: dict[str, Any]
+    decoder: Any
+
+    def is_of(self, config: Any) -> bool:
+        try:
+            return self.config() is config and self.settings == vars(config)
+        except (RuntimeError, ValueError):  # tensors and arrays say neither
+            return False
+
+
+_copied: dict[int, _Copied] = {}  # by the id of the config
+
+
 def _decoder_config(config: Any) -> Any:
-    return config.get_text_config(decoder=True)  # of a flat config of an encoder-decoder, a copy each time
+    key = id(config)
+    if (known := _copied.get(key)) is not None and known.is_of(config):
+        return known.decoder
+    decoder = config.get_text_config(decoder=True)
+    if decoder is not config and all(decoder is not part for part in vars(config).values()):
+        # It is copied for each call of transformers, which takes longer than all else that is asked about it.
+        of_config = weakref.ref(config, lambda _: _copied.pop(key, None))
+        _copied[key] = _Copied(of_config, copy.deepcopy(vars(config)), decoder)
+    return decoder
 
 
 def encoder_width(model: Any) -> int:

@@ -160,17 +160,19 @@ class NativeOperations(NativeParts):
         self._starts = (ctypes.c_int64 * len(starts))(*starts)
         self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), width
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
+        self._strides = [tensor.stride() for tensor in self.tensors]
         self.freeze_reads()
 
     def is_current(self) -> bool:
         """Return whether nothing has changed that was read, and the tensors that the structs point to are where they
-        were.
+        were, in the same order.
         """
         return super().is_current() and self.is_in_place()
 
     def is_in_place(self) -> bool:
-        """Return whether the tensors that the structs point to are where they were."""
-        return list(map(Tensor.data_ptr, self.tensors)) == self._pointers
+        """Return whether the tensors that the structs point to are where they were, with their strides."""
+        strides = list(map(Tensor.stride, self.tensors))  # others by .data = data.t()
+        return strides == self._strides and list(map(Tensor.data_ptr, self.tensors)) == self._pointers
 
     def _joined(self, operations: list[Operation]) -> Iterator[Operation]:
         """Iterate over the operations, where linear layers on one input are one, at the place of the first of them."""

@@ -109,6 +109,12 @@ def data_set(model: Any) -> None:
 
 
 @change
+def data_transposed(model: Any) -> None:
+    for each in model.model.layers:
+        each.self_attn.o_proj.weight.data = each.self_attn.o_proj.weight.data.t()
+
+
+@change
 def counted(model: Any) -> None:
     with torch.no_grad():
         values(model)[0].mul_(-2)

@@ -79,4 +79,6 @@ def test_modules_of() -> None:
     model[0].append(shared)
     model.append(nn.ModuleDict({"one": shared, "two": nn.Sequential(nn.ReLU(), model[0])}))
     model.register_module("none", None)
-    assert modules_of(model) == list(model.modules())
+    found = modules_of(model)
+    assert len(found) == len(set(found)) and set(found) == set(model.modules())
+    assert found[0] is model

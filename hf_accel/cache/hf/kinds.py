@@ -101,9 +101,9 @@ def model_kinds(config: PreTrainedConfig) -> ModelKinds:
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(f"config is a {type(config).__name__}; a PagedCache is made from model.config")
     decoder, known = layers_config(config), _known.get(id(config))
-    settings = {name: list(value) if isinstance(value, list) else value for name, value in vars(decoder).items()}
-    if known is not None and known.config() is config and known.settings == settings:
+    if known is not None and known.config() is config and known.settings == vars(decoder):
         return known.kinds
+    settings = {name: list(value) if isinstance(value, list) else value for name, value in vars(decoder).items()}
     layers = _layer_kinds(config, decoder)
     distinct = sorted(dict.fromkeys(kind for own in layers for kind in own), key=lambda kind: not kind.holds_tokens)
     kinds = ModelKinds(tuple(layers), tuple(distinct), config.is_encoder_decoder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,11 +23,16 @@ POSITIONS = "decoder_position_ids"
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """Return whether a call may give the positions of the decoder's tokens, if only among what it passes on."""
-    parameters = inspect.signature(type(model).forward).parameters
+    return _take_positions(type(model).forward, type(model.get_decoder()).forward)
+
+
+@lru_cache(maxsize=256)
+def _take_positions(model_forward: Any, decoder_forward: Any) -> bool:
+    parameters = inspect.signature(model_forward).parameters
     if POSITIONS in parameters:
         return True
     passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return passes_on and "position_ids" in inspect.signature(type(model.get_decoder()).forward).parameters
+    return passes_on and "position_ids" in inspect.signature(decoder_forward).parameters
 
 
 class EncoderDecoderRunner(ModelRunner):

@@ -167,8 +167,13 @@ def sources(call: LoopCall) -> list[SourceRows]:
 
 def _mask(call: LoopCall) -> Tensor | None:
     """Return which rows of the encoder's output [B, T] the model's own code shows to its decoder; None for all."""
-    given = {name: call.inputs.get(name) for name in ("encoder_outputs", "attention_mask")}
-    return _shown(call.model, call.input_ids, given) if call.state.form.hides_rows else None
+    if not call.state.form.hides_rows:
+        return None
+    if "source_mask" not in call.found:
+        given = {name: call.inputs.get(name) for name in ("encoder_outputs", "attention_mask")}
+        call.found["source_mask"] = _shown(call.model, call.input_ids, given)
+    mask: Tensor | None = call.found["source_mask"]
+    return mask
 
 
 @torch.no_grad()

@@ -58,6 +58,7 @@ class LoopCall:
     input_ids: [B, T], with padding on the left where the mask [B, T] is 0; [B, 0] where the prompts are embeddings
     [B, T, D] alone. inputs: the model's other inputs.
     streams: the user's streamers, or transformers' own streamer. speculative: None for decoding without drafts.
+    found: what was found out about the call, by name.
     """
 
     model: PreTrainedModel
@@ -69,6 +70,7 @@ class LoopCall:
     synced_gpus: bool
     streams: Any
     speculative: SpeculativeConfig | None
+    found: dict[str, Any] = field(default_factory=dict)
 
     @property
     def state(self) -> GenerationState:
@@ -76,7 +78,7 @@ class LoopCall:
         state: GenerationState = model._generation_state
         return state
 
-    @property
+    @cached_property
     def has_encoder(self) -> bool:
         return bool(self.model.config.is_encoder_decoder)
 

@@ -90,6 +90,7 @@ class GraphedRunner(ModelRunner):
         self._logits: Tensor | None = None  # all graphs write their logits here
         self._dependencies: Dependencies | None = None
         self._is_checked = False
+        self._reading: object = None
         self._model_refusal: str | None = None  # why no pass of the model can be captured
         self._full: str | None = None  # why no more graphs are captured
         self._no_prompts: str | None = None  # why none of prompts are
@@ -100,9 +101,13 @@ class GraphedRunner(ModelRunner):
         for group in groups:
             group.add_scratch()
 
-    def check_model(self) -> None:
-        """Compare the model with the one that was captured before the next pass. Its weights may have moved."""
-        self._is_checked = False
+    def check_model(self, reading: object) -> None:
+        """Compare the model with the one that was captured, before the next pass: its weights may have moved.
+
+        reading: that of the model's watch, by now; while it is the same object, so is all of the model.
+        """
+        self._is_checked &= reading is not None and reading is self._reading
+        self._reading = reading
 
     @property
     def goes_ahead(self) -> bool:

@@ -27,7 +27,7 @@ from ...kernels import cpu
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, KNOWN_PACKAGES, is_known_code
 from ...tensors import PLAIN, model_device, plain_tensors
 from ...undo.state import FUSED, STATE
-from .model_watch import FUNCTIONS, SCALARS, stored_fields
+from .model_objects import FUNCTIONS, SCALARS, stored_fields
 
 # What is no part of what a model computes: names, settings of generate(), and what patch() makes of the rest.
 LEFT_OUT = {

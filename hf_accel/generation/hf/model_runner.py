@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -21,7 +21,7 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.operator_models import OperatorModel, attends_alone
 from ...fused.hf.pass_watch import NONE_KNOWN, PassWatch
 from ...fused.hf.running_pass import RunningPass
-from ...models import cache_name, model_of, modules_of, positions_depend_on_length
+from ...models import cache_name, layers_config, model_of, modules_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
@@ -58,7 +58,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if attention_refusal(model) is not None or operators_of(model) is not None:
         return  # another attention function needs K and V of all columns, which the cache then returns
     cache.check_config(model.config)  # type: ignore[arg-type]
-    if keyword_for_each_row(model) is not None:
+    if keyword_for_each_row(modules_of(model)) is not None:
         ids = None  # rows of equal ids have different keys and values
     mask = None if mask is None else mask.bool()
     if state_of(model).generation.form.reads_padding:
@@ -103,10 +103,10 @@ def _parameters(kind: type) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
-def keyword_for_each_row(model: nn.Module) -> str | None:
-    """Return the keyword of this call that the layers use differently for each row of the batch; None without one."""
-    for module in modules_of(model):
-        for hook in module._forward_pre_hooks.values():
+def keyword_for_each_row(modules: Iterable[nn.Module]) -> str | None:
+    """Return the keyword of this call that modules use differently for each row of the batch; None without one."""
+    for hooks in [hooks for module in modules if (hooks := module.__dict__["_forward_pre_hooks"])]:
+        for hook in hooks.values():
             given = {*getattr(hook, "keywords", ()), *getattr(getattr(hook, "__code__", None), "co_freevars", ())}
             for name in FOR_EACH_ROW:
                 if name in given:
@@ -138,7 +138,7 @@ def weights_salt(model: nn.Module) -> bytes:
 
 def attention_refusal(model: Any) -> str | None:
     """Return why a patched model cannot read pages, as one clause; None if it can."""
-    now = model.config.get_text_config(decoder=True)._attn_implementation  # a user may have set another one
+    now = layers_config(model.config)._attn_implementation  # a user may have set another one
     if now == ATTENTION_NAME or keeps_states_alone(model.config) or attends_alone(operators_of(model)):
         return None
     return f"its attention was set to {now!r} after patch() (set_attn_implementation('hf_accel') sets it back)"

@@ -1,17 +1,15 @@
-"""A watch for changes of a model: it reads all plain values of the model, and samples of its weights' numbers."""
+"""A watch for changes of a model: of its plain values, its objects, and samples of its weights' numbers."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import lru_cache, partial
-from types import CellType, FunctionType, MethodType, NoneType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -20,13 +18,9 @@ from ...hardware.file_pages import MappedFiles
 from ...linear import QuantModule
 from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, is_known_code
 from ...tensors import PLAIN, plain_tensors
+from .model_objects import FUNCTIONS, SCALARS, ModelObjects, are_equal, samples, version_of, watched_tensors
 
-SAMPLES = 256  # numbers of each tensor
-SCALARS = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, type)
 PLAIN_KINDS, DICTS = frozenset(SCALARS), frozenset({dict, OrderedDict})
-INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
-
-FUNCTIONS = (FunctionType, MethodType, partial)
 READ_OF_CODE = (bool, int, float, Tensor, nn.Module, *FUNCTIONS)
 
 
@@ -39,19 +33,32 @@ class ModelWatch:
 
     declared = 0
     files: MappedFiles | None = None
-    _last: Reading | None = None
+    reading: Reading | None = None  # the last one; it is another one whenever anything may have changed
+    _objects: ModelObjects | None = None
+    _compares_objects = True
     _salt: bytes
 
     def look(self, model: nn.Module) -> bytes:
-        """Read the model, and return its salt.
+        """Look at the whole model, and return its salt.
 
         Threads need not wait for each other: what they can do is to take another salt without need.
         """
-        reading = Reading(model)
-        last, self._last = self._last, reading
-        if last is None or not last.equals(reading):
-            self.renew()
+        objects = self._objects
+        if objects is None or not objects.hold(model):
+            self._read(model)
         return self._salt
+
+    def _read(self, model: nn.Module) -> None:
+        last, before = self.reading, self._objects
+        # Ahead of the reading, so that what is written in between is seen by the next look.
+        objects = ModelObjects(model) if self._compares_objects else None
+        reading = Reading(model)
+        is_new = last is None or not last.equals(reading)
+        if is_new:
+            self.renew()
+        # Some models are others after each use: to find their objects takes as long as two more readings.
+        self._compares_objects = before.has_held if before is not None else not is_new
+        self.reading, self._objects = reading, objects
 
     def renew(self) -> bytes:
         """Take another salt, whatever can be seen."""
@@ -95,12 +102,12 @@ class Reading:
         del self._tensors, self._numbers
 
     def equals(self, later: Reading) -> bool:
-        if self._values != later._values or self._samples.keys() != later._samples.keys():
+        if self._values != later._values:
             return False
         # Another object may have the address of one that is gone.
         if any(reference() is None for reference in self._objects):
             return False
-        return all(torch.equal(sample, later._samples[key]) for key, sample in self._samples.items())
+        return are_equal(self._samples, later._samples)
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -167,7 +174,7 @@ class Reading:
             address = _address(plain)
             if address:
                 # No weak reference to the tensor: torch swaps none that has one.
-                self._values += address, 0 if plain.is_inference() else plain._version
+                self._values += address, plain.stride(), version_of(plain)
                 self._tensors.append(plain)
 
     def _object(self, value: Any) -> None:
@@ -209,57 +216,9 @@ def variables(code: Any) -> Iterator[Any]:
         yield from (code.__globals__[name] for name in code.__code__.co_names if name in code.__globals__)
 
 
-def watched_tensors(packed: Any) -> Iterator[Tensor]:
-    """Return the tensors that a packed weight is made of, without those that it keeps of its last call."""
-    if isinstance(packed, Tensor):
-        yield packed
-    elif isinstance(packed, list):
-        for part in packed[:: max(1, len(packed) - 1)]:  # the first and the last of many experts
-            yield from watched_tensors(part)
-    else:
-        kind: Any = type(packed)
-        for name in stored_fields(kind):
-            yield from watched_tensors(getattr(packed, name))
-
-
-@lru_cache(maxsize=4096)
-def stored_fields(kind: type) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass that say what it is, without what it keeps of its last call."""
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return tuple(field.name for field in fields if field.compare)
-
-
-@torch.no_grad()
-def samples(tensors: Iterable[Tensor]) -> dict[Any, Tensor]:
-    """Return the bits of numbers that are spread over each tensor, by device and dtype [numbers of all tensors]."""
-    found: dict[Any, list[Tensor]] = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for tensor in tensors:
-            if tensor.numel() and not tensor.is_quantized:
-                sample = spread(tensor)
-                found.setdefault((sample.device, sample.dtype), []).append(sample)
-        return {key: torch.cat(parts) for key, parts in found.items()}
-
-
-def spread(tensor: Tensor) -> Tensor:
-    """Return up to SAMPLES numbers of a tensor, from its first to its last, as integers [n]: a view."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    length = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
-    # An odd step, because rows have even lengths: numbers of one column alone would say little.
-    step = max(1, length // SAMPLES - 1) | 1
-    count = min(SAMPLES, 1 + (length - 1) // step)
-    view = tensor.as_strided((count,), (step,))
-    return view.view(INTEGER_DTYPES[tensor.dtype.itemsize])
-
-
 def _address(tensor: Tensor) -> int:
     """Return the address of its numbers; 0 if none can be read: on meta, freed, or in a layout of their own."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
         return 0
-
-
-def _reach(tensor: Tensor) -> int:
-    """Return how far the last number of a tensor is from its first in memory, and one."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -45,7 +46,8 @@ OWN_METHODS = (
 
 def ragged_refusal(model: nn.Module) -> str | None:
     """Return why a patched model cannot run ragged as it is now, as one clause; None if it can."""
-    return state_of(model).generation.ragged_refusal or changed_refusal(model) or _rows_refusal(model)
+    known, modules = state_of(model).generation.ragged_refusal, modules_of(model)
+    return known or changed_refusal(model, modules) or _rows_refusal(modules)
 
 
 def ids_refusal(model: Any) -> str | None:
@@ -63,13 +65,16 @@ def prompts_refusal(model: Any) -> str | None:
     return None
 
 
-def _rows_refusal(model: nn.Module) -> str | None:
-    name = keyword_for_each_row(model)
+def _rows_refusal(modules: Iterable[nn.Module]) -> str | None:
+    name = keyword_for_each_row(modules)
     return None if name is None else f"{name}= gives each row of the batch an adapter, or a place where it begins"
 
 
-def changed_refusal(model: nn.Module) -> str | None:
-    """Return why the model cannot read pages because it was changed after patch(), as one clause; None if it can."""
+def changed_refusal(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> str | None:
+    """Return why the model cannot read pages because it was changed after patch(), as one clause; None if it can.
+
+    modules: all of the model's, where they were listed already.
+    """
     refusal = attention_refusal(model)
     if refusal is not None:
         return refusal
@@ -81,7 +86,10 @@ def changed_refusal(model: nn.Module) -> str | None:
             return "its adapter puts keys and values in front of each prompt"
         if name != OWN_METHODS[0] or not learnt_prompt(model):
             return f"its {name} was replaced on the model itself"
-    if any(map(is_compiled, modules_of(model))):
+    modules = modules_of(model) if modules is None else modules
+    # Few modules have either, and this is asked about all of them in each call.
+    asked = [each for each in modules if "forward" in each.__dict__ or "_compiled_call_impl" in each.__dict__]
+    if any(map(is_compiled, asked)):
         return "torch.compile was applied to it, and compiled code cannot read pages"
     return None
 

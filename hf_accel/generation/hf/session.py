@@ -21,7 +21,7 @@ from ...config import CacheConfig, SpeculativeConfig
 from ...errors import LostRankError
 from ...models import vocabulary_size
 from ...tensors import model_device
-from ...undo.state import BACKEND_ATTRIBUTE, state_of
+from ...undo.state import BACKEND_ATTRIBUTE, find_state, state_of
 from .. import graphs
 from ..batcher import Batcher, Progress
 from ..prompt_inputs import RequestInputs
@@ -39,7 +39,8 @@ from .model_runner import ModelRunner, weights_salt
 from .prompts import read_inputs
 
 # How often a session that works looks whether its model has changed. A look at a model of 1.1 billion parameters takes
-# 4 ms, 6 ms with INT4 weights; a pass may begin just before a look is due, and prefixes must not be old for a second.
+# 3 ms, most of which are reads of weights that are in no cache; a pass may begin just before a look is due, and
+# prefixes must not be old for a second.
 LOOK_SECONDS = 0.75
 A_PASS = "it computed a pass of the model"  # for the error if a process that shares the model does not answer
 MOST_FORCED = 16  # tokens of a draft, where nothing else is drafted
@@ -174,7 +175,9 @@ class Session(Batcher):
                 remake_drafts(self.speculation, self.model)
             self._declared = declared
         for runner in self._runners:
-            runner.check_model()
+            if (state := find_state(runner.model)) is not None and runner is not self.runner:
+                state.generation.watch.look(runner.model)
+            runner.check_model(None if state is None else state.generation.watch.reading)
 
     def _is_due(self) -> bool:
         """Return whether to look at the model now, in all processes at once."""

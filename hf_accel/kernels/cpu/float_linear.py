@@ -47,6 +47,7 @@ class FloatLinear:
         self.biases = list(biases)
         self._epilogue = epilogue
         self._shapes = [tuple(weight.shape) for weight in weights]
+        self._strides = [weight.stride() for weight in weights]
         sizes = [weight.shape[0] for weight in weights]
         self.out_features = sizes[0] if epilogue else sum(sizes)
         self.in_features = weights[0].shape[1]
@@ -86,8 +87,9 @@ class FloatLinear:
         return self._address
 
     def has_shapes(self) -> bool:
-        """Return whether its weights have the shapes that they had when it was made."""
-        return all(weight.shape == shape for weight, shape in zip(self.weights, self._shapes, strict=True))
+        """Return whether its weights have the shapes, in the layouts, that they had when it was made."""
+        layouts = zip(self.weights, self._shapes, self._strides, strict=True)
+        return all(weight.shape == shape and weight.stride() == stride for weight, shape, stride in layouts)
 
     def _trains(self) -> bool:
         return any(tensor.requires_grad for _, _, tensor in self._sources)
@@ -98,7 +100,7 @@ class FloatLinear:
         Raises UnsupportedError if their shapes have changed.
         """
         check_weights(self.weights, self.biases, self._epilogue)
-        if not self.has_shapes():
+        if [tuple(weight.shape) for weight in self.weights] != self._shapes:
             raise UnsupportedError(f"float linear: weights of another shape than when it was made, {self._shapes}")
         self._linear.format = DTYPES[self.weights[0].dtype]
         for matrix, bias in zip(self._matrices, self.biases, strict=True):

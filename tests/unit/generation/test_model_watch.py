@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import hf_accel
 from hf_accel.generation.agreement import ProcessAgreement
+from hf_accel.generation.hf.model_objects import SAMPLES, samples, spread
 from hf_accel.generation.hf.model_runner import weights_salt
-from hf_accel.generation.hf.model_watch import SAMPLES, ModelWatch, Reading, samples, spread
+from hf_accel.generation.hf.model_watch import ModelWatch, Reading
 from hf_accel.undo.state import state_of
 
 from ...parity.families import FAMILIES, build, inputs

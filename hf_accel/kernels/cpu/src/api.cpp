@@ -87,7 +87,7 @@ HFA_CALL(draft, DraftCall, run_draft(*active, aligned))
 #undef HFA_KERNEL
 #undef HFA_CALL
 
-// Returns the size of a kernel's struct, or of Linear, Matrix, LowRank or LayerOp; -1 for another name.
+// Returns the size of a kernel's struct, or of Linear, Matrix, LowRank, SampledTensor or LayerOp; -1 for another name.
 HFA_API int64_t hfa_size_of(const char* name) {
 #define HFA_SIZE(kernel, Call) \
   if (!std::strcmp(name, #kernel)) return sizeof(Call);
@@ -95,6 +95,7 @@ HFA_API int64_t hfa_size_of(const char* name) {
   HFA_SIZE(Linear, Linear)
   HFA_SIZE(Matrix, Matrix)
   HFA_SIZE(LowRank, LowRank)
+  HFA_SIZE(SampledTensor, SampledTensor)
   HFA_SIZE(layer, LayerCall)
   HFA_SIZE(draft, DraftCall)
 #undef HFA_SIZE

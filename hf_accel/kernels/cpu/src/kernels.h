@@ -43,7 +43,8 @@
   KERNEL(short_conv, ConvCall)            \
   KERNEL(gated_norm, GatedNormCall)       \
   KERNEL(state_scan, ScanCall)            \
-  KERNEL(head_products, HeadsCall)
+  KERNEL(head_products, HeadsCall)        \
+  KERNEL(samples, SamplesCall)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
 
@@ -604,6 +605,19 @@ struct HeadsCall {
   int64_t x_token, x_head, out_token, out_head, weight_head, weight_row, scale_head;
   int64_t tokens, heads, inputs, outputs;
   int32_t transposed, dtype, weight_dtype, threads;
+};
+
+// Numbers of a tensor: `count` of `size` bytes (1, 2, 4 or 8), `step` bytes apart.
+struct SampledTensor {
+  const void* numbers;
+  int64_t step, count, size;
+};
+
+// Copies the numbers of all tensors to `out`, one after the other.
+struct SamplesCall {
+  const SampledTensor* tensors;
+  void* out;
+  int64_t count;
 };
 
 // -- the tables ------------------------------------------------------------------------------------------------------
