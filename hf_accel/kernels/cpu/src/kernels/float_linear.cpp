@@ -45,10 +45,11 @@ struct Input {
   Number* packed;
   int64_t first, rows, in_features;
   int threads;  // of the call
+  int64_t stride = 0;  // between packed rows
 
   int64_t blocks() const { return ceil_div(in_features, block_inputs<Dot>()); }
   int64_t count(int64_t b) const { return at_most(block_inputs<Dot>(), in_features - b * block_inputs<Dot>()); }
-  Number* row(int64_t b, int64_t r) const { return packed + (b * rows + r) * packed_stride<Dot>(); }
+  Number* row(int64_t b, int64_t r) const { return packed + (b * rows + r) * stride; }
 };
 
 inline void copy_numbers(const float* from, int64_t n, float* to) {
@@ -73,8 +74,9 @@ inline void pack_row(const T* from, int64_t count, typename Dot::Number* to) {
 template <class Dot, class X>
 Input<Dot> pack_input(const Linear& linear, const LinearCall& call, const X* x, int64_t first) {
   struct Packed;
-  Input<Dot> input{nullptr, first, at_most(MOST_ROWS, call.rows - first), linear.in_features, call.threads};
-  const int64_t size = input.blocks() * input.rows * packed_stride<Dot>();
+  Input<Dot> input{nullptr, first, at_most(MOST_ROWS, call.rows - first), linear.in_features, call.threads,
+                   packed_stride<Dot>(linear.in_features)};
+  const int64_t size = input.blocks() * input.rows * input.stride;
   input.packed = static_cast<typename Dot::Number*>(scratch<Packed>(static_cast<size_t>(size) * sizeof *input.packed));
   const int64_t part = 16;
   parallel_for(ceil_div(input.rows, part), call.threads, [&](int64_t task) {
@@ -94,31 +96,33 @@ struct Panel {
 
 // Multiplies ROWS rows with all outputs of a panel.
 template <class Dot, class T, int ROWS>
-void row_tile(const typename Dot::Number* x, const Panel<T>& panel, float* sums, Ahead ahead) {
+void row_tile(const typename Dot::Number* x, int64_t x_stride, const Panel<T>& panel, float* sums, Ahead ahead) {
   constexpr int WIDE = wide_for(ROWS);
   const int most = ahead.rows;
   int64_t n = 0;
   for (; n + WIDE <= panel.outputs; n += WIDE) {
     const T* weight = panel.weight + n * panel.stride;
-    tile<Dot, T, ROWS, WIDE>(x, weight, panel.stride, panel.count, sums + n, Dot::CHUNK, ahead);
+    tile<Dot, T, ROWS, WIDE>(x, x_stride, weight, panel.stride, panel.count, sums + n, Dot::CHUNK, ahead);
     ahead.first += most * ahead.stride;
   }
   for (; n < panel.outputs; ++n)
-    tile<Dot, T, ROWS, 1>(x, panel.weight + n * panel.stride, panel.stride, panel.count, sums + n, Dot::CHUNK, {});
+    tile<Dot, T, ROWS, 1>(x, x_stride, panel.weight + n * panel.stride, panel.stride, panel.count, sums + n, Dot::CHUNK,
+                          {});
 }
 
 template <class Dot, class T>
-void row_tile_of(int64_t rows, const typename Dot::Number* x, const Panel<T>& panel, float* sums, const Ahead& ahead) {
+void row_tile_of(int64_t rows, const typename Dot::Number* x, int64_t x_stride, const Panel<T>& panel, float* sums,
+                 const Ahead& ahead) {
   switch (rows) {
-    case 1: return row_tile<Dot, T, 1>(x, panel, sums, ahead);
-    case 2: return row_tile<Dot, T, 2>(x, panel, sums, ahead);
+    case 1: return row_tile<Dot, T, 1>(x, x_stride, panel, sums, ahead);
+    case 2: return row_tile<Dot, T, 2>(x, x_stride, panel, sums, ahead);
 #if defined(HFA_AVX2) || defined(HFA_NEON)
-    case 3: return row_tile<Dot, T, 3>(x, panel, sums, ahead);
-    case 4: return row_tile<Dot, T, 4>(x, panel, sums, ahead);
+    case 3: return row_tile<Dot, T, 3>(x, x_stride, panel, sums, ahead);
+    case 4: return row_tile<Dot, T, 4>(x, x_stride, panel, sums, ahead);
 #endif
 #if defined(HFA_AVX512)
-    case 5: return row_tile<Dot, T, 5>(x, panel, sums, ahead);
-    case 6: return row_tile<Dot, T, 6>(x, panel, sums, ahead);
+    case 5: return row_tile<Dot, T, 5>(x, x_stride, panel, sums, ahead);
+    case 6: return row_tile<Dot, T, 6>(x, x_stride, panel, sums, ahead);
 #endif
   }
 }
@@ -164,7 +168,7 @@ void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
       for_row_tiles(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
         const Ahead ahead{reinterpret_cast<const char*>(next + t * share * K), K * static_cast<int64_t>(sizeof(T)),
                           static_cast<int>(at_least(0, at_most(share, wide - t * share)))};
-        row_tile_of<Dot, T>(rows, input.row(b, r), panel, sums + (r - chunk.first) * Dot::CHUNK + n, ahead);
+        row_tile_of<Dot, T>(rows, input.row(b, r), input.stride, panel, sums + (r - chunk.first) * Dot::CHUNK + n, ahead);
       });
     }
   }
@@ -173,26 +177,34 @@ void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
 // For one row.
 template <class Dot, class T>
 [[maybe_unused]] void sum_stream(const Input<Dot>& input, const Chunk& chunk, float* sums) {
-  stream_row<Dot>(input.row(0, chunk.first), input.rows * packed_stride<Dot>(),
+  stream_row<Dot>(input.row(0, chunk.first), input.rows * input.stride,
                   static_cast<const T*>(chunk.matrix->weight) + chunk.n * input.in_features, chunk.outputs,
                   input.in_features, chunk.next, sums);
 }
 
-// For many rows. Each block of the chunk's weights is packed, and then used by all rows.
+// For many rows. Each block of the chunk's weights is packed, and then used by all rows. While the last of them use it,
+// the next weights are prefetched, so that packing does not wait for memory.
 template <class Dot, class T>
 void sum_packed(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   typedef typename Dot::Number Number;
   struct Packed;
-  Number* packed = static_cast<Number*>(scratch<Packed>(Dot::CHUNK * packed_stride<Dot>() * sizeof(Number)));
-  const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n * input.in_features;
+  const int64_t K = input.in_features, tiles = ceil_div(chunk.last - chunk.first, TILE_ROWS);
+  Number* packed = static_cast<Number*>(scratch<Packed>(static_cast<size_t>(Dot::CHUNK * input.stride) * sizeof(Number)));
+  const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n * K;
+  const T* const next_chunk = weight + input.threads * Dot::CHUNK * K;
   for (int64_t b = 0; b < input.blocks(); ++b) {
+    const T* const block = weight + b * block_inputs<Dot>();
     for (int64_t n = 0; n < chunk.outputs; ++n)
-      pack_row<Dot>(weight + n * input.in_features + b * block_inputs<Dot>(), input.count(b),
-                    packed + n * packed_stride<Dot>());
+      pack_row<Dot>(block + n * K, input.count(b), packed + n * input.stride);
     const int64_t count = ceil_div(input.count(b), Dot::STEP) * Dot::STEP;
-    const Panel<Number> panel{packed, packed_stride<Dot>(), chunk.outputs, count};
-    for_row_tiles(chunk.first, chunk.last, [&](int64_t, int64_t r, int64_t rows) {
-      row_tile_of<Dot, Number>(rows, input.row(b, r), panel, sums + (r - chunk.first) * Dot::CHUNK, {});
+    const Panel<Number> panel{packed, input.stride, chunk.outputs, count};
+    const T* const next = b + 1 < input.blocks() ? block + block_inputs<Dot>() : next_chunk;
+    for_row_tiles(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
+      // Each tile of outputs fetches one row of the next weights.
+      const int64_t across = chunk.outputs / wide_for(static_cast<int>(rows)), row = (tiles - 1 - t) * across;
+      const Ahead ahead{reinterpret_cast<const char*>(next + row * K), K * static_cast<int64_t>(sizeof(T)),
+                        row < chunk.outputs ? 1 : 0};
+      row_tile_of<Dot, Number>(rows, input.row(b, r), input.stride, panel, sums + (r - chunk.first) * Dot::CHUNK, ahead);
     });
   }
 }
@@ -203,7 +215,7 @@ void sum_columns(const Input<ColumnDot>& input, const Chunk& chunk, float* sums)
   const int64_t stride = chunk.matrix->out_features;
   const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n;
   for (int64_t b = 0; b < input.blocks(); ++b)
-    column_tiles(input.row(b, chunk.first), packed_stride<ColumnDot>(), chunk.last - chunk.first,
+    column_tiles(input.row(b, chunk.first), input.stride, chunk.last - chunk.first,
                  weight + b * block_inputs<ColumnDot>() * stride, stride, input.count(b), chunk.outputs, sums,
                  ColumnDot::CHUNK);
 }
