@@ -32,7 +32,7 @@ def assert_as_accurate_as_float32(out: Tensor, x: Tensor, weight: Tensor, bias: 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (47, 31), (49, 33), (100, 1025), (130, 2049), (17, 4100)])
 def test_any_size(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, bias = numbers(*shape, dtype=dtype), numbers(shape[0], dtype=dtype)
-    for rows in (1, 5, 33, 130):  # the last are packed at every level
+    for rows in (1, 5, 33, 130):  # the last two read weights by panels
         x = numbers(rows, shape[1], dtype=dtype)
         assert_as_accurate_as_float32(FloatLinear([weight], [bias])(x), x, weight, bias)
 

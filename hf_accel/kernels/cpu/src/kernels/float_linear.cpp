@@ -3,8 +3,8 @@
 // Inputs are summed in blocks of BLOCK_BYTES, each in vector accumulators (float_tile.h), and the sums of blocks are
 // added in order. So the result depends neither on the number of rows nor on threads. With few rows, memory is the
 // limit: weights are read in place once, and the next ones are prefetched; those of one row are one stream of memory
-// (float_stream.h). With many rows, a block of weights is copied with a stride that avoids conflicts of cache sets, and
-// stays in the second-level cache while all rows use it.
+// (float_stream.h). With many rows, a block of weights stays in the second-level cache while all rows use it, and is packed
+// only if it is converted: on an EPYC with AVX-512, packing it anyway took 1.03 times as long for 128 rows.
 #include "../parallel.h"
 #include "activation.h"
 #include "any_dtype.h"
@@ -16,13 +16,7 @@
 
 namespace {
 
-// The fewest rows for which weights are packed. On an EPYC with AVX-512, 32 rows from memory take 1.1 to 1.4 times longer
-// if they are, 64 rows 1.03 to 1.14 times, and 128 rows the same.
-#if defined(HFA_AVX512)
-constexpr int64_t PACKED_ROWS = 128;
-#else
-constexpr int64_t PACKED_ROWS = 32;
-#endif
+constexpr int64_t PANEL_ROWS = 32;  // the fewest rows for which weights are read by panels, not by strips
 // The most rows for which weights are not prefetched. On an EPYC with AVX2, prefetching makes a row of float32 slower
 // (1.1 times from memory, 1.9 times from the caches), and four to sixteen rows from memory faster (1.1 to 1.2 times).
 #if defined(HFA_AVX512)
@@ -45,10 +39,11 @@ struct Input {
   Number* packed;
   int64_t first, rows, in_features;
   int threads;  // of the call
+  int64_t stride = 0;  // between packed rows
 
   int64_t blocks() const { return ceil_div(in_features, block_inputs<Dot>()); }
   int64_t count(int64_t b) const { return at_most(block_inputs<Dot>(), in_features - b * block_inputs<Dot>()); }
-  Number* row(int64_t b, int64_t r) const { return packed + (b * rows + r) * packed_stride<Dot>(); }
+  Number* row(int64_t b, int64_t r) const { return packed + (b * rows + r) * stride; }
 };
 
 inline void copy_numbers(const float* from, int64_t n, float* to) {
@@ -73,8 +68,9 @@ inline void pack_row(const T* from, int64_t count, typename Dot::Number* to) {
 template <class Dot, class X>
 Input<Dot> pack_input(const Linear& linear, const LinearCall& call, const X* x, int64_t first) {
   struct Packed;
-  Input<Dot> input{nullptr, first, at_most(MOST_ROWS, call.rows - first), linear.in_features, call.threads};
-  const int64_t size = input.blocks() * input.rows * packed_stride<Dot>();
+  Input<Dot> input{nullptr, first, at_most(MOST_ROWS, call.rows - first), linear.in_features, call.threads,
+                   packed_stride<Dot>(linear.in_features)};
+  const int64_t size = input.blocks() * input.rows * input.stride;
   input.packed = static_cast<typename Dot::Number*>(scratch<Packed>(static_cast<size_t>(size) * sizeof *input.packed));
   const int64_t part = 16;
   parallel_for(ceil_div(input.rows, part), call.threads, [&](int64_t task) {
@@ -94,31 +90,33 @@ struct Panel {
 
 // Multiplies ROWS rows with all outputs of a panel.
 template <class Dot, class T, int ROWS>
-void row_tile(const typename Dot::Number* x, const Panel<T>& panel, float* sums, Ahead ahead) {
+void row_tile(const typename Dot::Number* x, int64_t x_stride, const Panel<T>& panel, float* sums, Ahead ahead) {
   constexpr int WIDE = wide_for(ROWS);
   const int most = ahead.rows;
   int64_t n = 0;
   for (; n + WIDE <= panel.outputs; n += WIDE) {
     const T* weight = panel.weight + n * panel.stride;
-    tile<Dot, T, ROWS, WIDE>(x, weight, panel.stride, panel.count, sums + n, Dot::CHUNK, ahead);
+    tile<Dot, T, ROWS, WIDE>(x, x_stride, weight, panel.stride, panel.count, sums + n, Dot::CHUNK, ahead);
     ahead.first += most * ahead.stride;
   }
   for (; n < panel.outputs; ++n)
-    tile<Dot, T, ROWS, 1>(x, panel.weight + n * panel.stride, panel.stride, panel.count, sums + n, Dot::CHUNK, {});
+    tile<Dot, T, ROWS, 1>(x, x_stride, panel.weight + n * panel.stride, panel.stride, panel.count, sums + n, Dot::CHUNK,
+                          {});
 }
 
 template <class Dot, class T>
-void row_tile_of(int64_t rows, const typename Dot::Number* x, const Panel<T>& panel, float* sums, const Ahead& ahead) {
+void row_tile_of(int64_t rows, const typename Dot::Number* x, int64_t x_stride, const Panel<T>& panel, float* sums,
+                 const Ahead& ahead) {
   switch (rows) {
-    case 1: return row_tile<Dot, T, 1>(x, panel, sums, ahead);
-    case 2: return row_tile<Dot, T, 2>(x, panel, sums, ahead);
+    case 1: return row_tile<Dot, T, 1>(x, x_stride, panel, sums, ahead);
+    case 2: return row_tile<Dot, T, 2>(x, x_stride, panel, sums, ahead);
 #if defined(HFA_AVX2) || defined(HFA_NEON)
-    case 3: return row_tile<Dot, T, 3>(x, panel, sums, ahead);
-    case 4: return row_tile<Dot, T, 4>(x, panel, sums, ahead);
+    case 3: return row_tile<Dot, T, 3>(x, x_stride, panel, sums, ahead);
+    case 4: return row_tile<Dot, T, 4>(x, x_stride, panel, sums, ahead);
 #endif
 #if defined(HFA_AVX512)
-    case 5: return row_tile<Dot, T, 5>(x, panel, sums, ahead);
-    case 6: return row_tile<Dot, T, 6>(x, panel, sums, ahead);
+    case 5: return row_tile<Dot, T, 5>(x, x_stride, panel, sums, ahead);
+    case 6: return row_tile<Dot, T, 6>(x, x_stride, panel, sums, ahead);
 #endif
   }
 }
@@ -150,7 +148,7 @@ inline const T* weights_of(const Matrix& matrix, int64_t output, int64_t in_feat
 // For few rows. Weights are read once; while the row tiles use a strip of them, the next strip is prefetched, unless
 // the rows are so few that the CPU's own prefetching keeps up.
 template <class Dot, class T>
-void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
+void sum_strips(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   const bool prefetches = chunk.last - chunk.first > ROWS_WITHOUT_PREFETCH;
   const int64_t K = input.in_features, tiles = ceil_div(chunk.last - chunk.first, TILE_ROWS);
   const int64_t wide = wide_for(static_cast<int>(ceil_div(chunk.last - chunk.first, tiles)));
@@ -164,7 +162,7 @@ void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
       for_row_tiles(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
         const Ahead ahead{reinterpret_cast<const char*>(next + t * share * K), K * static_cast<int64_t>(sizeof(T)),
                           static_cast<int>(at_least(0, at_most(share, wide - t * share)))};
-        row_tile_of<Dot, T>(rows, input.row(b, r), panel, sums + (r - chunk.first) * Dot::CHUNK + n, ahead);
+        row_tile_of<Dot>(rows, input.row(b, r), input.stride, panel, sums + (r - chunk.first) * Dot::CHUNK + n, ahead);
       });
     }
   }
@@ -173,27 +171,44 @@ void sum_in_place(const Input<Dot>& input, const Chunk& chunk, float* sums) {
 // For one row.
 template <class Dot, class T>
 [[maybe_unused]] void sum_stream(const Input<Dot>& input, const Chunk& chunk, float* sums) {
-  stream_row<Dot>(input.row(0, chunk.first), input.rows * packed_stride<Dot>(),
+  stream_row<Dot>(input.row(0, chunk.first), input.rows * input.stride,
                   static_cast<const T*>(chunk.matrix->weight) + chunk.n * input.in_features, chunk.outputs,
                   input.in_features, chunk.next, sums);
 }
 
-// For many rows. Each block of the chunk's weights is packed, and then used by all rows.
+// Converts a block of weights of another type than products have.
 template <class Dot, class T>
-void sum_packed(const Input<Dot>& input, const Chunk& chunk, float* sums) {
+Panel<typename Dot::Number> pack_panel(const Input<Dot>& input, const T* block, int64_t b, int64_t outputs) {
   typedef typename Dot::Number Number;
   struct Packed;
-  Number* packed = static_cast<Number*>(scratch<Packed>(Dot::CHUNK * packed_stride<Dot>() * sizeof(Number)));
-  const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n * input.in_features;
+  const size_t size = static_cast<size_t>(Dot::CHUNK * input.stride) * sizeof(Number);
+  Number* const packed = static_cast<Number*>(scratch<Packed>(size));
+  for (int64_t n = 0; n < outputs; ++n)
+    pack_row<Dot>(block + n * input.in_features, input.count(b), packed + n * input.stride);
+  return {packed, input.stride, outputs, ceil_div(input.count(b), Dot::STEP) * Dot::STEP};
+}
+
+// For many rows. Each block of the chunk's weights is used by all rows. While the last of them use it, the next weights are
+// prefetched.
+template <class Dot, class T>
+void sum_panels(const Input<Dot>& input, const Chunk& chunk, float* sums) {
+  const int64_t K = input.in_features, tiles = ceil_div(chunk.last - chunk.first, TILE_ROWS);
+  const T* const weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n * K;
+  const T* const next_chunk = weight + input.threads * Dot::CHUNK * K;
   for (int64_t b = 0; b < input.blocks(); ++b) {
-    for (int64_t n = 0; n < chunk.outputs; ++n)
-      pack_row<Dot>(weight + n * input.in_features + b * block_inputs<Dot>(), input.count(b),
-                    packed + n * packed_stride<Dot>());
-    const int64_t count = ceil_div(input.count(b), Dot::STEP) * Dot::STEP;
-    const Panel<Number> panel{packed, packed_stride<Dot>(), chunk.outputs, count};
-    for_row_tiles(chunk.first, chunk.last, [&](int64_t, int64_t r, int64_t rows) {
-      row_tile_of<Dot, Number>(rows, input.row(b, r), panel, sums + (r - chunk.first) * Dot::CHUNK, {});
-    });
+    const T* const block = weight + b * block_inputs<Dot>();
+    const T* const next = b + 1 < input.blocks() ? block + block_inputs<Dot>() : next_chunk;
+    const auto multiply = [&](const auto& panel) {
+      for_row_tiles(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
+        // Each tile of outputs fetches one row of the next weights.
+        const int64_t across = chunk.outputs / wide_for(static_cast<int>(rows)), row = (tiles - 1 - t) * across;
+        const Ahead ahead{reinterpret_cast<const char*>(next + row * K), K * static_cast<int64_t>(sizeof(T)),
+                          row < chunk.outputs ? 1 : 0};
+        row_tile_of<Dot>(rows, input.row(b, r), input.stride, panel, sums + (r - chunk.first) * Dot::CHUNK, ahead);
+      });
+    };
+    if constexpr (std::is_same<T, typename Dot::Number>::value) multiply(Panel<T>{block, K, chunk.outputs, input.count(b)});
+    else multiply(pack_panel(input, block, b, chunk.outputs));
   }
 }
 
@@ -203,7 +218,7 @@ void sum_columns(const Input<ColumnDot>& input, const Chunk& chunk, float* sums)
   const int64_t stride = chunk.matrix->out_features;
   const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n;
   for (int64_t b = 0; b < input.blocks(); ++b)
-    column_tiles(input.row(b, chunk.first), packed_stride<ColumnDot>(), chunk.last - chunk.first,
+    column_tiles(input.row(b, chunk.first), input.stride, chunk.last - chunk.first,
                  weight + b * block_inputs<ColumnDot>() * stride, stride, input.count(b), chunk.outputs, sums,
                  ColumnDot::CHUNK);
 }
@@ -215,8 +230,8 @@ void sum_chunk(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   if constexpr (STREAMS_ROW && !std::is_same<Dot, ColumnDot>::value)
     if (rows == 1) return sum_stream<Dot, T>(input, chunk, sums);
   if constexpr (std::is_same<Dot, ColumnDot>::value) sum_columns<T>(input, chunk, sums);
-  else if (rows < PACKED_ROWS) sum_in_place<Dot, T>(input, chunk, sums);
-  else sum_packed<Dot, T>(input, chunk, sums);
+  else if (rows < PANEL_ROWS) sum_strips<Dot, T>(input, chunk, sums);
+  else sum_panels<Dot, T>(input, chunk, sums);
 }
 
 // Writes epilogue(sums + bias), which is rounded once.
@@ -310,7 +325,7 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
   int64_t chunks = 0;
   for (int32_t m = 0; m < count; ++m) chunks += ceil_div(linear.matrices[m].out_features, Dot::CHUNK);
   // Rows are split over threads only if there are few chunks.
-  const int64_t parts = chunks >= 4 * call.threads ? 1 : at_most(ceil_div(input.rows, PACKED_ROWS), 4 * call.threads);
+  const int64_t parts = chunks >= 4 * call.threads ? 1 : at_most(ceil_div(input.rows, PANEL_ROWS), 4 * call.threads);
   const int64_t part_rows = ceil_div(ceil_div(input.rows, parts), Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
   // One row is a stream for each thread, in a region of its own as long as threads take tasks in turns.
   const int64_t regions = STREAMS_ROW && input.rows == 1 ? call.threads : 1, tasks = ceil_div(chunks * parts, regions);

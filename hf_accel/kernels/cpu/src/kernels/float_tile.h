@@ -58,11 +58,12 @@ constexpr int64_t BLOCK_BYTES = 4096;  // the bytes of a row's inputs that are s
 template <class Dot>
 constexpr int64_t block_inputs() { return BLOCK_BYTES / static_cast<int64_t>(sizeof(typename Dot::Number)); }
 
-// The stride between rows of a packed block. It is a cache line more than a row, so that rows do not compete for the
-// same cache sets.
+// The stride between rows of packed blocks of so many inputs. It is an odd number of cache lines, so that rows do not
+// compete for the same cache sets.
 template <class Dot>
-constexpr int64_t packed_stride() {
-  return block_inputs<Dot>() + 64 / static_cast<int64_t>(sizeof(typename Dot::Number));
+constexpr int64_t packed_stride(int64_t in_features) {
+  const int64_t line = 64 / static_cast<int64_t>(sizeof(typename Dot::Number));
+  return (ceil_div(at_most(in_features, block_inputs<Dot>()), line) | 1) * line;
 }
 
 // Memory to prefetch: `rows` rows from `first` on, `stride` bytes apart.
@@ -75,21 +76,24 @@ struct Ahead {
 template <int ROWS, int WIDE>
 inline void add_sums(const F (&acc)[ROWS * WIDE], float* sums, int64_t sums_stride) {
   constexpr int COUNT = ROWS * WIDE;
-  float total[(COUNT + 3) / 4 * 4];
   unrolled<(COUNT + 3) / 4>([&](auto quarter) HFA_INLINE {
     constexpr int i = 4 * quarter;
+    float total[4];
     reduce_add4(acc[i], i + 1 < COUNT ? acc[i + 1] : zero(), i + 2 < COUNT ? acc[i + 2] : zero(),
-                i + 3 < COUNT ? acc[i + 3] : zero(), total + i);
+                i + 3 < COUNT ? acc[i + 3] : zero(), total);
+    if constexpr (WIDE % 4 == 0) {  // side by side, so that they are added as one vector
+      float* const out = sums + i / WIDE * sums_stride + i % WIDE;
+      for (int j = 0; j < 4; ++j) out[j] += total[j];
+    } else {
+      for (int j = i; j < i + 4 && j < COUNT; ++j) sums[j / WIDE * sums_stride + j % WIDE] += total[j - i];
+    }
   });
-  for (int r = 0; r < ROWS; ++r)
-    for (int n = 0; n < WIDE; ++n) sums[r * sums_stride + n] += total[r * WIDE + n];
 }
 
 // Adds x[r] . w[n] over `count` inputs of a block to sums[r, n]. Rows of x are packed, and zero beyond `count`.
 template <class Dot, class T, int ROWS, int WIDE>
-inline void tile(const typename Dot::Number* x, const T* w, int64_t w_stride, int64_t count, float* sums,
-                 int64_t sums_stride, const Ahead& ahead) {
-  constexpr int64_t X = packed_stride<Dot>();
+inline void tile(const typename Dot::Number* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t count,
+                 float* sums, int64_t sums_stride, const Ahead& ahead) {
   F acc[ROWS * WIDE];
   unrolled<ROWS * WIDE>([&](auto i) HFA_INLINE { acc[i] = zero(); });
   int64_t k = 0;
@@ -99,7 +103,7 @@ inline void tile(const typename Dot::Number* x, const T* w, int64_t w_stride, in
     unrolled<WIDE>([&](auto n) HFA_INLINE {
       const auto weights = Dot::load(w + n * w_stride + k);
       unrolled<ROWS>([&](auto r) HFA_INLINE {
-        acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * X + k));
+        acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * x_stride + k));
       });
     });
   }
@@ -107,7 +111,7 @@ inline void tile(const typename Dot::Number* x, const T* w, int64_t w_stride, in
     unrolled<WIDE>([&](auto n) HFA_INLINE {
       const auto weights = Dot::load_n(w + n * w_stride + k, static_cast<int>(count - k));
       unrolled<ROWS>([&](auto r) HFA_INLINE {
-        acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * X + k));
+        acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * x_stride + k));
       });
     });
   add_sums<ROWS, WIDE>(acc, sums, sums_stride);
