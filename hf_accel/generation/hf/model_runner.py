@@ -22,6 +22,7 @@ from ...fused.hf.operator_models import OperatorModel, attends_alone
 from ...fused.hf.pass_watch import NONE_KNOWN, PassWatch
 from ...fused.hf.running_pass import RunningPass
 from ...models import cache_name, model_of, modules_of, positions_depend_on_length
+from ...recognition.unchanged import others_code
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
@@ -67,6 +68,8 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         mask = cache.padded.mask_with(source.shape[1])  # transformers leaves it out behind the first pass
     fresh = cache.get_seq_length() == 0
     shareable = cache.settings.prefix_sharing and ids is not None and other_input(kwargs) is None
+    # With code that reads rows or columns, keys and values do not follow from ids.
+    shareable = shareable and not (fresh and code_in_passes(model) is not None)
     shareable = shareable and not state_of(model).generation.form.whole_prompts  # of which no prefix stands alone
     if fresh and shareable:
         shareable = not positions_depend_on_length(model.config) and positions_count_tokens(
@@ -112,6 +115,17 @@ def keyword_for_each_row(model: nn.Module) -> str | None:
                 if name in given:
                     return name
     return None
+
+
+def code_in_passes(model: Any) -> str | None:
+    """Return what code of others passes run, as words; None if they run none. It is that of the decoder, of what is
+    around it, and of the head; and not that of a tower or an encoder.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = [*decoder.modules(), *(head.modules() if isinstance(head, nn.Module) else ())]
+    name = next((name for name, module in model.named_modules() if module is decoder), "")
+    around = [model.get_submodule(".".join(name.split(".")[:depth])) for depth in range(name.count(".") + 1)]
+    return others_code([*around, *inside])
 
 
 def is_compiled(module: nn.Module) -> bool:
