@@ -11,7 +11,7 @@ from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import JOINED, JOINS
 from ..generation import graphs
 from ..generation.hf.graphed_runner import OPERATORS_ON_HOST
-from ..generation.hf.model_runner import code_in_passes
+from ..generation.hf.users_code import code_in_passes
 from ..kernels import cpu as cpu_kernels
 from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel

@@ -34,7 +34,7 @@ from .generation_state import CallState, GenerationState, LoopCall
 from .given_decoder import as_given, is_given_rows, served_by
 from .grammars import apply_constraint
 from .kept_runners import cache_for_rows
-from .model_runner import adopt_prefix, code_in_passes, every_nth, weights_salt
+from .model_runner import adopt_prefix, every_nth, weights_salt
 from .part_prompts import OF_PART, batch_of_part
 from .processing import way_back
 from .refusals import (
@@ -49,9 +49,9 @@ from .refusals import (
     report_no_drafts,
     report_stock_loop,
     states_refusal,
-    warn_of_code,
 )
 from .states_drafters import with_stock_classes
+from .users_code import code_in_passes
 
 NOT_GIVEN = Default("not given")
 
@@ -267,7 +267,6 @@ class AcceleratedGeneration(QuantizedModel):
                 inputs, generation_config, continuous_batching_config, record_timestamps=record_timestamps,
                 progress_bar=progress_bar, persistent_manager=persistent_manager, warmup=warmup, **kwargs,
             )  # fmt: skip
-        warn_of_code(self, "generate_batch()")  # type: ignore[arg-type]
         if state.call is not None:  # generate(cache_implementation="paged") passes on all its keywords
             kwargs = {n: value for n, value in kwargs.items() if hasattr(generation_config, n) or n in ASKED}
         start = time.perf_counter()
@@ -340,15 +339,13 @@ class AcceleratedGeneration(QuantizedModel):
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Prefill without cached prefixes, and only once for prompts that transformers has repeated."""
-        call = self._generation_state.call
-        if call is not None:
+        if (call := self._generation_state.call) is not None:
             call.prompt_columns = input_ids.shape[1]
         cache = model_kwargs.get(self._generation_state.cache_name)
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         text_only = other_input(model_kwargs) is None and not self._generation_state.form.reads_prompts
-        text_only = text_only and ragged_refusal(self) is None and not learnt_prompt(self)  # type: ignore[arg-type]
-        text_only = text_only and code_in_passes(self) is None  # which may read rows and columns
+        text_only = text_only and not (ragged_refusal(self) or learnt_prompt(self) or code_in_passes(self))  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

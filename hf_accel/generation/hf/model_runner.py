@@ -22,7 +22,6 @@ from ...fused.hf.operator_models import OperatorModel, attends_alone
 from ...fused.hf.pass_watch import NONE_KNOWN, PassWatch
 from ...fused.hf.running_pass import RunningPass
 from ...models import cache_name, model_of, modules_of, positions_depend_on_length
-from ...recognition.unchanged import others_code
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
@@ -31,6 +30,7 @@ from ..prompt_inputs import other_input, positions_count_tokens
 from .generation_state import STOCK_FORM
 from .mixed_passes import given_in, giving_more
 from .pass_states import PassStates, read_outputs
+from .users_code import code_in_passes
 
 # PEFT hands these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets", "task_ids")
@@ -115,17 +115,6 @@ def keyword_for_each_row(model: nn.Module) -> str | None:
                 if name in given:
                     return name
     return None
-
-
-def code_in_passes(model: Any) -> str | None:
-    """Return what code of others passes run, as words; None if they run none. It is that of the decoder, of what is
-    around it, and of the head; and not that of a tower or an encoder.
-    """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    inside = [*decoder.modules(), *(head.modules() if isinstance(head, nn.Module) else ())]
-    name = next((name for name, module in model.named_modules() if module is decoder), "")
-    around = [model.get_submodule(".".join(name.split(".")[:depth])) for depth in range(name.count(".") + 1)]
-    return others_code([*around, *inside])
 
 
 def is_compiled(module: nn.Module) -> bool:

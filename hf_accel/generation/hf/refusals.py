@@ -27,11 +27,11 @@ from .generation_state import GenerationState, LoopCall
 from .joint_rows import together_refusal, why_together
 from .model_runner import (
     attention_refusal,
-    code_in_passes,
     is_compiled,
     keyword_for_each_row,
 )
 from .processing import is_users, reads_scores_alone
+from .users_code import code_in_passes
 
 NO_PAGES = "it has no paged cache"
 SWITCHES = "enable_adapters"  # a method that a class's own generate() may call
