@@ -135,7 +135,7 @@ class WeightConfig:
     head: Head | None = BY_FORMAT
     embedding: Table | None = None
     only_if_faster: bool = False
-    leaves_groups: bool = field(default=False, compare=False, repr=False)  # to the model; dataclasses.replace keeps it
+    leaves_groups: bool = field(default=False, init=False, compare=False, repr=False)  # to the model
 
     def __post_init__(self) -> None:
         for field_name in ("skip", "eight_bits"):
@@ -146,7 +146,7 @@ class WeightConfig:
             raise UnsupportedError(f"bits={self.bits!r} is a word of weights=; pass weights={self.bits!r} to patch()")
         one_of("bits", self.bits, get_args(Bits))
         check_format("format", self.format, get_args(WeightFormat))
-        is_left = isinstance(self.group_size, Default | UsualSize) or (self.leaves_groups and self.group_size is None)
+        is_left = isinstance(self.group_size, Default | UsualSize)
         if is_left:
             usual = NF4_BLOCK if self.is_nf4 else None if self.bits == 8 else UsualSize(max(GROUP_SIZES))
             object.__setattr__(self, "group_size", usual)
@@ -243,9 +243,8 @@ class WeightConfig:
     def with_eight_bits(self) -> WeightConfig:
         """Return the config of a layer that average_bits gives 8 bits."""
         return dataclasses.replace(
-            self, bits=8, group_size=None, leaves_groups=False, symmetric=True, average_bits=None, eight_bits=(),
-            calibration=None,
-        )  # fmt: skip
+            self, bits=8, group_size=None, symmetric=True, average_bits=None, eight_bits=(), calibration=None
+        )
 
     def for_linear(self, name: str, *, also: Collection[str] = ()) -> WeightConfig:
         """Return the config of the Linear of this name: with 8 bits if it is one of `eight_bits`, or of `also`."""

@@ -63,10 +63,10 @@ def others_code(modules: Iterable[nn.Module]) -> str | None:
             return f"a hook on a {type(module).__name__}"
         if "forward" in own and not is_known_code(_function(own["forward"])):
             return f"a forward that was set on a {type(module).__name__}"
-    return next((f"the class {kind.__name__}" for kind in kinds if _is_others_class(kind)), None)
+    return next((f"the class {kind.__name__}" for kind in kinds if is_others_class(kind)), None)
 
 
-def _is_others_class(kind: type) -> bool:
+def is_others_class(kind: type) -> bool:
     """Return whether others wrote, or replaced, what a class computes. Such a class may still have a name of its own,
     and say how a model is made or saved.
     """
@@ -85,7 +85,17 @@ def _is_others_class(kind: type) -> bool:
 
 
 def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+    return "hf_accel" if is_mixed(kind) else kind.__module__.partition(".")[0]
+
+
+def is_mixed(kind: type) -> bool:
+    """Return whether patch() made a class, which says that it is of the module of the class before it."""
+    return "original_class" in vars(kind)
+
+
+def is_derived(kind: type) -> bool:
+    """Return whether others derived a class from one that patch() made, so that code of theirs is around ours."""
+    return hasattr(kind, "original_class") and not is_mixed(kind)
 
 
 def _function(called: Any) -> Any:
@@ -97,24 +107,31 @@ def _function(called: Any) -> Any:
 
 
 class Read(NamedTuple):
-    """A value that something depends on: `owner[name]` when it was read, None if it was missing."""
+    """A value that something depends on: `owner[name]` when it was read, None if it was missing.
 
-    owner: Mapping[str, Any]
+    Of an owner that is a module, the value is its class.
+    """
+
+    owner: Mapping[str, Any] | nn.Module
     name: str
     value: Any
 
 
 class Reads:
-    """Entries of dictionaries that must stay the same objects."""
+    """Entries of dictionaries that must stay the same objects, and modules that must stay of the same classes."""
 
     def __init__(self, reads: Iterable[Read]) -> None:
         once = {(id(read.owner), read.name, id(read.value)): read for read in reads}.values()
-        self._owners, self._names = [read.owner for read in once], [read.name for read in once]
-        self._values = [read.value for read in once]
+        entries = [read for read in once if not isinstance(read.owner, nn.Module)]
+        self._owners, self._names = [read.owner for read in entries], [read.name for read in entries]
+        self._values = [read.value for read in entries]
+        self._seen = [read.owner for read in once if isinstance(read.owner, nn.Module)]
+        self._kinds = [read.value for read in once if isinstance(read.owner, nn.Module)]
 
     def hold(self) -> bool:
         # No loop of Python's: this is asked about each layer, or the whole model, in each step.
-        return all(map(is_, map(dict.get, self._owners, self._names), self._values))  # type: ignore[arg-type]
+        same = all(map(is_, map(dict.get, self._owners, self._names), self._values))  # type: ignore[arg-type]
+        return same and list(map(type, self._seen)) == self._kinds
 
 
 class Hooks:

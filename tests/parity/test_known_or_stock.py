@@ -137,6 +137,30 @@ def test_code_of_others_sees_each_row_of_a_prompt(settings: dict[str, Any]) -> N
     assert tokens(model, **settings).equal(tokens(stock, **settings))
 
 
+PARTS = ("layers.0.mlp", "layers.0.mlp.act_fn", "layers.0.self_attn.o_proj", "layers.0.input_layernorm", "norm")
+
+
+@pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
+@pytest.mark.parametrize("path", PARTS)
+def test_a_module_that_gets_another_class(path: str) -> None:
+    """A native call of its layer, made before, must not go on."""
+    model, stock = patched(), build("llama")
+    tokens(model)
+    for each in (model, stock):
+        module = each.model.get_submodule(path)
+
+        class Louder(type(module)):  # type: ignore[misc]
+            def forward(self, x: Tensor) -> Any:
+                return super().forward(x) * torch.arange(1.0, len(x) + 1).view(-1, *[1] * (x.ndim - 1)) * -1.5
+
+        module.__class__ = Louder
+    for layout in ("left", "single"):
+        assert tokens(model, layout).equal(tokens(stock, layout))
+    with torch.no_grad():
+        given = inputs("single")
+        assert torch.allclose(model(**given).logits, stock(**given).logits, atol=1e-4)
+
+
 def test_code_of_others_in_an_engine_is_warned_of() -> None:
     model, prompts = patched(), [[5, 6, 7]]
     model.model.layers[0].mlp = Mixer()

@@ -174,14 +174,6 @@ def test_frozen(config: Any) -> None:
     assert hash(config) == hash(dataclasses.replace(config))
 
 
-@pytest.mark.parametrize("given", [{}, {"group_size": None}, {"group_size": 64}], ids=str)
-def test_a_copy_leaves_groups_to_the_model_as_the_original_does(given: dict[str, Any]) -> None:
-    config = WeightConfig(bits=8, **given)
-    assert dataclasses.replace(config, head=None).leaves_groups is config.leaves_groups is (not given)
-    assert not dataclasses.replace(config, group_size=32).leaves_groups
-    assert dataclasses.replace(WeightConfig(bits=4), bits=8).leaves_groups
-
-
 @pytest.mark.parametrize(("kind", "name", "value"), [(WeightConfig, "bits", 4), (CacheConfig, "dtype", "int8")])
 def test_one_setting_needs_no_name(kind: Any, name: str, value: object) -> None:
     assert kind(value) == kind(**{name: value}) != kind()
