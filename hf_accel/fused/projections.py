@@ -47,9 +47,8 @@ def native_rows(dtype: torch.dtype) -> int:
 def is_bare_linear(layer: nn.Module) -> bool:
     """Return whether calling `layer` does nothing but its product: it has no adapter and no hook."""
     kind = type(layer)
-    if kind is not QuantLinear and kind is not nn.Linear:
-        if not isinstance(layer, NativeLinear) or is_derived(kind):
-            return False
+    if kind is not QuantLinear and kind is not nn.Linear and (not isinstance(layer, NativeLinear) or is_derived(kind)):
+        return False
     return is_unobserved(layer)
 
 
