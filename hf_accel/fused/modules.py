@@ -25,7 +25,7 @@ from ..kernels.cpu.library import native
 from ..kernels.layouts import KV
 from ..recognition.code import PARTING_ROTATION, ROTATION, with_functions
 from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
-from ..recognition.unchanged import is_unobserved
+from ..recognition.unchanged import is_others_class, is_unobserved
 from ..tensors import PLAIN, is_recorded
 from ..undo.journal import Mixin, original_class
 from ..undo.state import FUSED
@@ -297,11 +297,14 @@ def gate_and_multiply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
+_is_others = lru_cache(maxsize=256)(is_others_class)  # a module may get another class
+
+
 def _is_held(activation: tuple[str, Any] | None, own: dict[str, Any]) -> bool:
     """Return whether the activation is unchanged since it was tried, and has no hooks."""
     if activation is None:
         return True
     name, tried = activation
     if isinstance(tried, nn.Module):
-        return own["_modules"].get(name) is tried and is_unobserved(tried)
+        return own["_modules"].get(name) is tried and is_unobserved(tried) and not _is_others(type(tried))  # type: ignore[arg-type]
     return own.get(name) is tried

@@ -11,6 +11,7 @@ from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import JOINED, JOINS
 from ..generation import graphs
 from ..generation.hf.graphed_runner import OPERATORS_ON_HOST
+from ..generation.hf.users_code import code_in_passes
 from ..kernels import cpu as cpu_kernels
 from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel
@@ -195,6 +196,8 @@ def _cache_lines(plan: Plan) -> Iterator[Line]:
         what = "encoder's output" if plan.model.config.is_encoder_decoder else "images"
         yield Line("generate", what, "computed once", "its keys and values are in pages, without padding")
     yield Line("generate", "beams", "ragged", "pages shared until they differ; a prompt that has ended costs nothing")
+    if (code := code_in_passes(plan.model)) is not None:
+        yield Line("generate", "rows, padding, beams", "stock's loops", f"{code} may read rows and columns")
     yield Line("generate", "init_continuous_batching()", "ragged", "by the loop that an Engine runs")
     yield _speculation_line(plan)
 

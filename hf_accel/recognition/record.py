@@ -23,7 +23,7 @@ from .source_stand_ins import FIRST_OF_SOURCE, SourceKeys, as_source
 from .stand_ins import ModuleStandIn, StandIn, require
 from .symbols import SOURCE, Opaque, Vector
 from .trial import NAMES_OF_EPS, PLAIN_ACTIVATIONS, GatedNames, activation_name, settings_of_norm
-from .unchanged import HOOKS, Read, has_own_forward
+from .unchanged import HOOKS, Read, has_own_forward, is_derived, is_others_class
 
 ZEROS = (("constant", None), ("constant", 0))  # how code asks pad for zeros
 
@@ -63,13 +63,22 @@ class Record:
         self.reads.append(Read(owner, name, value))
 
     def visit(self, module: nn.Module) -> None:
-        """Note the hooks around a call of the module. Raises UntraceableError if its forward was replaced."""
+        """Note the class of a module, and the hooks around it. Raises UntraceableError if its forward was replaced."""
         own = vars(module)
         for name in ("forward", *HOOKS):
             self.note(own, name, own.get(name))
+        self.reads.append(Read(module, "__class__", type(module)))
         self.hooks += [own[name] for name in HOOKS]
         if has_own_forward(module):
             raise UntraceableError("the forward of a module was replaced on the module itself")
+        if is_derived(type(module)):
+            raise UntraceableError("a module got a class of others")
+
+    def visit_known(self, module: nn.Module) -> None:
+        """Visit a module whose code is not read. Raises UntraceableError also if others wrote it."""
+        self.visit(module)
+        if is_others_class(type(module)):
+            raise UntraceableError(f"{type(module).__name__} is a class of others")
 
     def buffer(self, width: int) -> Span:
         self.widths.append(width)
@@ -102,7 +111,7 @@ class Record:
         inputs, outputs = sizes_of_linear(module)
         if x.span.buffer != FIRST_OF_SOURCE and x.width != inputs:
             raise WidthError("a linear layer takes another number of inputs")
-        self.visit(module)
+        self.visit_known(module)
         return self.put("linear", [x], outputs, modules=(module,))
 
     def activate(self, name: str, x: Any) -> StandIn:
@@ -139,8 +148,9 @@ class Record:
         require(x, heads=False, flat=False)
         parts = vars(module)["_modules"]
         gate, up, down = (parts[name] for name in (names.gate, names.up, names.down))
-        for each in (module, gate, up):
-            self.visit(each)
+        self.visit(module)
+        for each in (gate, up):
+            self.visit_known(each)
         for name in (names.gate, names.up, names.down):
             self.note(parts, name, parts[name])
         if names.activation is not None:
@@ -148,7 +158,7 @@ class Record:
             holder = parts if isinstance(tried, nn.Module) else vars(module)
             self.note(holder, name, holder.get(name))
             if isinstance(tried, nn.Module):
-                self.visit(tried)
+                self.visit_known(tried)
             if holder.get(name) is not tried:
                 raise UntraceableError("the activation of its MLP is not the one that was tried")
         product = self.put("gated", [x], gate.out_features, modules=(gate, up), epilogue=names.epilogue)

@@ -234,7 +234,7 @@ class Trace(AttentionRecord):
         if isinstance(module, (nn.Dropout, nn.Identity)):
             for name in ("training", "p"):
                 self.note(vars(module), name, vars(module).get(name))
-            self.visit(module)
+            self.visit_known(module)
             if isinstance(module, nn.Dropout) and module.training and module.p > 0:
                 raise UntraceableError("it drops numbers at random")
             return lambda x: x

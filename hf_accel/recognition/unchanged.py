@@ -24,6 +24,12 @@ PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))  # of values that
 # Packages whose functions depend on their arguments alone.
 KNOWN_PACKAGES = frozenset({"hf_accel", "torch", "transformers", "accelerate", "peft"})
 PYTHONS = frozenset({"builtins", "abc", "typing"})  # of which classes of those packages are made
+# Packages whose modules are linear layers of other quantizers, which compute each token by itself.
+QUANTIZERS = frozenset({"bitsandbytes", "compressed_tensors", "gptqmodel", "optimum", "torchao"})
+# What a class may say of its own without changing what its modules compute.
+HARMLESS = frozenset(
+    {"__init__", "__repr__", "extra_repr", "_init_weights", "post_init", "from_pretrained", "save_pretrained"}
+)
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -46,16 +52,50 @@ def is_known_code(function: Any) -> bool:
 
 
 def others_code(modules: Iterable[nn.Module]) -> str | None:
-    """Return where a hook or a replaced forward of others runs, as words; None if none is on these modules."""
+    """Return where a hook, a replaced forward or a class of others runs, as words; None where none of these does."""
     if any(not is_known_code(_function(hook)) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook on all modules"
+    kinds: set[type] = set()
     for module in modules:
         own = module.__dict__
+        kinds.add(type(module))
         if any(not is_known_code(_function(hook)) for name in HOOKS for hook in own[name].values()):
             return f"a hook on a {type(module).__name__}"
         if "forward" in own and not is_known_code(_function(own["forward"])):
             return f"a forward that was set on a {type(module).__name__}"
-    return None
+    return next((f"the class {kind.__name__}" for kind in kinds if is_others_class(kind)), None)
+
+
+def is_others_class(kind: type) -> bool:
+    """Return whether others wrote, or replaced, what a class computes. Such a class may still have a name of its own,
+    and say how a model is made or saved.
+    """
+    for base, forward in _forwards(kind):
+        ours = _package(type(forward)) == "hf_accel"  # a descriptor in a mixin
+        if not (ours or is_known_code(forward) or _package(base) in QUANTIZERS):
+            return True
+    others = [base for base in kind.__mro__ if _package(base) not in KNOWN_PACKAGES | PYTHONS | QUANTIZERS]
+    known = [base for base in kind.__mro__ if base not in others]
+    return any(
+        hasattr(type(value), "__get__") or (callable(value) and not isinstance(value, type))
+        for base in others
+        for name, value in vars(base).items()
+        if name not in HARMLESS and any(name in vars(each) for each in known)
+    )
+
+
+def _package(kind: type) -> str:
+    return "hf_accel" if is_mixed(kind) else kind.__module__.partition(".")[0]
+
+
+def is_mixed(kind: type) -> bool:
+    """Return whether patch() made a class, which says that it is of the module of the class before it."""
+    return "original_class" in vars(kind)
+
+
+def is_derived(kind: type) -> bool:
+    """Return whether others derived a class from one that patch() made, so that code of theirs is around ours."""
+    return hasattr(kind, "original_class") and not is_mixed(kind)
 
 
 def _function(called: Any) -> Any:
@@ -67,24 +107,31 @@ def _function(called: Any) -> Any:
 
 
 class Read(NamedTuple):
-    """A value that something depends on: `owner[name]` when it was read, None if it was missing."""
+    """A value that something depends on: `owner[name]` when it was read, None if it was missing.
 
-    owner: Mapping[str, Any]
+    Of an owner that is a module, the value is its class.
+    """
+
+    owner: Mapping[str, Any] | nn.Module
     name: str
     value: Any
 
 
 class Reads:
-    """Entries of dictionaries that must stay the same objects."""
+    """Entries of dictionaries that must stay the same objects, and modules that must stay of the same classes."""
 
     def __init__(self, reads: Iterable[Read]) -> None:
         once = {(id(read.owner), read.name, id(read.value)): read for read in reads}.values()
-        self._owners, self._names = [read.owner for read in once], [read.name for read in once]
-        self._values = [read.value for read in once]
+        entries = [read for read in once if not isinstance(read.owner, nn.Module)]
+        self._owners, self._names = [read.owner for read in entries], [read.name for read in entries]
+        self._values = [read.value for read in entries]
+        self._seen = [read.owner for read in once if isinstance(read.owner, nn.Module)]
+        self._kinds = [read.value for read in once if isinstance(read.owner, nn.Module)]
 
     def hold(self) -> bool:
         # No loop of Python's: this is asked about each layer, or the whole model, in each step.
-        return all(map(is_, map(dict.get, self._owners, self._names), self._values))  # type: ignore[arg-type]
+        same = all(map(is_, map(dict.get, self._owners, self._names), self._values))  # type: ignore[arg-type]
+        return same and list(map(type, self._seen)) == self._kinds
 
 
 class Hooks:

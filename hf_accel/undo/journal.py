@@ -9,8 +9,10 @@ A class that patch() gives to an instance is made from a Mixin.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+import functools
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -170,8 +172,31 @@ def mixed_class(mixin: type[Mixin], original: type) -> type:
     """Make the subclass of (mixin, original). It has the original's name, since transformers compares names."""
     if (mixin, original) not in _MIXED:
         names: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        names |= {name: _while_mixed(mixin, name) for name in _overridden(mixin, original)}
         _MIXED[mixin, original] = type(original.__name__, (mixin, original), names | {"original_class": original})
     return _MIXED[mixin, original]
+
+
+def _overridden(mixin: type[Mixin], original: type) -> list[str]:
+    """Return the names of the original's methods that a mixin has its own of."""
+    own = {name: value for base in reversed(mixin.__mro__) if base is not object for name, value in vars(base).items()}
+    functions = [name for name, value in own.items() if isinstance(value, FunctionType) and not name.startswith("__")]
+    return [name for name in functions if hasattr(original, name)]
+
+
+def _while_mixed(mixin: type[Mixin], name: str) -> Callable[..., Any]:
+    """Return a mixin's method, which becomes that of the object's own class once the mixin is taken away: hooks of
+    accelerate, a Trainer or the user's own code may have kept it.
+    """
+    ours: Any = getattr(mixin, name)
+
+    @functools.wraps(ours)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, mixin):
+            return ours(self, *args, **kwargs)
+        return getattr(type(self), name)(self, *args, **kwargs)
+
+    return method
 
 
 def unmixed_class(kind: type, original: type) -> type:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -67,7 +68,38 @@ def mean_forward(module: nn.Module) -> None:
     module.forward = lambda x: forward(x) + x.mean(1, keepdim=True)  # type: ignore[method-assign]
 
 
+class Mixer(nn.Module):
+    """A part of a layer that the user has written, which reads the tokens of a row, and other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(1.0, len(x) + 1)[:, None, None]
+        mixed: Tensor = (self.linear(x) + x.roll(1, dims=1)) * rows
+        return mixed
+
+
+class NamedLlama(LlamaForCausalLM):
+    """A class of the user's that computes what its base does."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.name = "mine"
+
+    def describe(self) -> str:
+        return self.name
+
+
+def replaced(parent: nn.Module, name: str) -> None:
+    torch.manual_seed(4)
+    setattr(parent, name, Mixer())
+
+
 OTHERS_CODE = {
+    "a class in a layer": lambda model: replaced(model.model.layers[1], "mlp"),
+    "a class as a norm": lambda model: replaced(model.model, "norm"),
     "a hook on a layer's part": lambda model: model.model.layers[0].mlp.register_forward_hook(last_token),
     "a hook on the head": lambda model: model.lm_head.register_forward_hook(last_token),
     "a forward": lambda model: mean_forward(model.model.layers[1].mlp),
@@ -88,6 +120,61 @@ def test_code_of_others_sees_rows_and_columns(added: Any, layout: str, settings:
         added(each)
     assert tokens(model, layout, **settings).equal(tokens(stock, layout, **settings))
     assert "may read rows and columns" in loop(model)
+    assert "may read rows and columns" in " ".join(str(hf_accel.plan(stock, weights=None)).split())
+
+
+@pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
+@pytest.mark.parametrize("settings", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_code_of_others_sees_each_row_of_a_prompt(settings: dict[str, Any]) -> None:
+    """Equal rows are computed once, and share pages, only where nobody can tell rows apart."""
+
+    def second_row(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return torch.cat([out[:1], out[1:2].flip(-1), out[2:]])
+
+    model, stock = patched(), build("llama")
+    for each in (model, stock):
+        each.model.layers[0].mlp.register_forward_hook(second_row)
+    assert tokens(model, **settings).equal(tokens(stock, **settings))
+
+
+PARTS = ("layers.0.mlp", "layers.0.mlp.act_fn", "layers.0.self_attn.o_proj", "layers.0.input_layernorm", "norm")
+
+
+@pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
+@pytest.mark.parametrize("path", PARTS)
+def test_a_module_that_gets_another_class(path: str) -> None:
+    """A native call of its layer, made before, must not go on."""
+    model, stock = patched(), build("llama")
+    tokens(model)
+    for each in (model, stock):
+        module = each.model.get_submodule(path)
+
+        class Louder(type(module)):  # type: ignore[misc]
+            def forward(self, x: Tensor) -> Any:
+                return super().forward(x) * torch.arange(1.0, len(x) + 1).view(-1, *[1] * (x.ndim - 1)) * -1.5
+
+        module.__class__ = Louder
+    for layout in ("left", "single"):
+        assert tokens(model, layout).equal(tokens(stock, layout))
+    with torch.no_grad():
+        given = inputs("single")
+        assert torch.allclose(model(**given).logits, stock(**given).logits, atol=1e-4)
+
+
+def test_code_of_others_in_an_engine_is_warned_of() -> None:
+    model, prompts = patched(), [[5, 6, 7]]
+    model.model.layers[0].mlp = Mixer()
+    with pytest.warns(hf_accel.HfAccelWarning, match="an Engine gives the class Mixer the tokens of all requests"):
+        hf_accel.Engine(model).close()
+    with pytest.warns(hf_accel.HfAccelWarning, match=r"generate_batch\(\) gives the class Mixer"):
+        model.generate_batch(prompts, max_new_tokens=1)
+
+
+def test_a_class_of_others_that_computes_as_its_base_is_known() -> None:
+    stock = NamedLlama(build("llama").config).eval()
+    model = hf_accel.patch(copy.deepcopy(stock), weights=None)
+    assert tokens(model).equal(tokens(stock))
+    assert loop(model) == "ragged"
 
 
 @pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
@@ -310,5 +397,6 @@ def test_a_model_that_does_not_hand_on_its_cache() -> None:
     expected = tokens(stock, "single")
     model.model = Forgets(model.model)
     assert torch.equal(tokens(model, "single", use_cache=False), expected)
-    with pytest.raises(Exception, match="no layer of LlamaForCausalLM keeps anything"):
+    raised = pytest.raises(Exception, match="no layer of LlamaForCausalLM keeps anything")
+    with pytest.warns(hf_accel.HfAccelWarning, match="the class Forgets"), raised:
         model.generate_batch([inputs("single")["input_ids"][0].tolist()], max_new_tokens=2)

@@ -283,6 +283,26 @@ def test_hooks_from_while_patched_stay_and_can_be_removed(name: str, number: int
     assert calls(model, log) == []
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["unpatched", "patched again"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_forward_that_was_kept_while_patched(family: str, again: bool) -> None:
+    """Hooks of accelerate and a Trainer keep the forward that they wrap, and users their own."""
+
+    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: forward(*args, **kwargs)
+
+    model = hf_accel.patch(build(family), weights=None)
+    kept = model.generate
+    for module in [*model.modules()][1:]:
+        module.forward = around(module.forward)  # type: ignore[method-assign]
+    hf_accel.unpatch(model)
+    if again:
+        hf_accel.patch(model, weights=None)
+    assert torch.allclose(logits(model), logits(build(family)), atol=1e-4)
+    own = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(kept(**inputs("left"), **own), build(family).generate(**inputs("left"), **own))
+
+
 def test_hook_that_is_removed_while_patched_is_gone() -> None:
     model = build("llama")
     log: list[str] = []

@@ -25,7 +25,7 @@ from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
 from ...recognition.complex_rotation import cos_and_sin
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
-from ...recognition.unchanged import Read, is_same_value
+from ...recognition.unchanged import Reads, is_same_value
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..kept_states import Recorded
@@ -63,7 +63,7 @@ class LayerCalls(ABC, Generic[Layer]):
         self.names: frozenset[str] = frozenset()  # of the arguments of that call
         self.tensors: frozenset[str] = frozenset()  # those of TENSORS that were not None
         self.plain: dict[str, Any] = {}  # and those that were plain values
-        self.reads: list[Read] = []  # the reads of the trace, if there is no programme
+        self.reads = Reads([])  # the reads of the trace, if there is no programme
         self.programme: Layer | None = None
         self.kind: tuple[object, ...] = ()  # two layers of one kind take the same calls
 
@@ -187,7 +187,7 @@ class LayerCalls(ABC, Generic[Layer]):
         if same and all(is_same_value(kwargs[name], value) for name, value in self.plain.items()):
             if programme is not None and programme.is_current():
                 return programme
-            if programme is None and all(read.owner.get(read.name) is read.value for read in self.reads):
+            if programme is None and self.reads.hold():
                 return None  # a layer that could not be traced has not changed since
         self.kinds, self.names, self.tensors = kinds, frozenset(kwargs), tensors
         self.plain = {name: value for name, value in kwargs.items() if name not in TENSORS}
@@ -219,7 +219,7 @@ class LayerCalls(ABC, Generic[Layer]):
             trace.decoder_layer(layer, x.shape[-1], given[2])
             return self.make(trace, layer, x=x, table_dtype=table_dtype)
         except UntraceableError:
-            self.reads = trace.reads
+            self.reads = Reads(trace.reads)
             return None
 
 

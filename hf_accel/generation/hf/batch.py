@@ -26,6 +26,7 @@ from .config_settings import ASKED, complete_config, settings_of_config
 from .encoder_source import decoder_prompt
 from .grammars import KEYWORDS, take_constraint
 from .kept_runners import keep_runner, take_kept
+from .refusals import warn_of_code
 from .request_adapters import adapters_of_prompts
 from .session import Session, with_pages_for
 from .vocabulary import prompt_parts
@@ -52,6 +53,7 @@ def generate_batch(
 
     Returns transformers' outputs by the name of their request, and statistics.
     """
+    warn_of_code(model, "generate_batch()")
     factory = SequenceFactory(model, settings)
     replies = [
         reply

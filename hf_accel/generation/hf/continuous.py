@@ -27,7 +27,7 @@ from .batch import BatchPrompt, Reply, SequenceFactory, session_settings
 from .config_settings import complete_config
 from .generation_state import GenerationState
 from .model_runner import attention_refusal, weights_salt
-from .refusals import ids_refusal, ragged_refusal
+from .refusals import ids_refusal, ragged_refusal, warn_of_code
 from .session import Session
 
 logger = logging.get_logger(__name__)
@@ -376,6 +376,7 @@ def manager_for(model: PreTrainedModel, generation_config: Any, batching_config:
         state.statistics = {"loop": f"stock: transformers' continuous batching manager, because {refusal}"}
         attending: Any = _model_for_stock(model)
         return GenerationMixin.init_continuous_batching(attending, generation_config, batching_config, hints)
+    warn_of_code(model, "continuous batching")
     if state.manager is None:
         return ContinuousManager(model, generation_config, batching_config)
     return state.manager

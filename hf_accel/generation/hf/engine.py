@@ -37,7 +37,7 @@ from .encoder_source import decoder_prompt
 from .generation_state import GenerationState
 from .grammars import KEYWORDS, constraint_for
 from .part_prompts import prompts_of_part
-from .refusals import prompts_refusal, ragged_refusal, refuse_learnt, warn_once
+from .refusals import prompts_refusal, ragged_refusal, refuse_learnt, warn_of_code, warn_once
 from .request_adapters import LoadedAdapters
 from .request_config import default_new_tokens, request_config
 from .session import Session
@@ -109,6 +109,7 @@ class Engine:
         for each in (self.model, self.served, *([] if speculation is None else draft_models(speculation))):
             state_of(each).generation.engines.add(self)
         self._seeds = itertools.count(torch.initial_seed() % 2**62)
+        warn_of_code(self.served, "an Engine")
 
     def __repr__(self) -> str:
         scheduler = self.session.scheduler

@@ -51,6 +51,7 @@ from .refusals import (
     states_refusal,
 )
 from .states_drafters import with_stock_classes
+from .users_code import code_in_passes
 
 NOT_GIVEN = Default("not given")
 
@@ -338,14 +339,13 @@ class AcceleratedGeneration(QuantizedModel):
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Prefill without cached prefixes, and only once for prompts that transformers has repeated."""
-        call = self._generation_state.call
-        if call is not None:
+        if (call := self._generation_state.call) is not None:
             call.prompt_columns = input_ids.shape[1]
         cache = model_kwargs.get(self._generation_state.cache_name)
         if isinstance(cache, PagedCache) and cache.get_seq_length():
             cache.pages.use_salt(weights_salt(self))  # type: ignore[arg-type]
         text_only = other_input(model_kwargs) is None and not self._generation_state.form.reads_prompts
-        text_only = text_only and ragged_refusal(self) is None and not learnt_prompt(self)  # type: ignore[arg-type]
+        text_only = text_only and not (ragged_refusal(self) or learnt_prompt(self) or code_in_passes(self))  # type: ignore[arg-type]
         if not isinstance(cache, PagedCache) or cache.get_seq_length() or not text_only:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

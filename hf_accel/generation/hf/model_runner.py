@@ -30,6 +30,7 @@ from ..prompt_inputs import other_input, positions_count_tokens
 from .generation_state import STOCK_FORM
 from .mixed_passes import given_in, giving_more
 from .pass_states import PassStates, read_outputs
+from .users_code import code_in_passes
 
 # PEFT hands these to hooks on its layers during a call.
 FOR_EACH_ROW = ("adapter_names", "alora_offsets", "task_ids")
@@ -67,6 +68,8 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         mask = cache.padded.mask_with(source.shape[1])  # transformers leaves it out behind the first pass
     fresh = cache.get_seq_length() == 0
     shareable = cache.settings.prefix_sharing and ids is not None and other_input(kwargs) is None
+    # With code that reads rows or columns, keys and values do not follow from ids.
+    shareable = shareable and not (fresh and code_in_passes(model) is not None)
     shareable = shareable and not state_of(model).generation.form.whole_prompts  # of which no prefix stands alone
     if fresh and shareable:
         shareable = not positions_depend_on_length(model.config) and positions_count_tokens(

@@ -18,7 +18,6 @@ from ...cache.kinds import KeysAndValues, RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
 from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, modules_of, vocabulary_size
-from ...recognition.unchanged import others_code
 from ...undo.journal import original_class
 from ...undo.state import FUSED, state_of
 from ..prompt_inputs import is_padded_behind, other_input
@@ -33,6 +32,7 @@ from .model_runner import (
     keyword_for_each_row,
 )
 from .processing import is_users, reads_scores_alone
+from .users_code import code_in_passes
 
 NO_PAGES = "it has no paged cache"
 SWITCHES = "enable_adapters"  # a method that a class's own generate() may call
@@ -182,20 +182,21 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
     if positions is None and call.moves_tokens:
         return "position_ids do not count tokens"
     has_padding = mask is not None and not bool(mask.all())
-    if (len(input_ids) > 1 or has_padding) and (code := others_code(_in_passes(call.model))) is not None:
+    if (len(input_ids) > 1 or has_padding) and (code := code_in_passes(call.model)) is not None:
         return f"{code} may read rows and columns, of which ragged passes have none"
     if call.has_beams:
         return beams_refusal(call)
     return together_refusal(call)
 
 
-def _in_passes(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that passes call: the decoder, those around it, and the head; no tower or encoder."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    inside = set(decoder.modules()) | ({head} if isinstance(head, nn.Module) else set())
-    name = next((name for name, module in model.named_modules() if module is decoder), "")
-    around = {model.get_submodule(".".join(name.split(".")[:depth])) for depth in range(name.count(".") + 1)}
-    return [*(inside | around)]
+def warn_of_code(model: PreTrainedModel, what: str) -> None:
+    """Warn, once, of code of others that passes run over the tokens of all requests. what: serves these."""
+    if (code := code_in_passes(model)) is not None:
+        text = (
+            f"{what} gives {code} the tokens of all requests in one row, so that it has to change each token by "
+            "itself; if it reads rows or columns, use generate()"
+        )
+        warn_once(state_of(model).generation, text, text)
 
 
 def _behind_refusal(call: LoopCall, own_cache: bool) -> str | None:
@@ -223,7 +224,7 @@ def drafts_refusal(call: LoopCall) -> str | None:
         return None
     if (together := why_together(call)) is not None:
         return together
-    if (code := others_code(_in_passes(call.model))) is not None:
+    if (code := code_in_passes(call.model)) is not None:
         return f"{code} may read columns, and drafts add some"
     own = [processor for processor in call.processors if is_users(processor)]
     return stateful_refusal(own, call.input_ids[:1], vocabulary_size(call.model))
