@@ -61,7 +61,7 @@ def of_python(kind: type[Structure]) -> list[tuple[str, object]]:
 
 def test_every_kernel_is_called() -> None:
     called = {name: kind.__name__ for name, kind in library._structs.items()}
-    others = {name: name for name in ("LayerOp", "Linear", "LowRank", "Matrix")}
+    others = {name: name for name in ("LayerOp", "Linear", "LowRank", "Matrix", "SampledTensor")}
     assert called == KERNELS | others | {"layer": "LayerCall", "draft": "DraftCall"}
 
 
