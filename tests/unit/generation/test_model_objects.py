@@ -317,7 +317,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize("odd", ODD, ids=["list", "dict", "function", "set", "partial", "method"])
 def test_what_is_not_known_is_never_the_same(odd: Any) -> None:
     made = model()
     made[0].odd = odd
