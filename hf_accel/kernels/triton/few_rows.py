@@ -24,6 +24,7 @@ from .programs.multiply_few import EIGHT, multiply_few
 MOST_TOGETHER = 3  # weights of one launch
 MOST_ROWS: int = EIGHT.value  # of a tile
 MOST_GATED_PARTS = 4  # blocks of both weights of a gate that a warp reads at a time
+MOST_SUMS = 1024  # of a warp: 32 registers of each thread; blocks of few bytes have as many as others
 
 
 def takes_few_rows(weight: BlockedWeight, dtype: torch.dtype) -> bool:
@@ -43,9 +44,10 @@ def few_launch(
     """
     first = weights[0]
     assert tile.inputs is not None
-    parts = tile.inputs // first.block
+    most = MOST_SUMS // (tile.outputs * tile.rows)
     if activation is not None:  # the registers of a thread hold the bytes of both weights
-        parts = min(parts, MOST_GATED_PARTS * tile.num_warps)
+        most = min(most, MOST_GATED_PARTS)
+    parts = min(tile.inputs // first.block, most * tile.num_warps)
     arguments = arguments_of([*weights, *[None] * (MOST_TOGETHER - len(weights))], biases, outs)
     outputs = tile.outputs // 2 if activation is not None and tile.rows > MOST_ROWS else tile.outputs
     is_whole = first.num_blocks % parts == 0 and all(out.shape[1] % outputs == 0 for out in outs)

@@ -12,7 +12,7 @@ from hf_accel.kernels.triton.blocked_weight import BlockedWeight, LinearTile
 from hf_accel.kernels.triton.few_rows import few_launch, takes_few_rows
 from hf_accel.kernels.triton.layer_parts import gated
 from hf_accel.kernels.triton.quantized_linear import stacked
-from hf_accel.linear.backends.tiles import EIGHT, eight
+from hf_accel.linear.backends.tiles import EIGHT, MANY_OUTPUTS, MORE, eight, more
 from hf_accel.linear.backends.triton import Triton
 from tests.devices import triton_device
 
@@ -92,18 +92,21 @@ def test_what_they_take() -> None:
 
 @compiled
 @pytest.mark.parametrize(
-    ("kind", "capability"),
-    [("int8", 90), ("int4", 80), *(pytest.param(k, c, marks=pytest.mark.long) for k in KINDS for c in (80, 89, 90))],
-)
-def test_they_fit_every_gpu(kind: str, capability: int) -> None:
+    ("kind", "group", "capability"),
+    [
+        ("int8", 128, 90), ("int4", 128, 80), ("int4 zero points", 32, 90),
+        *(pytest.param(k, g, c, marks=pytest.mark.long) for k in KINDS for g in (32, 128) for c in (80, 89, 90)),
+    ],
+)  # fmt: skip
+def test_they_fit_every_gpu(kind: str, group: int, capability: int) -> None:
     """A weight stays in registers: no shared memory but for the sums of the warps."""
     from tests.unit.kernels.triton.compiling import compile_for
 
-    weights = [weight_of_zeros(kind, (64, 4096), dtype=BF16) for _ in range(3)]
-    x, outs = torch.zeros(1, 4096, dtype=BF16), [torch.zeros(1, 64, dtype=BF16) for _ in range(3)]
-    tiles = eight(weights[0])
-    assert len(tiles) == len(EIGHT)
-    for tile in tiles if capability == 89 else tiles[:1]:
+    weights = [weight_of_zeros(kind, (MANY_OUTPUTS, 4096), dtype=BF16, group=group) for _ in range(3)]
+    x, outs = torch.zeros(1, 4096, dtype=BF16), [torch.zeros(1, MANY_OUTPUTS, dtype=BF16) for _ in range(3)]
+    tiles = [*eight(weights[0]), *more(weights[0])]
+    assert len(tiles) == len(EIGHT) + len(MORE)
+    for tile in tiles if capability == 89 else [tiles[len(EIGHT) - 1]] if group == 32 else tiles[:1]:
         for count in (1, 3):
             launch = few_launch(x, weights[:count], [None] * count, outs[:count], tile=tile)
             used = compile_for(launch, capability)
