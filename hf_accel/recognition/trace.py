@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..undo.journal import original_class
-from ..undo.state import FUSED
 from .attention_record import AttentionRecord
 from .cache_code import EXPANDS
 from .call_form import (
@@ -58,7 +57,6 @@ from .symbols import (
 )
 from .trial import (
     PLAIN_ACTIVATIONS,
-    GatedNames,
     activation_name,
     gated_names,
     is_layer_norm,
@@ -254,8 +252,7 @@ class Trace(AttentionRecord):
             return partial(states.recorded, self, module)
         if self.is_called(module):
             return partial(self.call_module, module, results_of(original_class(module).forward))
-        held = parts.get(FUSED)  # the parts that it had when it was given a native forward
-        names = held if isinstance(held, GatedNames) else gated_names(module)
+        names = gated_names(module)
         if names is not None:
             return lambda x: self.gated(module, names, x)
         return ModuleStandIn(self, module)
@@ -272,7 +269,9 @@ class Trace(AttentionRecord):
         """Run the code of a module's class."""
         if self._ran:
             self.visit(module)
-        self._ran = True  # the layer, whose own hooks and forward are around all this
+        else:  # the layer, whose own hooks and forward are around all this
+            self.note_class(module)
+        self._ran = True
         kind = original_class(module)
         forward = kind.forward
         if not isinstance(forward, FunctionType):

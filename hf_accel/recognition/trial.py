@@ -184,7 +184,7 @@ class GatedNames:
 
 def gated_names(module: nn.Module) -> GatedNames | None:
     """Return the parts of a module whose code is down(act(gate(x)) * up(x)) and nothing else; None for any other."""
-    code = gated_code(type(module).forward)
+    code = gated_code(original_class(module).forward)
     if code is None or not all(
         isinstance(getattr(module, n, None), nn.Linear) for n in (code.gate, code.up, code.down)
     ):
