@@ -309,9 +309,6 @@ def _is_held(activation: tuple[str, Any] | None, own: dict[str, Any]) -> bool:
         return True
     name, tried = activation
     if isinstance(tried, nn.Module):
-        return (
-            own["_modules"].get(name) is tried
-            and is_unobserved(tried)
-            and not _is_others(type(tried), type(tried).forward)
-        )  # type: ignore[arg-type]
+        kind: Any = type(tried)
+        return own["_modules"].get(name) is tried and is_unobserved(tried) and not _is_others(kind, kind.forward)
     return own.get(name) is tried

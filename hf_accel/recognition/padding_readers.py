@@ -1,4 +1,4 @@
-"""Whether a model holds code of others, which may read what stands at padding."""
+"""Tells whether a model holds code of others, which may read what stands at padding."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .unchanged import GLOBAL_HOOKS, HOOKS, Surroundings, others_code
+
+MOST_MASKS = 4  # of a pass: layers of several kinds are given one each
 
 
 class PaddingReaders:
@@ -24,11 +26,28 @@ class PaddingReaders:
         self._places: list[Mapping[Any, Any]] = []  # of hooks
         self._hooks: list[Any] = []
         self._any = True
+        self._passes: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}  # by the id of a mask, who has asked
 
-    def __bool__(self) -> bool:
-        """Return whether there are any, or nobody knows: the model is gone, or a part of it was copied alone."""
-        model = self._model and self._model()
+    def may_read(self, asking: object, mask: Tensor | None) -> bool:
+        """Return whether there are any, or nobody knows: the model is gone, or a part of it was copied alone.
+
+        asking: who asks, once in a pass. mask: what the layers of a pass are given. Without code of others nothing
+        changes within a pass, so that only the first of its layers looks.
+        """
+        seen, asked = self._passes.get(id(mask), (None, set[int]()))
+        if seen is not None and seen() is mask and id(asking) not in asked:
+            asked.add(id(asking))
+            return False
+        if self._look() or mask is None or len(self._passes) >= MOST_MASKS:
+            self._passes.clear()
+        if mask is not None and not self._any:
+            self._passes[id(mask)] = weakref.ref(mask), {id(asking)}
+        return self._any
+
+    def _look(self) -> bool:
+        model = self._held()
         if model is None:
+            self._any = True
             return True
         hooks = self._hooks_now()
         same = len(hooks) == len(self._hooks) and all(map(is_, hooks, self._hooks))
@@ -39,12 +58,15 @@ class PaddingReaders:
             self._hooks = self._hooks_now()
         return self._any
 
+    def _held(self) -> nn.Module | None:
+        return None if self._model is None else self._model()
+
     def _hooks_now(self) -> list[Any]:
         return [hook for place in filter(None, self._places) for hook in place.values()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReaders:
-        model = self._model and self._model()
+        model = self._held()
         return PaddingReaders(None if model is None else memo.get(id(model)))
 
     def __reduce__(self) -> Any:
-        return PaddingReaders, (self._model and self._model(),)
+        return PaddingReaders, (self._held(),)

@@ -120,8 +120,8 @@ class Read(NamedTuple):
 
 
 class Reads:
-    """Entries of dictionaries that must stay the same objects, and modules that must stay of the same classes, of which
-    nobody replaces the forward.
+    """Entries of dictionaries that must stay the same objects, and modules that must stay of the same classes. The
+    forwards of these must stay the same, too.
     """
 
     def __init__(self, reads: Iterable[Read]) -> None:
@@ -141,7 +141,7 @@ class Reads:
         return same and list(map(type, self._seen)) == self._kinds and self._forwards_now() == self._forwards
 
     def _forwards_now(self) -> list[Any]:
-        return list(map(MappingProxyType.get, self._classes, repeat("forward")))  # type: ignore[arg-type]
+        return list(map(MappingProxyType.get, self._classes, repeat("forward")))
 
 
 class Hooks:

@@ -193,8 +193,8 @@ def _overridden(mixin: type[Mixin], original: type) -> list[str]:
 
 def _while_mixed(mixin: type[Mixin], name: str, original: type) -> Callable[..., Any]:
     """Return a mixin's method, which becomes that of the object's own class once the mixin is taken away: hooks of
-    accelerate, a Trainer or the user's own code may have kept it. A forward does so also once somebody replaces that of
-    the class, which ours computes.
+    accelerate, a Trainer or the user's own code may have kept it. A forward does so also while that of the class is
+    another one than ours computes.
     """
     ours: Any = getattr(mixin, name)
     innermost = _innermost(original)

@@ -138,7 +138,7 @@ class EncoderCalls(ABC):
 
     @property
     def leaves_padding(self) -> bool:
-        """Whether padding is left out where no code of others may read it."""
+        """Return whether padding is left out where no code of others may read it."""
         return self.readers is not None
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,7 +168,7 @@ class EncoderCalls(ABC):
             layout = layout_for(first, mask, *shape)
         if layout is None:
             return None
-        if layout.index is not None and (self.readers is None or self.readers):
+        if layout.index is not None and (self.readers is None or self.readers.may_read(self, mask)):
             layout = first.with_padding(layout)
             if layout is None:
                 return None
