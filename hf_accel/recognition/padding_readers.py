@@ -17,11 +17,11 @@ MOST_MASKS = 4  # of a pass: layers of several kinds are given one each
 class PaddingReaders:
     """The code of others in a model, as passes with padding ask for it. It is looked at again once something changes.
 
-    Parts of the model hold this, so that it does not hold the model. A copy belongs to the copy of the model.
+    A copy belongs to the copy of the model; that of a part alone to none.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        self._model = None if model is None else weakref.ref(model)
+        self._model = model
         self._around: Surroundings | None = None
         self._places: list[Mapping[Any, Any]] = []  # of hooks
         self._hooks: list[Any] = []
@@ -29,7 +29,7 @@ class PaddingReaders:
         self._passes: dict[int, tuple[weakref.ref[Tensor], set[int]]] = {}  # by the id of a mask, who has asked
 
     def may_read(self, asking: object, mask: Tensor | None) -> bool:
-        """Return whether there are any, or nobody knows: the model is gone, or a part of it was copied alone.
+        """Return whether there are any, or nobody knows, since a part was copied alone.
 
         asking: who asks, once in a pass. mask: what the layers of a pass are given. Without code of others nothing
         changes within a pass, so that only the first of its layers looks.
@@ -45,28 +45,22 @@ class PaddingReaders:
         return self._any
 
     def _look(self) -> bool:
-        model = self._held()
-        if model is None:
-            self._any = True
+        if self._model is None:
             return True
         hooks = self._hooks_now()
         same = len(hooks) == len(self._hooks) and all(map(is_, hooks, self._hooks))
         if not same or self._around is None or not self._around.hold():
-            modules = [*model.modules()]
+            modules = [*self._model.modules()]
             self._around, self._any = Surroundings(modules), others_code(modules) is not None
             self._places = [*GLOBAL_HOOKS, *(vars(module)[name] for module in modules for name in HOOKS)]
             self._hooks = self._hooks_now()
         return self._any
 
-    def _held(self) -> nn.Module | None:
-        return None if self._model is None else self._model()
-
     def _hooks_now(self) -> list[Any]:
         return [hook for place in filter(None, self._places) for hook in place.values()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReaders:
-        model = self._held()
-        return PaddingReaders(None if model is None else memo.get(id(model)))
+        return PaddingReaders(memo.get(id(self._model)))
 
     def __reduce__(self) -> Any:
-        return PaddingReaders, (self._held(),)
+        return PaddingReaders, (self._model,)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..undo.journal import original_class
+from ..undo.state import FUSED
 from .attention_record import AttentionRecord
 from .cache_code import EXPANDS
 from .call_form import (
@@ -57,6 +58,7 @@ from .symbols import (
 )
 from .trial import (
     PLAIN_ACTIVATIONS,
+    GatedNames,
     activation_name,
     gated_names,
     is_layer_norm,
@@ -252,7 +254,9 @@ class Trace(AttentionRecord):
             return partial(states.recorded, self, module)
         if self.is_called(module):
             return partial(self.call_module, module, results_of(original_class(module).forward))
-        names = gated_names(module)
+        held = parts.get(FUSED)  # the parts that it had when it was given a native forward
+        has_held = isinstance(held, GatedNames) and held.are_of(original_class(module).forward)
+        names = held if has_held else gated_names(module)
         if names is not None:
             return lambda x: self.gated(module, names, x)
         return ModuleStandIn(self, module)

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 import hf_accel
 from hf_accel.kernels import cpu as kernels
+from hf_accel.recognition.padding_readers import PaddingReaders
 from tests.families.models import enliven
 
 from .test_encoders import batch, build, counted, made
@@ -128,6 +129,20 @@ def test_copies_see_code_of_their_own_model() -> None:
     # Nobody knows who reads what a part returns that was copied alone.
     states, mask = torch.randn(3, 11, 60), (1 - given["attention_mask"])[:, None, None] * torch.finfo().min
     near(copy.deepcopy(ours.encoder)(states, mask)[0], build().encoder(states, mask)[0])
+
+
+def test_only_the_first_layer_of_a_pass_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, masks = build(), [torch.ones(1) for _ in range(2)]
+    readers, looks = PaddingReaders(model), []
+    look = PaddingReaders._look
+    monkeypatch.setattr(PaddingReaders, "_look", lambda self: looks.append(1) or look(self))
+    layers = list(model.encoder.layer)
+    assert not any(readers.may_read(layer, mask) for layer in layers for mask in masks)
+    assert len(looks) == 2
+    hooked(model.embeddings)
+    assert all(readers.may_read(layer, masks[0]) for layer in layers)  # a mask of the caller's may come again
+    model.embeddings._forward_hooks.clear()
+    assert not any(readers.may_read(layer, None) for layer in layers)
 
 
 # -- a forward that is replaced on a class of transformers -----------------------------------------------
