@@ -297,7 +297,10 @@ def gate_and_multiply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
-_is_others = lru_cache(maxsize=256)(is_others_class)  # a module may get another class
+@lru_cache(maxsize=256)
+def _is_others(kind: type, forward: object) -> bool:
+    """Return whether others wrote what a module computes, which may get another class, and that another forward."""
+    return is_others_class(kind)
 
 
 def _is_held(activation: tuple[str, Any] | None, own: dict[str, Any]) -> bool:
@@ -306,5 +309,6 @@ def _is_held(activation: tuple[str, Any] | None, own: dict[str, Any]) -> bool:
         return True
     name, tried = activation
     if isinstance(tried, nn.Module):
-        return own["_modules"].get(name) is tried and is_unobserved(tried) and not _is_others(type(tried))  # type: ignore[arg-type]
+        kind: Any = type(tried)
+        return own["_modules"].get(name) is tried and is_unobserved(tried) and not _is_others(kind, kind.forward)
     return own.get(name) is tried

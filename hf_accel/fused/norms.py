@@ -139,7 +139,13 @@ class NormForms:
         weight = own["_parameters"].get("weight")  # None where it is computed: prune, parametrize
         if weight is None or x.shape[-1:] != weight.shape or weight.device != x.device:
             return None
-        key = x.dtype, weight.dtype, x.device.type, own.get("variance_epsilon") or own.get("eps")
+        key = (
+            x.dtype,
+            weight.dtype,
+            x.device.type,
+            own.get("variance_epsilon") or own.get("eps"),
+            original_class(module).forward,
+        )
         if key not in self._known:
             self._known[key] = norm_form(module, x.dtype)
         return self._known[key]

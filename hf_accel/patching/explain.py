@@ -16,6 +16,7 @@ from ..kernels import cpu as cpu_kernels
 from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel
 from ..recognition.known_modules import other_calls
+from ..recognition.unchanged import others_code
 from ..tensors import model_device
 from .originals import whereabouts
 from .plan import Plan
@@ -153,7 +154,9 @@ def _pass_lines(plan: Plan) -> Iterator[Line]:
         why = f"those with gradients, output_attentions, {', '.join(known)}"
         yield Line("passes", "other calls", "module by module", why)
     ahead = [site for site in native if site.state.leaves_padding]
-    if ahead:
+    if ahead and (code := others_code(plan.model.modules())) is not None:
+        yield Line("passes", "padding", "computed", f"{code} may read it")
+    elif ahead:
         is_whole = any(site.kind == STACK and site.state.leaves_padding for site in fused.sites)
         choice = "left out of a whole pass" if is_whole else "left out of each native layer"
         yield Line("passes", "padding", choice, "zeros stand there; shapes stay")

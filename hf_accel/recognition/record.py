@@ -62,12 +62,15 @@ class Record:
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
         self.reads.append(Read(owner, name, value))
 
+    def note_class(self, module: nn.Module) -> None:
+        self.reads.append(Read(module, "__class__", type(module)))
+
     def visit(self, module: nn.Module) -> None:
         """Note the class of a module, and the hooks around it. Raises UntraceableError if its forward was replaced."""
         own = vars(module)
         for name in ("forward", *HOOKS):
             self.note(own, name, own.get(name))
-        self.reads.append(Read(module, "__class__", type(module)))
+        self.note_class(module)
         self.hooks += [own[name] for name in HOOKS]
         if has_own_forward(module):
             raise UntraceableError("the forward of a module was replaced on the module itself")
@@ -127,7 +130,7 @@ class Record:
         sizes = own.get("normalized_shape") if isinstance(module, nn.LayerNorm) else tuple(weight.shape)  # type: ignore[union-attr]
         if sizes != (x.width,):
             raise UntraceableError("a norm takes another number of inputs")
-        self.visit(module)
+        (self.visit_known if type(module) is nn.LayerNorm else self.visit)(module)  # code of others was tried
         for name, value in settings_of_norm(module).items():
             self.note(own, name, value)
         eps = next(own[name] for name in NAMES_OF_EPS if name in own)

@@ -255,7 +255,8 @@ class Trace(AttentionRecord):
         if self.is_called(module):
             return partial(self.call_module, module, results_of(original_class(module).forward))
         held = parts.get(FUSED)  # the parts that it had when it was given a native forward
-        names = held if isinstance(held, GatedNames) else gated_names(module)
+        has_held = isinstance(held, GatedNames) and held.are_of(original_class(module).forward)
+        names = held if has_held else gated_names(module)
         if names is not None:
             return lambda x: self.gated(module, names, x)
         return ModuleStandIn(self, module)
@@ -272,7 +273,9 @@ class Trace(AttentionRecord):
         """Run the code of a module's class."""
         if self._ran:
             self.visit(module)
-        self._ran = True  # the layer, whose own hooks and forward are around all this
+        else:  # the layer, whose own hooks and forward are around all this
+            self.note_class(module)
+        self._ran = True
         kind = original_class(module)
         forward = kind.forward
         if not isinstance(forward, FunctionType):

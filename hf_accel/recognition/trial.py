@@ -181,6 +181,15 @@ class GatedNames:
     activation: tuple[str, Any] | None
     epilogue: str
 
+    def are_of(self, forward: Any) -> bool:
+        """Return whether a forward's code computes by these names."""
+        code = gated_code(forward)
+        if code is None or (code.gate, code.up, code.down) != (self.gate, self.up, self.down):
+            return False
+        if isinstance(code.activation, str):
+            return self.activation is not None and self.activation[0] == code.activation
+        return self.activation is None and activation_name(code.activation, ACTIVATIONS) == self.epilogue
+
 
 def gated_names(module: nn.Module) -> GatedNames | None:
     """Return the parts of a module whose code is down(act(gate(x)) * up(x)) and nothing else; None for any other."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
 from operator import is_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +120,9 @@ class Read(NamedTuple):
 
 
 class Reads:
-    """Entries of dictionaries that must stay the same objects, and modules that must stay of the same classes."""
+    """Entries of dictionaries that must stay the same objects, and modules that must stay of the same classes. The
+    forwards of these must stay the same, too.
+    """
 
     def __init__(self, reads: Iterable[Read]) -> None:
         once = {(id(read.owner), read.name, id(read.value)): read for read in reads}.values()
@@ -126,12 +130,18 @@ class Reads:
         self._owners, self._names = [read.owner for read in entries], [read.name for read in entries]
         self._values = [read.value for read in entries]
         self._seen = [read.owner for read in once if isinstance(read.owner, nn.Module)]
-        self._kinds = [read.value for read in once if isinstance(read.owner, nn.Module)]
+        self._kinds: list[type] = [read.value for read in once if isinstance(read.owner, nn.Module)]
+        bases = dict.fromkeys(base for kind in self._kinds for base in kind.__mro__ if _package(base) != "hf_accel")
+        self._classes = list(map(vars, bases))
+        self._forwards = self._forwards_now()
 
     def hold(self) -> bool:
         # No loop of Python's: this is asked about each layer, or the whole model, in each step.
         same = all(map(is_, map(dict.get, self._owners, self._names), self._values))  # type: ignore[arg-type]
-        return same and list(map(type, self._seen)) == self._kinds
+        return same and list(map(type, self._seen)) == self._kinds and self._forwards_now() == self._forwards
+
+    def _forwards_now(self) -> list[Any]:
+        return list(map(MappingProxyType.get, self._classes, repeat("forward")))
 
 
 class Hooks:

@@ -159,22 +159,29 @@ class Mixin:
 
 def original_class(given: object) -> Any:
     """Return the class that an object had before mixins were put before it."""
-    kind: Any = type(given)
-    while hasattr(kind, "original_class"):
-        kind = kind.original_class
-    return kind
+    return _innermost(type(given))
 
 
-_MIXED: dict[tuple[type, type], type] = {}
+_MIXED: dict[tuple[type, type, Any], type] = {}
 
 
 def mixed_class(mixin: type[Mixin], original: type) -> type:
     """Make the subclass of (mixin, original). It has the original's name, since transformers compares names."""
-    if (mixin, original) not in _MIXED:
+    forward = getattr(_innermost(original), "forward", None)
+    if (mixin, original, forward) not in _MIXED:
         names: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        names |= {name: _while_mixed(mixin, name) for name in _overridden(mixin, original)}
-        _MIXED[mixin, original] = type(original.__name__, (mixin, original), names | {"original_class": original})
-    return _MIXED[mixin, original]
+        names |= {name: _while_mixed(mixin, name, original) for name in _overridden(mixin, original)}
+        _MIXED[mixin, original, forward] = type(
+            original.__name__, (mixin, original), names | {"original_class": original}
+        )
+    return _MIXED[mixin, original, forward]
+
+
+def _innermost(kind: Any) -> Any:
+    """Return the class before all mixins."""
+    while hasattr(kind, "original_class"):
+        kind = kind.original_class
+    return kind
 
 
 def _overridden(mixin: type[Mixin], original: type) -> list[str]:
@@ -184,15 +191,20 @@ def _overridden(mixin: type[Mixin], original: type) -> list[str]:
     return [name for name in functions if hasattr(original, name)]
 
 
-def _while_mixed(mixin: type[Mixin], name: str) -> Callable[..., Any]:
+def _while_mixed(mixin: type[Mixin], name: str, original: type) -> Callable[..., Any]:
     """Return a mixin's method, which becomes that of the object's own class once the mixin is taken away: hooks of
-    accelerate, a Trainer or the user's own code may have kept it.
+    accelerate, a Trainer or the user's own code may have kept it. A forward does so also while that of the class is
+    another one than ours computes.
     """
     ours: Any = getattr(mixin, name)
+    innermost = _innermost(original)
+    known = getattr(innermost, "forward", None)
 
     @functools.wraps(ours)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, mixin):
+            if name == "forward" and innermost.forward is not known:
+                return getattr(original, name)(self, *args, **kwargs)
             return ours(self, *args, **kwargs)
         return getattr(type(self), name)(self, *args, **kwargs)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
+from ...recognition.padding_readers import PaddingReaders
 from .encoder_calls import EncoderLayerCalls
 from .native_calls import NativeCalls
 
@@ -16,15 +17,15 @@ class DecoderCalls(NativeCalls):
     """The LayerCalls of a layer on the CPU, which is one native call over pages, and over the rows of a batch if it
     has no cache, or an empty one of transformers.
 
-    leaves_padding: as that of EncoderCalls, for calls without pages.
+    readers: as those of EncoderCalls, for calls without pages.
     """
 
-    def __init__(self, leaves_padding: bool) -> None:
+    def __init__(self, readers: PaddingReaders | None) -> None:
         super().__init__()
-        self.over_rows = EncoderLayerCalls(leaves_padding)
+        self.over_rows = EncoderLayerCalls(readers)
 
     def __reduce__(self) -> Any:
-        return DecoderCalls, (self.over_rows.leaves_padding,)
+        return DecoderCalls, (self.over_rows.readers,)
 
     def run_without_pages(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -37,3 +38,8 @@ def has_no_head(model: nn.Module) -> bool:
     a language model does for a loss.
     """
     return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None
+
+
+def readers_without_head(model: nn.Module) -> PaddingReaders | None:
+    """Return the readers of padding of a model, which is None where a head of its own is one."""
+    return PaddingReaders(model) if has_no_head(model) else None

@@ -35,10 +35,11 @@ from ...recognition.call_form import (
 )
 from ...recognition.known_module import Said
 from ...recognition.operation import UntraceableError
+from ...recognition.padding_readers import PaddingReaders
 from ...recognition.stack_trace import StackTrace
 from ...recognition.symbols import OfSizes
 from ...recognition.trace import Trace
-from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward
+from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, Read, Reads, has_own_forward, is_derived
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..encoder_programme import Causal, EncoderProgramme
@@ -124,15 +125,21 @@ class EncoderCalls(ABC):
     something has changed that this depends on.
 
     A copy or a pickle starts without it, because it may hold addresses.
-    leaves_padding: whether the module may return zeros at padding; else padding is computed too.
+    readers: the code of others that may read padding: the module may return zeros there while there is none. Where
+    this is None, padding is always computed too.
     """
 
-    def __init__(self, leaves_padding: bool) -> None:
-        self.leaves_padding = leaves_padding
+    def __init__(self, readers: PaddingReaders | None) -> None:
+        self.readers = readers
         self._known: dict[Kind, Known] = {}
 
     def __reduce__(self) -> Any:
-        return type(self), (self.leaves_padding,)
+        return type(self), (self.readers,)
+
+    @property
+    def leaves_padding(self) -> bool:
+        """Return whether padding is left out where no code of others may read it."""
+        return self.readers is not None
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's result; None if its own code must run."""
@@ -161,7 +168,7 @@ class EncoderCalls(ABC):
             layout = layout_for(first, mask, *shape)
         if layout is None:
             return None
-        if layout.index is not None and not self.leaves_padding:
+        if layout.index is not None and (self.readers is None or self.readers.may_read(self, mask)):
             layout = first.with_padding(layout)
             if layout is None:
                 return None
@@ -204,12 +211,12 @@ class EncoderLayerCalls(EncoderCalls):
     same by its native call.
     """
 
-    def __init__(self, leaves_padding: bool, keeps_sdpa: bool = False) -> None:
-        super().__init__(leaves_padding)
+    def __init__(self, readers: PaddingReaders | None, keeps_sdpa: bool = False) -> None:
+        super().__init__(readers)
         self.keeps_sdpa = keeps_sdpa
 
     def __reduce__(self) -> Any:
-        return type(self), (self.leaves_padding, self.keeps_sdpa)
+        return type(self), (self.readers, self.keeps_sdpa)
 
     def make(self, module: nn.Module, kind: Kind, reads: list[Read]) -> KnownEncoderLayer:
         form, dtype, width, causal = kind
@@ -285,7 +292,7 @@ class KnownStack(Known):
         self._calls: list[EncoderLayerCalls] = [vars(layer)[FUSED] for layer, _ in layers]
         for layer, calls in zip(trace.called, self._calls, strict=True):
             trace.note(vars(layer.layer), FUSED, calls)
-        if not all(issubclass(each, EncoderForward) for each in self._types):
+        if not all(issubclass(each, EncoderForward) and not is_derived(each) for each in self._types):
             raise UntraceableError("a layer has another forward")
         self._reads = Reads(trace.reads)
 

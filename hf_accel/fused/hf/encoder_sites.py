@@ -20,6 +20,7 @@ from ...recognition.code import code_of
 from ...recognition.known_modules import INPUTS, known_module
 from ...recognition.mask_code import adds_to_masks
 from ...recognition.operation import UntraceableError, WidthError
+from ...recognition.padding_readers import PaddingReaders
 from ...recognition.source import source_of
 from ...recognition.stack_trace import StackTrace
 from ...recognition.trace import WEIGHTS, Trace
@@ -58,6 +59,7 @@ def encoder_sites(
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     with_weights: list[str] = []
+    readers = PaddingReaders(model)
     for name, layer, attention in attending_layers(model):
         if any(is_within(name, site.name) for site in sites):
             continue
@@ -78,7 +80,7 @@ def encoder_sites(
             with_weights.append(name)
         if reason is None:
             leaves_padding = _leaves_padding(place.models) and (masks is Masks.OTHERS or has_no_head(model))
-            calls = EncoderLayerCalls(leaves_padding, place.keeps_sdpa)
+            calls = EncoderLayerCalls(readers if leaves_padding else None, place.keeps_sdpa)
             sites.append(FusedSite(name, layer, LAYER, EncoderForward, calls))
         elif not _has_layers(layer):
             dropped.append(Dropped(name, LAYER, reason))
@@ -250,4 +252,5 @@ def _stacks(
         except UntraceableError:
             continue
         leaves_padding = all(layers[layer].leaves_padding for layer in lists[0])
-        yield FusedSite(name, module, STACK, EncoderForward, EncoderStackCalls(leaves_padding))
+        readers = layers[lists[0][0]].readers if leaves_padding else None
+        yield FusedSite(name, module, STACK, EncoderForward, EncoderStackCalls(readers))

@@ -62,7 +62,7 @@ from ..projections import (
 )
 from ..routers import NativeRouter, RouterState, multiplies_by_its_weight, seems_router
 from ..site import Dropped, FusedSite, SiteKind
-from .decoder_calls import DecoderCalls, has_no_head
+from .decoder_calls import DecoderCalls, readers_without_head
 from .joined_calls import JoinedCalls
 from .layer_attention import attention_of, source_attention
 from .layer_calls import LayerCalls, TracedForward
@@ -271,6 +271,7 @@ def layer_sites(
     dropped: list[Dropped] = []
     first_norms: dict[str, nn.Module] = {}  # the first norm of each layer whose first operation is one
     layers: list[str] = []
+    readers = readers_without_head(model)
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     for name, module in modules_by_name(model):
         parts = _of_parts(module) if name.rpartition(".")[2].isdecimal() else module.children()
@@ -303,7 +304,7 @@ def layer_sites(
             dropped.append(Dropped(name, KIND, str(error)))
             continue
         whole = KIND if all(operation.kind != "module" for operation in trace.operations) else WITH_EXPERTS
-        calls: LayerCalls[Any] = NativeCalls() if has_states else DecoderCalls(has_no_head(model))
+        calls: LayerCalls[Any] = NativeCalls() if has_states else DecoderCalls(readers)
         kind, calls = (whole, calls) if joined is None else (JOINED, JoinedCalls(joined))
         sites.append(FusedSite(name, module, kind, TracedForward, calls))
         first = trace.operations[0]
