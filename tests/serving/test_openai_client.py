@@ -62,7 +62,7 @@ def test_counts_of_tokens_in_each_chunk(client: openai.OpenAI, chat: bool) -> No
     else:
         chunks = list(client.completions.create(**given, prompt=PROMPT))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
-    assert counts == sorted(counts) and len(set(counts)) > 3 and counts[-1] == 12
+    assert counts == sorted(counts) and len(set(counts)) > 1 and counts[-1] == 12
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
 
 

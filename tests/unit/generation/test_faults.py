@@ -328,6 +328,7 @@ def test_no_memory_for_drafts_means_no_drafts(monkeypatch: pytest.MonkeyPatch) -
         append(pages, cached, count)
 
     monkeypatch.setattr(Pages, "append", full)
+    monkeypatch.setattr(Pages, "fill", lambda *given: False)  # no room in the blocks that there are
     assert others_beside(engine) == []
     assert engine.speculation.statistics.drafted == 0
 

@@ -40,7 +40,20 @@ def quantization_report() -> QuantizationReport:
 
 def acceptance_report() -> AcceptanceReport:
     return AcceptanceReport(
-        1.0, 1, 0.8, 0.01, 0.7, 1000, (0.8,) * 2, (50, 40), 8, 1000, 0.02, 0.6, (1.0,) * 3, "both <patched>"
+        1.0,
+        1,
+        0.8,
+        0.01,
+        0.7,
+        1000,
+        (0.8,) * 2,
+        (50, 40),
+        8,
+        1000,
+        0.02,
+        (0.0, 0.6, 0.7),
+        (1.0,) * 3,
+        "both <patched>",
     )
 
 
