@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -215,6 +215,11 @@ class _Copied(NamedTuple):
 _copied: dict[int, _Copied] = {}  # by the id of the config
 
 
+def forget(known: dict[Any, Any], key: Any, reference: Any) -> None:
+    """Forget what was kept of an object that is gone. It needs no name of a module: at the end there are none."""
+    known.pop(key, None)
+
+
 def _decoder_config(config: Any) -> Any:
     key = id(config)
     if (known := _copied.get(key)) is not None and known.is_of(config):
@@ -222,7 +227,7 @@ def _decoder_config(config: Any) -> Any:
     decoder = config.get_text_config(decoder=True)
     if decoder is not config and all(decoder is not part for part in vars(config).values()):
         # It is copied for each call of transformers, which takes longer than all else that is asked about it.
-        of_config = weakref.ref(config, lambda _: _copied.pop(key, None))
+        of_config = weakref.ref(config, partial(forget, _copied, key))
         _copied[key] = _Copied(of_config, copy.deepcopy(vars(config)), decoder)
     return decoder
 

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import T5Config
 from transformers.activations import ACT2FN, GELUActivation
 
-from hf_accel.models import answer_once, modules_of, reading_once
+from hf_accel import models
+from hf_accel.cache.hf import kinds
+from hf_accel.models import answer_once, layers_config, modules_of, reading_once
 from hf_accel.recognition.trial import settings_of_activation
 
 
@@ -82,3 +85,13 @@ def test_modules_of() -> None:
     found = modules_of(model)
     assert len(found) == len(set(found)) and set(found) == set(model.modules())
     assert found[0] is model
+
+
+def test_what_is_kept_of_a_config_goes_without_the_modules() -> None:
+    """At the end of a process a config may go after the names of modules are gone."""
+    config = T5Config(num_layers=1)
+    assert layers_config(config) is not config and kinds.model_kinds(config).layers
+    found: list[Any] = [models._copied[id(config)], kinds._known[id(config)]]
+    for kept in found:
+        callback = kept.config.__callback__
+        assert callback.func.__code__.co_names == ("pop",)

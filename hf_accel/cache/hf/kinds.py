@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from ...config import CacheConfig
 from ...errors import UnsupportedError
-from ...models import layers_config
+from ...models import forget, layers_config
 from ..group import PageGroup
 from ..kinds import (
     Chunks,
@@ -108,7 +108,7 @@ def model_kinds(config: PreTrainedConfig) -> ModelKinds:
     distinct = sorted(dict.fromkeys(kind for own in layers for kind in own), key=lambda kind: not kind.holds_tokens)
     kinds = ModelKinds(tuple(layers), tuple(distinct), config.is_encoder_decoder)
     key = id(config)
-    _known[key] = _Known(weakref.ref(config, lambda _: _known.pop(key, None)), settings, kinds)
+    _known[key] = _Known(weakref.ref(config, partial(forget, _known, key)), settings, kinds)
     return kinds
 
 
