@@ -178,11 +178,12 @@ def eight(weight: BlockedWeight) -> list[LinearTile]:
 
 
 def more(weight: BlockedWeight) -> list[LinearTile]:
-    """Return the tiles of more rows that need no shared memory. With few outputs, splits make them slower than FEW."""
+    """Return the tiles of more rows, for many outputs: fewer ones are faster by FEW or WIDE, which have splits."""
+    if weight.out_features < MANY_OUTPUTS:
+        return []
     return [
         LinearTile(outputs=32, rows=rows, inputs=parts * EIGHT_BITS // weight.bits, num_warps=warps, num_stages=1)
         for rows, parts, warps in MORE
-        if weight.out_features >= MANY_OUTPUTS
     ]
 
 
