@@ -297,18 +297,11 @@ def gate_and_multiply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
-@lru_cache(maxsize=256)
-def _is_others(kind: type, forward: object) -> bool:
-    """Return whether others wrote what a module computes, which may get another class, and that another forward."""
-    return is_others_class(kind)
-
-
 def _is_held(activation: tuple[str, Any] | None, own: dict[str, Any]) -> bool:
     """Return whether the activation is unchanged since it was tried, and has no hooks."""
     if activation is None:
         return True
     name, tried = activation
     if isinstance(tried, nn.Module):
-        kind: Any = type(tried)
-        return own["_modules"].get(name) is tried and is_unobserved(tried) and not _is_others(kind, kind.forward)
+        return own["_modules"].get(name) is tried and is_unobserved(tried) and not is_others_class(type(tried))
     return own.get(name) is tried

@@ -16,7 +16,7 @@ from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, isa, native, refusal
 from ..linear import QuantLinear
 from ..linear.backends.cpu import Cpu, CpuWeight
-from ..recognition.unchanged import is_derived, is_unobserved
+from ..recognition.unchanged import is_derived, is_replaced, is_unobserved
 from ..tensors import has_instructions, is_plain_tensor
 from ..undo.journal import Mixin
 from ..undo.state import FUSED
@@ -48,9 +48,11 @@ def native_rows(dtype: torch.dtype) -> int:
 def is_bare_linear(layer: nn.Module) -> bool:
     """Return whether calling `layer` does nothing but its product: it has no adapter and no hook."""
     kind = type(layer)
-    if kind is not QuantLinear and kind is not nn.Linear and (not isinstance(layer, NativeLinear) or is_derived(kind)):
+    if kind is QuantLinear:
+        return is_unobserved(layer)
+    if kind is not nn.Linear and (not isinstance(layer, NativeLinear) or is_derived(kind)):
         return False
-    return is_unobserved(layer)
+    return is_unobserved(layer) and not is_replaced(kind)
 
 
 class ProjectionCall:

@@ -20,6 +20,7 @@ from ..attention.hf.stock import (
     module_codes,
     modules_outside,
     refused_attention,
+    replaced_function,
     stock_implementation,
 )
 from ..cache.hf import NOT_PAGED, keeps_states_alone, model_kinds
@@ -70,14 +71,14 @@ def model_attention_refusal(model: PreTrainedModel) -> str | None:
 
 
 def _model_attention_refusal(model: PreTrainedModel) -> str | None:
-    refusal = refused_attention(model, partial(is_own_code, model))
-    if refusal is not None:
+    if (refusal := refused_attention(model, partial(is_own_code, model))) is not None:
         return refusal
     name = type(model).__name__
     for module in attention_modules(model):
-        implementation = stock_implementation(model, module)
-        if implementation not in STOCK_ATTENTION:
+        if (implementation := stock_implementation(model, module)) not in STOCK_ATTENTION:
             return f"its attention was set to {implementation!r}, which may do what ours does not"
+        if (replaced := replaced_function(module)) is not None:
+            return f"its attention is {replaced}"
     if _has_window(layers_config(model.config)) and not _masks_windows(model):
         return f"{name} has a window in its config that its masks leave out"
     unknown = _function_refusal(model)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ..models import answer_once
 from ..undo.journal import original_class
+from ..undo.running_code import is_known_code
 from .code import gated_code
-from .unchanged import HOOKS, PLAIN_TYPES, is_known_code, is_unobserved
+from .unchanged import HOOKS, PLAIN_TYPES, is_unobserved
 
 
 class Tolerance(NamedTuple):

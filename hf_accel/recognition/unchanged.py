@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import repeat
 from operator import is_
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from ..undo.running_code import (
+    KNOWN_PACKAGES,
+    Entries,
+    Entry,
+    function_of,
+    is_known_code,
+    is_mixed,
+    package_of,
+    running_code,
+)
 
 # The dictionaries in which torch keeps hooks that a forward calls: of each module, and of all modules.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -23,8 +31,6 @@ ALL_HOOKS = (
     "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
 PLAIN_TYPES = (bool, int, float, str, torch.dtype, type(None))  # of values that are compared by themselves
-# Packages whose functions depend on their arguments alone.
-KNOWN_PACKAGES = frozenset({"hf_accel", "torch", "transformers", "accelerate", "peft"})
 PYTHONS = frozenset({"builtins", "abc", "typing"})  # of which classes of those packages are made
 # Packages whose modules are linear layers of other quantizers, which compute each token by itself.
 QUANTIZERS = frozenset({"bitsandbytes", "compressed_tensors", "gptqmodel", "optimum", "torchao"})
@@ -35,8 +41,15 @@ HARMLESS = frozenset(
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether the forward was replaced on the module itself: by accelerate, a compiler, or by hand."""
-    return "forward" in module.__dict__
+    """Return whether the forward was replaced on the module itself, by accelerate, a compiler, or by hand; or whether
+    others have replaced something that the forward of its class is made of.
+    """
+    return "forward" in module.__dict__ or is_replaced(type(module))
+
+
+def is_replaced(kind: type) -> bool:
+    """Return whether others have replaced a method of a known package's class, or a function that it calls."""
+    return running_code(kind).others is not None
 
 
 def is_unobserved(module: nn.Module) -> bool:
@@ -46,37 +59,31 @@ def is_unobserved(module: nn.Module) -> bool:
     return not hooked and "forward" not in own
 
 
-def is_known_code(function: Any) -> bool:
-    """Return whether a function of Python was defined in a known package."""
-    # functools.wraps copies __module__, and not this.
-    package = getattr(function, "__globals__", {}).get("__name__")
-    return str(package).partition(".")[0] in KNOWN_PACKAGES
-
-
 def others_code(modules: Iterable[nn.Module]) -> str | None:
     """Return where a hook, a replaced forward or a class of others runs, as words; None where none of these does."""
-    if any(not is_known_code(_function(hook)) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
+    if any(not is_known_code(function_of(hook)) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook on all modules"
     kinds: set[type] = set()
     for module in modules:
         own = module.__dict__
         kinds.add(type(module))
-        if any(not is_known_code(_function(hook)) for name in HOOKS for hook in own[name].values()):
+        if any(not is_known_code(function_of(hook)) for name in HOOKS for hook in own[name].values()):
             return f"a hook on a {type(module).__name__}"
-        if "forward" in own and not is_known_code(_function(own["forward"])):
+        if "forward" in own and not is_known_code(function_of(own["forward"])):
             return f"a forward that was set on a {type(module).__name__}"
-    return next((f"the class {kind.__name__}" for kind in kinds if is_others_class(kind)), None)
+    replaced = next((others for kind in kinds if (others := running_code(kind).others) is not None), None)
+    return replaced or next((f"the class {kind.__name__}" for kind in kinds if is_others_class(kind)), None)
 
 
 def is_others_class(kind: type) -> bool:
     """Return whether others wrote, or replaced, what a class computes. Such a class may still have a name of its own,
     and say how a model is made or saved.
     """
-    for base, forward in _forwards(kind):
-        ours = _package(type(forward)) == "hf_accel"  # a descriptor in a mixin
-        if not (ours or is_known_code(forward) or _package(base) in QUANTIZERS):
-            return True
-    others = [base for base in kind.__mro__ if _package(base) not in KNOWN_PACKAGES | PYTHONS | QUANTIZERS]
+    if is_replaced(kind):
+        return True
+    others = [base for base in kind.__mro__ if package_of(base) not in KNOWN_PACKAGES | PYTHONS | QUANTIZERS]
+    if any("forward" in vars(base) for base in others):
+        return True
     known = [base for base in kind.__mro__ if base not in others]
     return any(
         hasattr(type(value), "__get__") or (callable(value) and not isinstance(value, type))
@@ -86,26 +93,9 @@ def is_others_class(kind: type) -> bool:
     )
 
 
-def _package(kind: type) -> str:
-    return "hf_accel" if is_mixed(kind) else kind.__module__.partition(".")[0]
-
-
-def is_mixed(kind: type) -> bool:
-    """Return whether patch() made a class, which says that it is of the module of the class before it."""
-    return "original_class" in vars(kind)
-
-
 def is_derived(kind: type) -> bool:
     """Return whether others derived a class from one that patch() made, so that code of theirs is around ours."""
     return hasattr(kind, "original_class") and not is_mixed(kind)
-
-
-def _function(called: Any) -> Any:
-    """Return the function that runs when something is called."""
-    while isinstance(called, functools.partial):
-        called = called.func
-    called = getattr(called, "__func__", called)
-    return called if hasattr(called, "__globals__") else type(called).__call__
 
 
 class Read(NamedTuple):
@@ -120,28 +110,24 @@ class Read(NamedTuple):
 
 
 class Reads:
-    """Entries of dictionaries that must stay the same objects, and modules that must stay of the same classes. The
-    forwards of these must stay the same, too.
+    """Entries of dictionaries that must stay the same objects, and modules that must stay of the same classes, whose
+    code must stay the same, too. code: other code that must.
     """
 
-    def __init__(self, reads: Iterable[Read]) -> None:
+    def __init__(self, reads: Iterable[Read], code: Iterable[Entry] = ()) -> None:
         once = {(id(read.owner), read.name, id(read.value)): read for read in reads}.values()
         entries = [read for read in once if not isinstance(read.owner, nn.Module)]
         self._owners, self._names = [read.owner for read in entries], [read.name for read in entries]
         self._values = [read.value for read in entries]
         self._seen = [read.owner for read in once if isinstance(read.owner, nn.Module)]
         self._kinds: list[type] = [read.value for read in once if isinstance(read.owner, nn.Module)]
-        bases = dict.fromkeys(base for kind in self._kinds for base in kind.__mro__ if _package(base) != "hf_accel")
-        self._classes = list(map(vars, bases))
-        self._forwards = self._forwards_now()
+        kinds = dict.fromkeys(self._kinds)
+        self._code = Entries([*code, *(entry for kind in kinds for entry in running_code(kind).entries)])
 
     def hold(self) -> bool:
         # No loop of Python's: this is asked about each layer, or the whole model, in each step.
         same = all(map(is_, map(dict.get, self._owners, self._names), self._values))  # type: ignore[arg-type]
-        return same and list(map(type, self._seen)) == self._kinds and self._forwards_now() == self._forwards
-
-    def _forwards_now(self) -> list[Any]:
-        return list(map(MappingProxyType.get, self._classes, repeat("forward")))
+        return same and list(map(type, self._seen)) == self._kinds and self._code.hold()
 
 
 class Hooks:
@@ -167,7 +153,7 @@ class Surroundings:
     def __init__(self, modules: list[nn.Module], own_hook: object = None) -> None:
         self._seen: list[nn.Module] = modules
         self._types: list[Any] = list(map(type, modules))
-        self._forwards = [read for kind in set(self._types) for read in _forwards(kind)]
+        self._code = Entries(entry for kind in set(self._types) for entry in running_code(kind).entries)
         self._children = [module._modules for module in modules]
         self._lengths = list(map(len, self._children))
         self._reads = Reads(_around(modules))
@@ -180,7 +166,7 @@ class Surroundings:
             self._reads.hold()
             and list(map(len, self._children)) == self._lengths
             and list(map(type, self._seen)) == self._types
-            and all(vars(base)["forward"] is forward for base, forward in self._forwards)
+            and self._code.hold()
         )
 
     def is_quiet(self) -> bool:
@@ -195,17 +181,10 @@ def _around(modules: Iterable[nn.Module]) -> Iterator[Read]:
         yield from (Read(own["_modules"], name, child) for name, child in own["_modules"].items())
 
 
-def _forwards(kind: type) -> Iterator[tuple[type, Any]]:
-    """The classes that a module's class is made of and that define a forward, which may be another one later."""
-    yield from ((base, vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
-
-
 def is_known_class(kind: type) -> bool:
-    """Return whether a module's class, its bases and their forwards are all of known packages or Python's own."""
+    """Return whether a module's class, its bases and their code are all of known packages or Python's own."""
     packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    call: Any = kind.__call__
-    functions = [call, *(forward for _, forward in _forwards(kind))]
-    return packages <= KNOWN_PACKAGES | PYTHONS and all(map(is_known_code, functions))
+    return packages <= KNOWN_PACKAGES | PYTHONS and not is_replaced(kind)
 
 
 def is_same_value(value: object, traced: object) -> bool:

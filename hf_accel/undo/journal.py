@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import HfAccelError
+from .running_code import RunningCode, running_code
 
 
 @dataclass
@@ -162,19 +163,19 @@ def original_class(given: object) -> Any:
     return _innermost(type(given))
 
 
-_MIXED: dict[tuple[type, type, Any], type] = {}
+_MIXED: dict[tuple[type, type, RunningCode], type] = {}
 
 
 def mixed_class(mixin: type[Mixin], original: type) -> type:
     """Make the subclass of (mixin, original). It has the original's name, since transformers compares names."""
-    forward = getattr(_innermost(original), "forward", None)
-    if (mixin, original, forward) not in _MIXED:
+    code = running_code(_innermost(original))
+    if (mixin, original, code) not in _MIXED:
         names: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
         names |= {name: _while_mixed(mixin, name, original) for name in _overridden(mixin, original)}
-        _MIXED[mixin, original, forward] = type(
+        _MIXED[mixin, original, code] = type(
             original.__name__, (mixin, original), names | {"original_class": original}
         )
-    return _MIXED[mixin, original, forward]
+    return _MIXED[mixin, original, code]
 
 
 def _innermost(kind: Any) -> Any:
@@ -193,17 +194,16 @@ def _overridden(mixin: type[Mixin], original: type) -> list[str]:
 
 def _while_mixed(mixin: type[Mixin], name: str, original: type) -> Callable[..., Any]:
     """Return a mixin's method, which becomes that of the object's own class once the mixin is taken away: hooks of
-    accelerate, a Trainer or the user's own code may have kept it. A forward does so also while that of the class is
-    another one than ours computes.
+    accelerate, a Trainer or the user's own code may have kept it. A forward does so also while the class runs other
+    code than ours computes.
     """
     ours: Any = getattr(mixin, name)
-    innermost = _innermost(original)
-    known = getattr(innermost, "forward", None)
+    known = running_code(_innermost(original))
 
     @functools.wraps(ours)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, mixin):
-            if name == "forward" and innermost.forward is not known:
+            if name == "forward" and not known.hold():
                 return getattr(original, name)(self, *args, **kwargs)
             return ours(self, *args, **kwargs)
         return getattr(type(self), name)(self, *args, **kwargs)

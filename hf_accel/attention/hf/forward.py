@@ -24,7 +24,15 @@ from .bias import bias_over_pages
 from .latents import expanded
 from .mask import as_known, chunk_of, mask_forward, numbers_of
 from .selected import RaggedSelection, attend_selected, masked, selectable
-from .stock import ATTENTION_NAME, EAGER, collects_attentions, name_before_patch, recorded_attention, stock_attention
+from .stock import (
+    ATTENTION_NAME,
+    EAGER,
+    collects_attentions,
+    name_before_patch,
+    recorded_attention,
+    replaced_function,
+    stock_attention,
+)
 
 # The keywords of attention, and those that models pass to all layers though only other modules read them.
 KNOWN_KEYWORDS = CALL_KEYWORDS | {
@@ -184,6 +192,8 @@ def _unknown(
 
     dense: query, key and value of a call without pages.
     """
+    if (replaced := replaced_function(module)) is not None:
+        return f"it would run {replaced}"
     if dense is not None and dense[1].shape[1] != dense[2].shape[1]:
         return f"it is given {dense[2].shape[1]} heads of values for {dense[1].shape[1]} of keys"
     if not kwargs.keys() <= KNOWN_KEYWORDS:

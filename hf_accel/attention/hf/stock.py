@@ -6,12 +6,14 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from ...kernels.layouts import KV, AttentionOptions
@@ -21,6 +23,7 @@ from ...recognition.code import AttentionCode, attention_code, code_of
 from ...recognition.source import source_of
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...undo.journal import original_class
+from ...undo.running_code import KNOWN_PACKAGES, function_of, package_of, running_code
 from ...undo.state import STOCK_ATTRIBUTE
 from .. import AttentionSpec, ReferenceBackend
 
@@ -35,6 +38,22 @@ def name_before_patch(module: nn.Module) -> str:
     """Return the attention implementation that the module has without us."""
     name: str = getattr(module, STOCK_ATTRIBUTE, SDPA)
     return name
+
+
+def stock_function(module: nn.Module) -> Any:
+    """Return the function by which the module attends without us; None if there is none."""
+    name = name_before_patch(module)
+    return ALL_ATTENTION_FUNCTIONS.get(name, eager_function(module) if name == EAGER else None)
+
+
+def replaced_function(module: nn.Module) -> str | None:
+    """Return what others have put in the place of that function, or of what it calls, as words; None if nothing."""
+    function = function_of(stock_function(module))
+    if not isinstance(function, FunctionType):
+        return None
+    if package_of(function) not in (*KNOWN_PACKAGES, package_of(original_class(module))):
+        return f"the attention function {name_before_patch(module)!r}, which was replaced"
+    return running_code(function).others
 
 
 def collects_attentions() -> bool:

@@ -17,7 +17,7 @@ from ...recognition.trace import Trace
 from ...undo.state import BACKEND_ATTRIBUTE
 from ..encoder_programme import EncoderProgramme, attended_window
 from ..encoder_rows import RowLayout, causal_layout
-from .layer_attention import attend_of, sees_all
+from .layer_attention import attend_of, note_plan, sees_all
 
 
 def refuse_functions_of_users(trace: Trace, layer: nn.Module) -> None:
@@ -70,7 +70,7 @@ def scale_of(trace: Trace, *, masked: bool, causal: bool = False, keeps_sdpa: bo
         raise UntraceableError("its attention has a bias, and is causal, capped, or that over a cache")
     for module in operation.modules:  # none if the code computes the scores by itself
         planned: PlannedAttention | None = vars(module).get(BACKEND_ATTRIBUTE)
-        trace.note(vars(module), BACKEND_ATTRIBUTE, planned)
+        note_plan(trace, module)
         if planned is not None and not isinstance(planned.backend, CpuBackend):
             raise UntraceableError("its attention has another backend")
     return scale * values["factor"]

@@ -8,15 +8,17 @@ from types import NoneType
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...attention import AttentionSpec, PlannedAttention
 from ...attention.cpu import CpuBackend
 from ...attention.hf.forward import KNOWN_KEYWORDS, NOT_OURS
 from ...attention.hf.operator_pass import OperatorAttention
-from ...attention.hf.stock import EAGER, name_before_patch
+from ...attention.hf.stock import EAGER, name_before_patch, replaced_function, stock_function
 from ...recognition.operation import Operation, UntraceableError
 from ...recognition.symbols import TOKENS, TOKENS_BEFORE
 from ...recognition.trace import Trace
+from ...undo.running_code import running_code
 from ...undo.state import BACKEND_ATTRIBUTE, FUSED
 from ..native_operation import sinks_of
 from ..traced_layer import Attention
@@ -42,9 +44,22 @@ def planned_attention(module: nn.Module) -> PlannedAttention | None:
 
 
 def note_plan(trace: Trace, module: nn.Module) -> None:
-    """Note that what was planned for an attention module must not change."""
+    """Note that what was planned for an attention module must not change, nor the function in whose place it stands.
+
+    Raises UntraceableError if others have replaced that.
+    """
     for name in (FUSED, BACKEND_ATTRIBUTE):
         trace.note(vars(module), name, vars(module).get(name))
+    name, function = name_before_patch(module), stock_function(module)
+    if function is None:
+        return
+    if replaced_function(module) is not None:
+        raise UntraceableError("others have replaced the attention that it has without ours")
+    for owner in (ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_ATTENTION_FUNCTIONS._global_mapping):
+        trace.note(owner, name, owner.get(name))
+    for entry in running_code(function).entries:
+        if isinstance(entry.owner, dict):
+            trace.note(entry.owner, entry.name, entry.value)
 
 
 def planned_of(trace: Trace, layer: nn.Module) -> PlannedAttention:

@@ -24,8 +24,9 @@ from transformers import PreTrainedConfig
 
 from ...errors import UnsupportedError
 from ...kernels import cpu
-from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, KNOWN_PACKAGES, is_known_code
+from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS
 from ...tensors import PLAIN, model_device, plain_tensors
+from ...undo.running_code import KNOWN_PACKAGES, is_known_code
 from ...undo.state import FUSED, STATE
 from .model_objects import FUNCTIONS, SCALARS, stored_fields
 

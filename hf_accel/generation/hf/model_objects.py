@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig
 from ...kernels import cpu
 from ...kernels.cpu.row_kernels import SampleTable
 from ...linear import QuantModule
-from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, is_known_code
+from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS
 from ...tensors import PLAIN
+from ...undo.running_code import is_known_code
 
 SCALARS = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, type)
 FUNCTIONS = (FunctionType, MethodType, partial)

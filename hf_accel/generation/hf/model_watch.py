@@ -16,8 +16,9 @@ from transformers import PreTrainedConfig
 from ...errors import HfAccelError
 from ...hardware.file_pages import MappedFiles
 from ...linear import QuantModule
-from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS, is_known_code
+from ...recognition.unchanged import GLOBAL_HOOKS, HOOKS
 from ...tensors import PLAIN, plain_tensors
+from ...undo.running_code import is_known_code
 from .model_objects import FUNCTIONS, SCALARS, ModelObjects, are_equal, samples, version_of, watched_tensors
 
 PLAIN_KINDS, DICTS = frozenset(SCALARS), frozenset({dict, OrderedDict})

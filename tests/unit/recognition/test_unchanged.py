@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers.activations import get_activation
 
-from hf_accel.recognition.unchanged import ALL_HOOKS, GLOBAL_HOOKS, HOOKS, Read, Reads, is_known_code, is_unobserved
+from hf_accel.recognition.unchanged import ALL_HOOKS, GLOBAL_HOOKS, HOOKS, Read, Reads, is_unobserved
+from hf_accel.undo.running_code import is_known_code
 
 
 def test_torch_has_these_hooks_and_no_others() -> None:
