@@ -24,6 +24,10 @@ class Recorded(ABC):
         trace: of the layer, which gets the module and what is known of it, if it keeps states.
         """
 
+    @abstractmethod
+    def refusal(self, module: Any) -> str | None:
+        """Return why the module cannot be computed over pages as it is now, as one clause; None if it can."""
+
 
 class KeptStates(Recorded):
     """Knows what a module with states of fixed size computes."""

@@ -12,7 +12,7 @@ from ..kernels.cpu.float_linear import FloatExperts
 from ..kernels.cpu.library import FLOATS, native, refusal
 from ..kernels.cpu.mixture import Gate, mixture
 from ..recognition.trial import PLAIN_ACTIVATIONS, RandomNumbers, Tolerance, agree
-from ..recognition.unchanged import PLAIN_TYPES, Read, Reads, is_unobserved
+from ..recognition.unchanged import PLAIN_TYPES, Read, Reads, is_unobserved, replaced_in
 
 INNER = 24  # numbers of an expert in a trial
 IMPLEMENTATION = "_experts_implementation_internal"  # what transformers sets to let experts run by other code
@@ -35,7 +35,8 @@ class KnownGate:
         if self._reads is None or not self._reads.hold():
             self._parts = list(module._modules.values())  # type: ignore[arg-type]
             self._reads = Reads(_reads(module))
-            self._gate = tried_gate(module, kind) if _is_known(module) and refusal() is None else None
+            known = _is_known(module) and replaced_in([module, *self._parts]) is None and refusal() is None
+            self._gate = tried_gate(module, kind) if known else None
         return self._gate if all(map(is_unobserved, self._parts)) else None
 
     def __reduce__(self) -> Any:
@@ -95,6 +96,7 @@ def _reads(module: nn.Module) -> Iterator[Read]:
     """Yield what the code of experts may read besides weights: settings, and the activation with its own."""
     for each in (module, *(part for part in module._modules.values() if part is not None)):
         own = vars(each)
+        yield Read(each, "__class__", type(each))
         yield from (Read(own, name, value) for name, value in own.items() if isinstance(value, PLAIN_TYPES))
     yield from (Read(module._modules, name, part) for name, part in module._modules.items())
     config = vars(module).get("config")

@@ -52,6 +52,11 @@ def is_replaced(kind: type) -> bool:
     return running_code(kind).others is not None
 
 
+def replaced_in(modules: Iterable[nn.Module]) -> str | None:
+    """Return what others have replaced of the classes of some modules, as words; None if nothing."""
+    return next((others for each in modules if (others := running_code(type(each)).others) is not None), None)
+
+
 def is_unobserved(module: nn.Module) -> bool:
     """Return whether nobody would notice if a module was not called: it has no hooks, and the forward of its class."""
     own = module.__dict__

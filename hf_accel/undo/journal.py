@@ -150,6 +150,7 @@ class Mixin:
     """Base of the mixins that come before an object's own class, or before that with another mixin."""
 
     original_class: type  # what the object's class was
+    asks_itself = False  # whether its forward finds out by itself whether its class runs other code than it computes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the original class, since the mixed one cannot be found by its name."""
@@ -198,12 +199,12 @@ def _while_mixed(mixin: type[Mixin], name: str, original: type) -> Callable[...,
     code than ours computes.
     """
     ours: Any = getattr(mixin, name)
-    known = running_code(_innermost(original))
+    known, is_checked = running_code(_innermost(original)), name == "forward" and not mixin.asks_itself
 
     @functools.wraps(ours)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, mixin):
-            if name == "forward" and not known.hold():
+            if is_checked and not known.hold():
                 return getattr(original, name)(self, *args, **kwargs)
             return ours(self, *args, **kwargs)
         return getattr(type(self), name)(self, *args, **kwargs)

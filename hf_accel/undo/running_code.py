@@ -63,8 +63,8 @@ class RunningCode:
     """The code that runs when a class or a function is called, as it was when this was made.
 
     It is found by names: of methods of the class, of functions of its file and what these call in turn, and of
-    functions of torch. Our own code is left out, which a class that patch() made has. entries: those names. others: what code of others was put in place of a known package's, as
-    words; None if there is none.
+    functions of torch. Our own code, which a class that patch() made has, is left out. entries: those names. others:
+    what code of others was put in place of a known package's, as words; None if there is none.
     """
 
     def __init__(self, called: Any) -> None:
@@ -84,24 +84,25 @@ class RunningCode:
     def _method(self, kind: type, name: str) -> None:
         """Note what the class finds by a name, and what its bases do, whose methods may be called by super()."""
         for base in (kind, *(base for base in kind.__mro__[1:] if name in vars(base) and base is not nn.Module)):
-            value = getattr(base, name)
-            if (id(base), name) in self._found or isinstance(value, MethodType):  # made when it is asked for
-                continue
             package = package_of(next(each for each in base.__mro__ if name in vars(each)))
-            if package == OURS:
+            if package == OURS or (id(base), name) in self._found:
+                continue
+            value = getattr(base, name)
+            if isinstance(value, MethodType):  # made when it is asked for
                 continue
             self._note(base, name, value, is_known=package in KNOWN_PACKAGES)
             self._function(function_of(value), kind)
 
-    def _function(self, function: Any, kind: type | None) -> None:
-        while isinstance(function, FunctionType) and function not in self._read:
+    def _function(self, called: Any, kind: type | None) -> None:
+        for function in decorated(called):
+            if function in self._read:
+                continue
             self._read.add(function)
             for names in names_in(function.__code__):
                 if kind is not None and names[0] == "":
                     self._of_class(kind, names[1])
                 else:
                     self._global(function, names)
-            function = getattr(function, "__wrapped__", None)
 
     def _of_class(self, kind: type, name: str) -> None:
         """Note a method that code may call on itself. Those of torch's Module have nothing to do with numbers."""
@@ -120,8 +121,9 @@ class RunningCode:
             return
         if not isinstance(value, type) and callable(value):
             self._note(owner, name, value, is_known=is_known_code(function))
-            if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
-                self._function(value, None)
+            for each in decorated(value):
+                if each.__globals__ is function.__globals__:
+                    self._function(each, None)
 
     def _note(self, owner: Any, name: str, value: Any, *, is_known: bool) -> None:
         """is_known: whether a known package wrote the code that looks the name up."""
@@ -134,6 +136,20 @@ class RunningCode:
         own = place.partition(".")[0], *imported_by(str(file.get("__file__")))
         if package_of(function) not in own:
             self.others = self.others or f"{place}.{name}, which was replaced"
+
+
+def decorated(called: Any) -> list[FunctionType]:
+    """Return a function and those that its decorators have put others around."""
+    found = [called] if isinstance(called, FunctionType) else []
+    for function in found:  # more are found meanwhile
+        for cell in function.__closure__ or ():
+            try:
+                inner = cell.cell_contents
+            except ValueError:  # it holds nothing yet
+                continue
+            if isinstance(inner, FunctionType) and inner not in found:
+                found.append(inner)
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -190,6 +206,14 @@ def package_of(defined: Any) -> str:
 def is_mixed(kind: type) -> bool:
     """Return whether patch() made a class, which says that it is of the module of the class before it."""
     return "original_class" in vars(kind)
+
+
+def is_replaced_method(kind: type, name: str) -> bool:
+    """Return whether others have replaced a method that a class of a known package has, or gets from one."""
+    holder = next((base for base in kind.__mro__ if name in vars(base)), None)
+    if holder is None or package_of(holder) not in KNOWN_PACKAGES:
+        return False
+    return not is_known_code(function_of(vars(holder)[name]))
 
 
 _SEEN: dict[Any, RunningCode] = {}

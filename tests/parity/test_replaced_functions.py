@@ -1,4 +1,4 @@
-"""Functions and methods that others replace, before patch() or after it: the model computes what it would without us."""
+"""Functions and methods that others replace, before patch() or after it: the model computes what stock does then."""
 
 from __future__ import annotations
 
@@ -9,11 +9,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.generation import GenerationMixin
 from transformers.integrations import sdpa_attention
 from transformers.models.bert import modeling_bert
 from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.llama import modeling_llama
+from transformers.models.mamba import modeling_mamba
+from transformers.models.mixtral import modeling_mixtral
 from transformers.pytorch_utils import Conv1D
 
 import hf_accel
@@ -39,6 +56,26 @@ def bert() -> Any:
     return BertModel(BertConfig(vocab_size=70, num_hidden_layers=2, **sizes)).eval()
 
 
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings: Any = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=70, num_hidden_layers=2, **sizes, **settings)).eval()
+
+
+def mamba() -> Any:
+    torch.manual_seed(0)
+    return MambaForCausalLM(MambaConfig(vocab_size=70, hidden_size=32, num_hidden_layers=2, state_size=4)).eval()
+
+
+def lfm2() -> Any:
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = ["conv", "full_attention"]
+    settings: Any = {"layer_types": kinds, "initializer_range": 0.2}
+    return Lfm2ForCausalLM(Lfm2Config(vocab_size=70, num_hidden_layers=2, **settings, **sizes)).eval()
+
+
 PLACES: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "linear": (llama, nn.Linear, "forward"),
     "torch's linear": (llama, F, "linear"),
@@ -54,6 +91,12 @@ PLACES: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "GPT-2's linear": (gpt2, Conv1D, "forward"),
     "GPT-2's product": (gpt2, torch, "addmm"),
     "GPT-2's layer": (gpt2, modeling_gpt2.GPT2Block, "forward"),
+    "the experts' activation": (mixtral, F, "silu"),
+    "the router": (mixtral, modeling_mixtral.MixtralSparseMoeBlock, "forward"),
+    "a recurrence": (mamba, modeling_mamba.MambaMixer, "forward"),
+    "within a recurrence": (mamba, F, "softplus"),
+    "a recurrence's convolution": (mamba, F, "conv1d"),
+    "a gated convolution": (lfm2, modeling_lfm2.Lfm2ShortConv, "forward"),
     "BERT's linear": (bert, F, "linear"),
     "BERT's norm": (bert, F, "layer_norm"),
     "BERT's output": (bert, modeling_bert.BertSelfOutput, "forward"),
@@ -100,3 +143,16 @@ def test_what_others_replace_runs(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert equal(results(later), wanted), "replaced before patch()"
     assert equal(results(patched), plain)
     assert equal(results(hf_accel.unpatch(later)), plain)
+
+
+@pytest.mark.parametrize("name", ["prepare_inputs_for_generation", "_sample"])
+def test_what_others_replace_in_the_loop_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, patched = llama(), llama()
+    hf_accel.patch(patched, weights=None)
+    plain, own = results(patched), getattr(GenerationMixin, name)
+    monkeypatch.setattr(GenerationMixin, name, lambda self, ids, **given: own(self, (ids + 1) % 70, **given))
+    wanted = results(stock)
+    assert not equal(plain, wanted)
+    assert equal(results(patched), wanted)
+    monkeypatch.undo()
+    assert equal(results(patched), plain)

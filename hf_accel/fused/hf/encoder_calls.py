@@ -53,6 +53,8 @@ HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers 
 class EncoderForward(Mixin):
     """Is mixed into an encoder layer, or into an encoder. A known call is native; others run its own code."""
 
+    asks_itself = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[B, T, hidden] -> [B, T, hidden], with zeros at padding where that was left out."""
         if is_compiling():  # a compiler could not follow into a trace

@@ -37,6 +37,8 @@ from .running_pass import LayerPlace, RunningPass
 class TracedForward(Mixin):
     """A mixin for a decoder layer. A pass over pages runs the layer's trace; other calls run its own code."""
 
+    asks_itself = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result = self.__dict__[FUSED].run(self, args, kwargs)
         if result is None:

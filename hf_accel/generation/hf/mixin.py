@@ -155,16 +155,16 @@ class AcceleratedGeneration(QuantizedModel):
 
     def _ragged_or(self, stock: Any, call: LoopCall) -> Any:
         """Run a call in ragged passes, or else by this loop of transformers."""
-        state = self._generation_state
-        output, refusal = self._ragged(call)
+        state, (output, refusal) = self._generation_state, self._ragged(call)
         if refusal is None:
             return output
         if state.call is not None and state.call.requires_speculation:
             refuse_speculation(refusal)
         report_stock_loop(state, refusal)
         give_stock_cache(call)
-        prepared = (call.input_ids, call.processors, call.criteria, call.config)
-        return stock(*prepared, synced_gpus=call.synced_gpus, **call.inputs)
+        # By their names, as transformers gives them: others may have replaced its loop.
+        given = {"logits_processor": call.processors, "stopping_criteria": call.criteria, **call.inputs}
+        return stock(call.input_ids, generation_config=call.config, synced_gpus=call.synced_gpus, **given)
 
     def _assisted_decoding(
         self,

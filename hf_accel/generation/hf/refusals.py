@@ -17,8 +17,10 @@ from ...cache.hf import PagedCache, model_kinds
 from ...cache.kinds import KeysAndValues, RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
+from ...fused.kept_states import Recorded
 from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, modules_of, vocabulary_size
 from ...undo.journal import original_class
+from ...undo.running_code import is_replaced_method
 from ...undo.state import FUSED, state_of
 from ..prompt_inputs import is_padded_behind, other_input
 from ..sampling.purity import stateful_refusal
@@ -80,6 +82,8 @@ def changed_refusal(model: nn.Module, modules: Iterable[nn.Module] | None = None
         return refusal
     for name in OWN_METHODS:
         own = vars(model).get(name)  # PEFT's prompt learning replaces one on the model itself
+        if own is None and is_replaced_method(original_class(model), name):
+            return f"the {name} of its class was replaced"
         if own is None or getattr(own, "__func__", None) is getattr(type(model), name):
             continue
         if getattr(own, "__func__", None) is not None and learnt_kind(own.__self__) in LEARNT_KEYS:
@@ -87,6 +91,9 @@ def changed_refusal(model: nn.Module, modules: Iterable[nn.Module] | None = None
         if name != OWN_METHODS[0] or not learnt_prompt(model):
             return f"its {name} was replaced on the model itself"
     modules = modules_of(model) if modules is None else modules
+    held = ((each, known) for each in modules if isinstance(known := vars(each).get(FUSED), Recorded))
+    if (refusal := next(filter(None, (known.refusal(each) for each, known in held)), None)) is not None:
+        return refusal
     # Few modules have either, and this is asked about all of them in each call.
     asked = [each for each in modules if "forward" in each.__dict__ or "_compiled_call_impl" in each.__dict__]
     if any(map(is_compiled, asked)):

@@ -20,9 +20,9 @@ from ...recognition.operation import UntraceableError
 from ...recognition.stand_ins import StandIn
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_convolution, trial_linear
-from ...recognition.unchanged import is_unobserved
+from ...recognition.unchanged import is_unobserved, replaced_in
 from ...undo.journal import Mixin, mixed_class, original_class
-from .recorded_parts import input_of, note_kept, record_kept_convolution, record_linear, record_product
+from .recorded_parts import input_of, note_kept, record_kept_convolution, record_linear, record_product, with_parts
 
 CONVOLUTION = SiteKind("convolution", "short convolutions", "inputs in pages", computes_all=True, multiplies=True)
 PARTS = ("in_proj", "conv", "out_proj")
@@ -35,6 +35,8 @@ OTHER_ARGUMENTS = frozenset({
 
 class PagedConvolution(Mixin):
     """A mixin for a gated short convolution: out_proj(c * conv(b * x)), where b, c and x are in_proj of the input."""
+
+    asks_itself = True
 
     def forward(
         self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
@@ -57,6 +59,9 @@ class PagedConvolution(Mixin):
 
 class GatedConvolution(Recorded):
     """Records what a PagedConvolution computes in the trace of the layer around it."""
+
+    def refusal(self, module: Any) -> str | None:
+        return convolution_refusal(module)
 
     def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
         x = input_of(trace, args, given, cache="past_key_values", others=OTHER_ARGUMENTS)
@@ -97,7 +102,7 @@ def require_pages(module: Any, refusal: str | None, given: dict[str, Any]) -> No
 
 def convolution_refusal(module: nn.Module) -> str | None:
     """Return why the convolution in a module cannot be computed by ours, as one clause; None if it can."""
-    refusal = causal_refusal(module._modules.get("conv"))
+    refusal = replaced_in(with_parts(module)) or causal_refusal(module._modules.get("conv"))
     # In transformers padding is zeros in front of in_proj, and a bias would make it something else behind it.
     if refusal is None and getattr(module.in_proj, "bias", None) is not None:
         return "its in_proj has a bias"

@@ -37,6 +37,8 @@ LAYER = re.compile(r"layers\.(\d+)\.")  # the decoder layer in the name of a mod
 class PagedUnit(Mixin):
     """A mixin for a block with a gated recurrent unit, which a decoder layer calls as it calls attention."""
 
+    asks_itself = True
+
     def forward(
         self, input_states: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:

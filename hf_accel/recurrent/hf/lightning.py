@@ -29,6 +29,8 @@ ONE_STEP = (1.0, 1.0)  # a step within these limits is one
 class PagedLightning(Mixin):
     """A mixin for lightning attention, which a decoder layer calls as it calls other attention."""
 
+    asks_itself = True
+
     def forward(
         self,
         hidden_states: Tensor,

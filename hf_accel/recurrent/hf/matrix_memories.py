@@ -107,6 +107,8 @@ def hands_states_on(module: nn.Module) -> bool:
 class PagedMemory(Mixin):
     """A mixin for a layer with a matrix memory."""
 
+    asks_itself = True
+
     def forward(self, x: Tensor, state: Any = None) -> Any:
         """[B, Q, H] -> [B, Q, H], and the state as it was given. Raises what PagedRecurrence raises."""
         if isinstance(state, LayerStates):

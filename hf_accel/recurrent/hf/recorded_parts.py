@@ -41,13 +41,17 @@ def note_kept(trace: Any, module: nn.Module) -> None:
 
 
 def settings_of_parts(module: nn.Module) -> list[Read]:
-    """Return the reads of all that a module and its parts hold: attributes, parts and parameters."""
-    modules = [module, *(child for child in module._modules.values() if child is not None)]
-    return [read for each in modules for read in _settings(each)]
+    """Return the reads of all that a module and its parts hold, and of their classes."""
+    return [read for each in with_parts(module) for read in _settings(each)]
+
+
+def with_parts(module: nn.Module) -> list[nn.Module]:
+    return [module, *(child for child in module._modules.values() if child is not None)]
 
 
 def _settings(module: nn.Module) -> Iterator[Read]:
     own = module.__dict__
+    yield Read(module, "__class__", type(module))
     yield from (Read(own, name, value) for name, value in own.items() if name != FUSED)
     for place in ("_modules", "_parameters", "_buffers"):
         yield from (Read(own[place], name, value) for name, value in own[place].items())

@@ -30,20 +30,22 @@ from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.stand_ins import StandIn
 from ...recognition.trace import Trace
 from ...recognition.trial import Tolerance, agree
-from ...recognition.unchanged import Hooks, Reads, is_unobserved
+from ...recognition.unchanged import Hooks, Reads, is_unobserved, replaced_in
 from ...tensors import is_recorded
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
 from ..recurrent_programme import RecurrentProgramme
 from .convolutions import OTHER_ARGUMENTS, causal_refusal, require_pages
-from .recorded_parts import input_of, note_kept, settings_of_parts
+from .recorded_parts import input_of, note_kept, settings_of_parts, with_parts
 
 NUM_PROMPT = 5  # tokens of the prompt of a trial
 
 
 class PagedRecurrence(Mixin):
     """A mixin for a layer with a recurrent state, whose Recurrence says what it computes."""
+
+    asks_itself = True
 
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
@@ -104,7 +106,7 @@ class Recurrence(KeptStates):
 
     def __init__(self, norm: GatedNorm) -> None:
         self.norm = norm
-        self._asked: tuple[Reads, list[nn.Module], list[type], Hooks] | None = None
+        self._asked: tuple[Reads, Hooks] | None = None
         self._programme: RecurrentProgramme | None = None
         self._unrecorded: tuple[torch.dtype, Reads] | None = None  # what a layer without a programme depends on
 
@@ -117,14 +119,13 @@ class Recurrence(KeptStates):
         Where all that the answer depends on is as it was, it is not asked again.
         """
         if self._asked is not None:
-            reads, modules, types, hooks = self._asked
-            if reads.hold() and list(map(type, modules)) == types and not hooks.any_others():
+            reads, hooks = self._asked
+            if reads.hold() and not hooks.any_others():
                 return None
-        self._asked = None
-        refusal = self.asked(module)
+        self._asked, modules = None, with_parts(module)
+        refusal = replaced_in(modules) or self.asked(module)
         if refusal is None:
-            modules = [module, *(child for child in module._modules.values() if child is not None)]
-            self._asked = Reads(settings_of_parts(module)), modules, list(map(type, modules)), Hooks(modules[1:])
+            self._asked = Reads(settings_of_parts(module)), Hooks(modules[1:])
         return refusal
 
     def in_one_call(self, module: Any, x: Tensor, found: RecurrentPass) -> Tensor | None:

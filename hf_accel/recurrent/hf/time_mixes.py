@@ -34,6 +34,8 @@ STATES = 3  # of a channel
 class PagedMixes(Mixin):
     """A mixin for a layer of RWKV."""
 
+    asks_itself = True
+
     def forward(
         self, hidden: Tensor, state: Any = None, use_cache: bool = False, output_attentions: bool = False
     ) -> Any:
