@@ -89,6 +89,11 @@ class Common(Named):
         return match_keywords(self.structured_outputs, self.format)
 
     @property
+    def goes_on(self) -> bool:
+        """True if the text is what follows another one, or must match something, so that a space before it counts."""
+        return bool(self.constraint())
+
+    @property
     def num_choices(self) -> int:
         return 1
 
@@ -238,6 +243,10 @@ class CompletionBody(Choices):
     suffix: Literal[""] | None = None
 
     @property
+    def goes_on(self) -> bool:
+        return True
+
+    @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One text or one list of token ids for each prompt."""
         if isinstance(self.prompt, str):
@@ -321,8 +330,9 @@ def check_messages(messages: list[dict[str, Any]], *, field: str) -> None:
 
 def _refusal(error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_input=False)
-    # Of a field that may be of several types, what came nearest to one of them.
-    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
+    # Of a field that may be of several types, what came nearest to one of them: only a value was wrong, or a part.
+    of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(of_field, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     field = str(first["loc"][0]) if first["loc"] else None
     # pydantic also names the types that it tried, such as list[TextPart]
     where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or _is_name(part))[:200]

@@ -145,6 +145,16 @@ def test_what_is_refused(running: Running, body: dict[str, Any]) -> None:
     assert running.stats["requests"] == before or body.get("dimensions") == 25
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [([], "at least 1 item"), (["w1"] * 2049, "at most 2048 items"), (["w1", ""], "input.1: string should have at")],
+    ids=["none", "too many", "an empty one"],
+)
+def test_what_is_said_of_several_texts(running: Running, given: list[str], words: str) -> None:
+    answer = httpx.post(f"{running.url}/embeddings", json={"input": given})
+    assert words in answer.json()["error"]["message"]
+
+
 def test_the_other_routes_of_an_encoder(running: Running) -> None:
     with httpx.Client(base_url=running.root) as client:
         assert client.get("/ready").status_code == client.get("/plan").status_code == 200

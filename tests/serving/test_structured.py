@@ -158,6 +158,31 @@ def test_an_answer_that_is_cut_off(client: openai.OpenAI) -> None:
         client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place, max_tokens=3)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_call_that_a_stop_string_ends_is_handed_out_as_text(client: openai.OpenAI, stream: bool) -> None:
+    given: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS[:1], "max_tokens": 100}
+    given |= {"tool_choice": "required", "stop": "parameters"}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
+        text, reason = "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason
+    else:
+        (choice,) = client.chat.completions.create(**given).choices
+        text, reason = choice.message.content or "", choice.finish_reason
+    assert (text, reason) == ('[{"name": "weather", "', "stop")
+
+
+def test_any_json(client: openai.OpenAI) -> None:
+    """By the schema true; and one by the schema false, which allows no value, is refused."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "any", "schema": True}}
+    given: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 1, "max_tokens": 60, "n": 8}
+    choices = client.chat.completions.create(**given, seed=0, response_format=form).choices
+    ended = [json.loads(one.message.content or "") for one in choices if one.finish_reason == "stop"]
+    assert ended
+    form["json_schema"]["schema"] = False
+    with pytest.raises(openai.BadRequestError, match="allows no value"):
+        client.chat.completions.create(**given, response_format=form)
+
+
 def deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):

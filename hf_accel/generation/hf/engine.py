@@ -29,7 +29,7 @@ from ..request_settings import RequestSettings
 from ..sampling.constraint import Constraint
 from ..sampling.processors import OneByOne, Processor
 from ..sampling.purity import stateful_refusal
-from ..sampling.stopping import StopStrings
+from ..sampling.stopping import StopStrings, context_of, plain_token
 from ..sequence import Sequence
 from .config_settings import ASKED, complete_config, settings_of_config
 from .drafting import draft_models, refuse_drafts
@@ -196,10 +196,18 @@ class Engine:
         # The dict is weak to avoid a cycle. In a cycle, a Request that the program has dropped would live, and be
         # computed, until the garbage collector runs.
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
-        decode, stop = self._decode, sequences[0].settings.stop
+        decode, first = self._decode, sequences[0]
+        stop, goes_on = first.settings.stop, first.settings.constraint is not None
+
+        def text(tokens: list[int]) -> str:
+            assert decode is not None
+            # What must match something is matched with the space that stands before it.
+            before = plain_token(self.tokenizer) if goes_on else context_of(decode, first.tokens[: first.num_prompt])
+            return strings.text(stop.without_end(tokens), before=before, with_space=goes_on)
+
         request = Request(
             num_samples=len(sequences),
-            decode=None if decode is None else lambda tokens: strings.cut(decode(stop.without_end(tokens))),
+            decode=None if decode is None else text,
             on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # keeps the engine alive with the request
             on_wait=self.loop.refuse_own_thread,
         )
@@ -278,7 +286,7 @@ class Engine:
         self.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Requests that run or wait with it end with it, and its memory is freed with the last one.
+        """Forget an adapter. Requests that run or wait keep it, and its memory is freed when the last one has ended.
 
         Raises UnsupportedError if none of this name is loaded.
         """

@@ -214,8 +214,11 @@ def _json(value: Any) -> tuple[str, str] | None:
                 "'json_schema': {'schema': {...}}}, {'type': 'text'} or a class of pydantic"
             )
         schema = inner["schema"]
-    if not isinstance(schema, dict | bool):
-        raise UnsupportedError(f"the schema of response_format must be an object, not {_shown(schema)}")
+    if schema is True:  # which draft 2020-12 has for any value
+        schema = {}
+    if not isinstance(schema, dict):
+        what = "allows no value; leave it out" if schema is False else f"must be an object, not {_shown(schema)}"
+        raise UnsupportedError(f"the schema of response_format {what}")
     try:
         return "json", json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
