@@ -73,9 +73,7 @@ def test_a_chat_begins_without_the_space(running: Running, client: openai.OpenAI
     assert choice.message.content == expected != ""
 
 
-def test_a_stop_string_that_begins_with_the_space_is_cut(
-    running: Running, client: openai.OpenAI, answer: str
-) -> None:
+def test_a_stop_string_that_begins_with_the_space_is_cut(running: Running, client: openai.OpenAI, answer: str) -> None:
     given: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stop": answer[:2]}
     (choice,) = client.completions.create(**given).choices
     assert (choice.text, choice.finish_reason) == ("", "stop")
@@ -89,7 +87,7 @@ def test_a_stop_string_that_begins_with_the_space_is_cut(
 def test_an_answer_is_one_of_the_choices(running: Running, client: openai.OpenAI, prompt: str) -> None:
     form: Any = {"structured_outputs": {"choice": CHOICES}}
     given: Any = {"model": "tiny", "temperature": 1, "n": 8, "max_tokens": 30, "seed": 0, "extra_body": form}
-    found = {one.text for one in client.completions.create(**given, prompt=[1] if not prompt else prompt).choices}
+    found = {one.text for one in client.completions.create(**given, prompt=prompt or [1]).choices}
     messages: Any = [{"role": "user", "content": prompt}]
     found |= {one.message.content for one in client.chat.completions.create(**given, messages=messages).choices}
     ids = running.service.tokenizer(prompt)["input_ids"] or [1]
