@@ -190,6 +190,8 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
+# llguidance follows such rules by its own stack, and at 3,000 of them the process ends.
+CHAIN = "start: r0\n" + "\n".join(f'r{n}: "x" r{n + 1} "z"' for n in range(6000)) + '\nr6000: "y"'
 BAD: dict[str, tuple[Any, str]] = {
     "unknown keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     "no answer": ({"$ref": "#"}, "no text"),
@@ -203,6 +205,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "huge multiple": ({"type": "integer", "multipleOf": 999983}, "multipleOf"),
     "multiples together": ({"allOf": [{"type": "integer", "multipleOf": p} for p in (97, 89, 83)]}, "multipleOf"),
     "wide": ({"type": "object", "properties": {f"p{n}": {} for n in range(2500)}}, "properties"),
+    "patterns": (
+        {"type": "object", "patternProperties": {f"^a{{{n}}}b*$": {} for n in range(201)}},
+        "patternProperties",
+    ),
+    "references": (
+        {"$ref": "#/$defs/d0", "$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(4000)} | {"d4000": {}}},
+        "$ref",
+    ),
     "no schema": ("x", "schema"),
 }
 
@@ -224,6 +234,7 @@ def test_a_schema_that_is_refused(running: Running, name: str) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "'f'"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of"),
         ({"structured_outputs": {}}, "one of"),
+        ({"structured_outputs": {"grammar": CHAIN}}, "at most 1000"),
         ({"structured_outputs": {"regex": "["}}, "unclosed"),
         ({"structured_outputs": {"json": "{"}}, "no JSON"),
         ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "both"),

@@ -69,7 +69,7 @@ class StopStrings:
 
 
 def text_behind(decode: Callable[[list[int]], str], before: list[int], tokens: list[int]) -> str:
-    """Return what tokens add to the text of the tokens before them; a tokenizer may drop a space with which they begin.
+    """Return what tokens add to the text of those before them; a tokenizer may drop a space with which they begin.
 
     before: as `context_of` returns them.
     """
