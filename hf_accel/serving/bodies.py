@@ -89,11 +89,6 @@ class Common(Named):
         return match_keywords(self.structured_outputs, self.format)
 
     @property
-    def goes_on(self) -> bool:
-        """True if the text is what follows another one, or must match something, so that a space before it counts."""
-        return bool(self.constraint())
-
-    @property
     def num_choices(self) -> int:
         return 1
 
@@ -241,10 +236,6 @@ class CompletionBody(Choices):
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
-
-    @property
-    def goes_on(self) -> bool:
-        return True
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

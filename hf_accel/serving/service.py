@@ -19,7 +19,7 @@ from ..generation.hf.request_config import stop_token_ids
 from ..generation.sampling.stopping import context_of, plain_token
 from ..models import layers_config
 from .api_errors import ApiError, unavailable
-from .bodies import Common
+from .bodies import Common, CompletionBody
 from .compiling import Compiling
 from .hf.templates import Templates
 from .limits import Admission, Limits
@@ -98,7 +98,7 @@ class Job:
     ) -> AsyncIterator[Event]:
         text = TokenText(
             self._service.tokenizer, self._service.stops(self._asked), keep_special=keep_special, before=before,
-            with_space=self._asked.goes_on,
+            with_space=_goes_on(self._asked),
         )  # fmt: skip
         last, is_first = self.since, True
         try:
@@ -306,6 +306,11 @@ class Service(ModelService):
             raise ApiError(400, message)
         room = DEFAULT_NEW_TOKENS if context is None else context - taken
         return wanted or min(DEFAULT_NEW_TOKENS, room, most or DEFAULT_NEW_TOKENS)
+
+
+def _goes_on(asked: Common) -> bool:
+    """Return whether a text is what follows another one, or must match something, so that a space before it counts."""
+    return isinstance(asked, CompletionBody) or bool(asked.constraint())
 
 
 async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]:

@@ -29,7 +29,7 @@ from ..request_settings import RequestSettings
 from ..sampling.constraint import Constraint
 from ..sampling.processors import OneByOne, Processor
 from ..sampling.purity import stateful_refusal
-from ..sampling.stopping import StopStrings, context_of, plain_token
+from ..sampling.stopping import StopStrings
 from ..sequence import Sequence
 from .config_settings import ASKED, complete_config, settings_of_config
 from .drafting import draft_models, refuse_drafts
@@ -196,18 +196,10 @@ class Engine:
         # The dict is weak to avoid a cycle. In a cycle, a Request that the program has dropped would live, and be
         # computed, until the garbage collector runs.
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
-        decode, first = self._decode, sequences[0]
-        stop, goes_on = first.settings.stop, first.settings.constraint is not None
-
-        def text(tokens: list[int]) -> str:
-            assert decode is not None
-            # What must match something is matched with the space that stands before it.
-            before = plain_token(self.tokenizer) if goes_on else context_of(decode, first.tokens[: first.num_prompt])
-            return strings.text(stop.without_end(tokens), before=before, with_space=goes_on)
-
+        text = partial(strings.text_of, sequences[0], self.tokenizer)
         request = Request(
             num_samples=len(sequences),
-            decode=None if decode is None else text,
+            decode=None if self.tokenizer is None else text,
             on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # keeps the engine alive with the request
             on_wait=self.loop.refuse_own_thread,
         )

@@ -56,6 +56,16 @@ class StopStrings:
         """The text before the first stop string in it, or all of it."""
         return text[: min((place for s in self.strings if (place := text.find(s)) >= 0), default=len(text))]
 
+    def text_of(self, sequence: Sequence, tokenizer: Any, tokens: list[int]) -> str:
+        """Return the text of the tokens that a sequence has generated, without what ended it.
+
+        What must match something is matched with the space that stands before it, whatever the prompt ends with.
+        """
+        goes_on = sequence.settings.constraint is not None
+        prompt, decode = sequence.tokens[: sequence.num_prompt], tokenizer.decode
+        before = plain_token(tokenizer) if goes_on else context_of(decode, prompt)
+        return self.text(sequence.settings.stop.without_end(tokens), before=before, with_space=goes_on)
+
     def text(self, tokens: list[int], *, before: list[int], with_space: bool) -> str:
         """Return the text of the generated tokens before the first stop string in it, or all of it.
 
