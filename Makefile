@@ -5,6 +5,7 @@
 # make families  stock against patched for each model class of transformers' auto mappings; writes docs/support.md
 # make mutants   one wrong line after the other, each of which the tests must find (ONLY=attention: some of them)
 # make soak      ten minutes of many clients of the server: answers, blocks, threads and memory
+# make clients   the server's clients of other packages (litellm, langchain, dspy, ...), in an environment of their own
 # make wheel     dist/*.whl, which needs no compiler to install, for every Python 3 of this platform
 # make wheels    dist/*.whl for Linux on x86-64 and ARM, macOS on ARM and Windows, by one compiler; runs what can be run here
 # make docs      a site of README.md and docs/, in build/site
@@ -22,7 +23,7 @@ SOURCES = $(KERNELS)/build.py $(shell find $(KERNELS)/src -name '*.cpp' -o -name
 # environment says that Python should write no bytecode: that is a third of the time to collect the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint types check sanitize families mutants soak wheel wheels docs bench gpu clean
+.PHONY: demo test test-all lint types check sanitize families mutants soak clients wheel wheels docs bench gpu clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/quickstart.py
@@ -60,6 +61,15 @@ mutants: $(VENV)/.ready
 
 soak: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(RUN) -m tests.serving.soak
+
+# They need other packages than ours do, and see ours behind their own.
+CLIENTS = litellm mcp instructor "pydantic-ai-slim[openai]" langchain-openai dspy guidellm
+clients: $(VENV)/.ready
+	$(PYTHON) -m venv build/clients
+	$(RUN) -c "import site; print(site.getsitepackages()[0])" > build/behind.txt
+	cp build/behind.txt $$(build/clients/bin/python -c "import site; print(site.getsitepackages()[0])")/zz_behind.pth
+	build/clients/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS)
+	OMP_NUM_THREADS=1 PYTHONPATH=. build/clients/bin/python -m pytest tests/serving/test_clients.py -n 0 -rs -W default
 
 # By the compiler of this machine, for it. macOS needs no repair.
 wheel: $(VENV)/.ready

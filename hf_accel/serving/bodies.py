@@ -321,8 +321,9 @@ def check_messages(messages: list[dict[str, Any]], *, field: str) -> None:
 
 def _refusal(error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_input=False)
-    # Of a field that may be of several types, what came nearest to one of them.
-    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
+    # Of a field that may be of several types, what came nearest to one of them: only a value was wrong, or a part.
+    of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(of_field, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     field = str(first["loc"][0]) if first["loc"] else None
     # pydantic also names the types that it tried, such as list[TextPart]
     where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or _is_name(part))[:200]

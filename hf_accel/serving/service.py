@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -15,9 +16,10 @@ from ..errors import HfAccelError, OutOfBlocksError, UnsupportedError
 from ..generation.engine.stream import Request, Sample
 from ..generation.hf import Engine
 from ..generation.hf.request_config import stop_token_ids
+from ..generation.sampling.stopping import context_of, plain_token
 from ..models import layers_config
 from .api_errors import ApiError, unavailable
-from .bodies import Common
+from .bodies import Common, CompletionBody
 from .compiling import Compiling
 from .hf.templates import Templates
 from .limits import Admission, Limits
@@ -66,6 +68,7 @@ class Job:
         self.num_choices = num_choices
         self.since = monotonic()
         self.requests: list[Request] = []
+        self.begun: list[list[int]] = []  # of each request, the tokens behind which its texts go on
         self.num_prompt_tokens = 0
         self.num_new_tokens = 0
 
@@ -84,13 +87,19 @@ class Job:
 
         keep_special: whether special tokens have text. Raises ApiError: 503 if the engine broke or the server ends.
         """
-        samples = [sample for request in self.requests for sample in request.samples]
-        parts = [self._choice(index, sample, keep_special) for index, sample in enumerate(samples)]
+        begun = zip(self.requests, self.begun, strict=True)
+        samples = [(sample, before) for request, before in begun for sample in request.samples]
+        parts = [self._choice(index, *one, keep_special=keep_special) for index, one in enumerate(samples)]
         async for event in parts[0] if len(parts) == 1 else _merged(parts):
             yield event
 
-    async def _choice(self, index: int, sample: Sample, keep_special: bool) -> AsyncIterator[Event]:
-        text = TokenText(self._service.tokenizer, self._service.stops(self._asked), keep_special=keep_special)
+    async def _choice(
+        self, index: int, sample: Sample, before: list[int], *, keep_special: bool
+    ) -> AsyncIterator[Event]:
+        text = TokenText(
+            self._service.tokenizer, self._service.stops(self._asked), keep_special=keep_special, before=before,
+            with_space=_goes_on(self._asked),
+        )  # fmt: skip
         last, is_first = self.since, True
         try:
             async for tokens, logprobs in sample.pieces():
@@ -236,9 +245,20 @@ class Service(ModelService):
         exchange.get().callback(job.close)
         for prompt, limit in zip(prompts, limits, strict=True):
             job.requests.append(self._submit(prompt, limit, asked, keywords))
+            job.begun.append(self._before(prompt, asked))
             job.num_prompt_tokens += len(prompt)
         self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         return job
+
+    def _before(self, prompt: Prompt, asked: Common) -> list[int]:
+        """Return the tokens behind which the text of an answer goes on; see TokenText.
+
+        What must match something is matched with the space that stands before it, whatever the prompt ends with.
+        """
+        if asked.constraint():
+            return plain_token(self.tokenizer)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        return [] if self.has_encoder else context_of(decode, prompt.ids)
 
     def _sampling(self, asked: Common) -> dict[str, Any]:
         """Return the keywords of a request for Engine.submit.
@@ -286,6 +306,11 @@ class Service(ModelService):
             raise ApiError(400, message)
         room = DEFAULT_NEW_TOKENS if context is None else context - taken
         return wanted or min(DEFAULT_NEW_TOKENS, room, most or DEFAULT_NEW_TOKENS)
+
+
+def _goes_on(asked: Common) -> bool:
+    """Return whether a text is what follows another one, or must match something, so that a space before it counts."""
+    return isinstance(asked, CompletionBody) or bool(asked.constraint())
 
 
 async def _merged(parts: Sequence[AsyncIterator[Event]]) -> AsyncIterator[Event]:

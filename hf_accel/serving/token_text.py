@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from ..generation.sampling.choice import TokenLogprobs
+from ..generation.sampling.stopping import plain_token, text_behind
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,28 @@ class TokenText:
 
     tokenizer: a fast one of transformers. stops: strings that end the text, and are not part of it. Text that may be
     the beginning of one is held back until more is known. keep_special: whether special tokens have text.
+    before: tokens behind which the text goes on, as `context_of` returns them. with_space: whether a space with which
+    it begins behind them stays, where the text of its tokens alone has none (SentencePiece).
 
-    All pieces together are tokenizer.decode() of all tokens, up to the first stop string. A token's entry comes with
-    the piece in which its text begins; a token without text, such as that which ends a text, has none.
+    All pieces together are tokenizer.decode() of all tokens, with that space, up to the first stop string; but where
+    bytes that are no character change a character before them, that one stays as it was handed out. A token's entry
+    comes with the piece in which its text begins; a token without text, such as that which ends a text, has none.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], *, keep_special: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str],
+        *,
+        keep_special: bool,
+        before: Sequence[int] = (),
+        with_space: bool = False,
+    ) -> None:
         self.tokenizer, self.stops, self.keep_special = tokenizer, list(stops), keep_special
         self.num_tokens = 0
-        self._decoder = DecodeStream([], skip_special_tokens=not keep_special)
+        self._before, self._with_space = list(before), with_space
+        self._decoder = DecodeStream(self._before, skip_special_tokens=not keep_special)
+        self._plain: list[int] | None = None  # found when the first entry is made
         self._tokens: list[int] = []
         self._text = ""  # of all tokens but those of an unfinished character
         self._released = 0  # characters of it that have been handed out
@@ -56,17 +70,27 @@ class TokenText:
             if logprobs is not None:
                 self._entries.append(self._entry(logprobs[place]))
             self._tokens.append(token)
-            self._text += self._decoder.step(self.tokenizer._tokenizer, token) or ""
+            self._text += self._step(token)
         return self._release(is_end=False)
 
     def end(self) -> tuple[str, list[ScoredToken]]:
         """Return the text that was held back, and the entries of its tokens."""
         if self._stopped:
             return "", []
-        whole = self.tokenizer.decode(self._tokens, skip_special_tokens=not self.keep_special)
-        if whole.startswith(self._text):  # the bytes of an unfinished character come too, as U+FFFD
-            self._text = whole
+        self._text += self._rest()  # the bytes of an unfinished character come too, as U+FFFD
         return self._release(is_end=True)
+
+    def _step(self, token: int) -> str:
+        """Return the text that the last one of the tokens brings, which may be that of several."""
+        try:
+            return self._decoder.step(self.tokenizer._tokenizer, token) or ""
+        except Exception:  # bytes that are no character have changed the text of a byte before them
+            self._decoder = DecodeStream([token], skip_special_tokens=not self.keep_special)
+            return self._rest()
+
+    def _rest(self) -> str:
+        """Return the text of all tokens behind what is known of it, which may have been handed out and stays."""
+        return text_behind(self._decode, self._before, self._tokens)[len(self._text) :]
 
     def _release(self, *, is_end: bool) -> tuple[str, list[ScoredToken]]:
         found = [place for stop in self.stops if (place := self._text.find(stop, self._released)) >= 0]
@@ -74,7 +98,10 @@ class TokenText:
             self._stopped, end = True, min(found)
         else:
             end = len(self._text) - (0 if is_end else self._held())
-        piece, self._released = self._text[self._released : end], max(self._released, end)
+        begin = self._released
+        if begin == 0 and not self._with_space and self._text.startswith(" ") and self._is_space_dropped():
+            begin = 1
+        piece, self._released = self._text[begin:end], max(self._released, end)
         entries = []
         while self._entries and self._entries[0].start < self._released:
             entries.append(self._entries.popleft())
@@ -89,6 +116,20 @@ class TokenText:
                 return length
         return 0
 
+    def _is_space_dropped(self) -> bool:
+        """Return whether the text of the tokens alone begins without the space that they have behind others."""
+        return not self._decode(self._tokens).startswith(" ")
+
+    def _decode(self, tokens: list[int]) -> str:
+        found: str = self.tokenizer.decode(tokens, skip_special_tokens=not self.keep_special)
+        return found
+
     def _entry(self, given: TokenLogprobs) -> ScoredToken:
-        top = [(self.tokenizer.decode([token]), logprob) for token, logprob in given.top]
-        return ScoredToken(self.tokenizer.decode([given.token]), given.logprob, top, len(self._text))
+        top = [(self._text_of(token), logprob) for token, logprob in given.top]
+        return ScoredToken(self._text_of(given.token), given.logprob, top, len(self._text))
+
+    def _text_of(self, token: int) -> str:
+        """Return the text of one token, with the space that it begins with."""
+        if self._plain is None:
+            self._plain = plain_token(self.tokenizer)
+        return text_behind(self.tokenizer.decode, self._plain, [token])

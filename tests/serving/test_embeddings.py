@@ -145,6 +145,16 @@ def test_what_is_refused(running: Running, body: dict[str, Any]) -> None:
     assert running.stats["requests"] == before or body.get("dimensions") == 25
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [([], "at least 1 item"), (["w1"] * 2049, "at most 2048 items"), (["w1", ""], "input.1: string should have at")],
+    ids=["none", "too many", "an empty one"],
+)
+def test_what_is_said_of_several_texts(running: Running, given: list[str], words: str) -> None:
+    answer = httpx.post(f"{running.url}/embeddings", json={"input": given})
+    assert words in answer.json()["error"]["message"]
+
+
 def test_the_other_routes_of_an_encoder(running: Running) -> None:
     with httpx.Client(base_url=running.root) as client:
         assert client.get("/ready").status_code == client.get("/plan").status_code == 200
@@ -153,6 +163,10 @@ def test_the_other_routes_of_an_encoder(running: Running) -> None:
         assert client.post("/tokenize", json={"prompt": "w1 w2"}).json()["tokens"] == [2, 6, 7, 3]
         assert client.post("/v1/chat/completions", json={}).status_code == 404
         paths = client.get("/openapi.json").json()["paths"]
+        asked = {"query": "w1", "documents": ["w2", "w1"]}
+        answers = [client.post(path, json=asked).json()["results"] for path in ("/v1/rerank", "/rerank", "/v2/rerank")]
+        assert answers[0][0]["index"] == 1 and answers == [answers[0]] * 3
+        assert client.post("/score", json={"text_1": "w1", "text_2": "w1"}).json()["data"][0]["score"] > 0.99
         assert {"/v1/embeddings", "/v1/rerank", "/v1/score", "/tokenize"} < paths.keys()
         assert "/v1/completions" not in paths
 

@@ -158,6 +158,31 @@ def test_an_answer_that_is_cut_off(client: openai.OpenAI) -> None:
         client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place, max_tokens=3)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_call_that_a_stop_string_ends_is_handed_out_as_text(client: openai.OpenAI, stream: bool) -> None:
+    given: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS[:1], "max_tokens": 100}
+    given |= {"tool_choice": "required", "stop": "parameters"}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
+        text, reason = "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason
+    else:
+        (choice,) = client.chat.completions.create(**given).choices
+        text, reason = choice.message.content or "", choice.finish_reason
+    assert (text, reason) == ('[{"name": "weather", "', "stop")
+
+
+def test_any_json(client: openai.OpenAI) -> None:
+    """By the schema true; and one by the schema false, which allows no value, is refused."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "any", "schema": True}}
+    given: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 1, "max_tokens": 60, "n": 8}
+    choices = client.chat.completions.create(**given, seed=0, response_format=form).choices
+    ended = [json.loads(one.message.content or "") for one in choices if one.finish_reason == "stop"]
+    assert ended
+    form["json_schema"]["schema"] = False
+    with pytest.raises(openai.BadRequestError, match="allows no value"):
+        client.chat.completions.create(**given, response_format=form)
+
+
 def deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):
@@ -165,6 +190,8 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
+# llguidance follows such rules by its own stack, and at 3,000 of them the process ends.
+CHAIN = "start: r0\n" + "\n".join(f'r{n}: "x" r{n + 1} "z"' for n in range(6000)) + '\nr6000: "y"'
 BAD: dict[str, tuple[Any, str]] = {
     "unknown keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     "no answer": ({"$ref": "#"}, "no text"),
@@ -178,6 +205,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "huge multiple": ({"type": "integer", "multipleOf": 999983}, "multipleOf"),
     "multiples together": ({"allOf": [{"type": "integer", "multipleOf": p} for p in (97, 89, 83)]}, "multipleOf"),
     "wide": ({"type": "object", "properties": {f"p{n}": {} for n in range(2500)}}, "properties"),
+    "patterns": (
+        {"type": "object", "patternProperties": {f"^a{{{n}}}b*$": {} for n in range(201)}},
+        "patternProperties",
+    ),
+    "references": (
+        {"$ref": "#/$defs/d0", "$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(4000)} | {"d4000": {}}},
+        "$ref",
+    ),
     "no schema": ("x", "schema"),
 }
 
@@ -199,6 +234,7 @@ def test_a_schema_that_is_refused(running: Running, name: str) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "'f'"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of"),
         ({"structured_outputs": {}}, "one of"),
+        ({"structured_outputs": {"grammar": CHAIN}}, "at most 1000"),
         ({"structured_outputs": {"regex": "["}}, "unclosed"),
         ({"structured_outputs": {"json": "{"}}, "no JSON"),
         ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "both"),

@@ -196,10 +196,10 @@ class Engine:
         # The dict is weak to avoid a cycle. In a cycle, a Request that the program has dropped would live, and be
         # computed, until the garbage collector runs.
         of_sample: weakref.WeakKeyDictionary[Sample, Sequence] = weakref.WeakKeyDictionary()
-        decode, stop = self._decode, sequences[0].settings.stop
+        text = partial(strings.text_of, sequences[0], self.tokenizer)
         request = Request(
             num_samples=len(sequences),
-            decode=None if decode is None else lambda tokens: strings.cut(decode(stop.without_end(tokens))),
+            decode=None if self.tokenizer is None else text,
             on_cancel=lambda sample: self.loop.cancel(of_sample[sample]),  # keeps the engine alive with the request
             on_wait=self.loop.refuse_own_thread,
         )
@@ -278,7 +278,7 @@ class Engine:
         self.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Requests that run or wait with it end with it, and its memory is freed with the last one.
+        """Forget an adapter. Requests that run or wait keep it, and its memory is freed when the last one has ended.
 
         Raises UnsupportedError if none of this name is loaded.
         """

@@ -27,6 +27,8 @@ MOST_KEPT = 64  # compiled ones
 # What one schema may cost: about two seconds of a thread to compile, some 20 ms for a mask, and 100 MB.
 LIMITS = {"initial_lexer_fuel": 250_000, "max_lexer_states": 50_000}
 MOST_PAIRS = 4_000_000  # of properties of an object: the time that these take grows with their square
+MOST_TRIPLES = 8_000_000  # of patterns of properties of an object: these take time by their cube
+MOST_RULES = 1000  # of a grammar, or $ref of a schema: one that names the next takes stack, which ends at about 2,500
 MOST_REMAINDERS = 100_000  # of numbers: multipleOf takes a state for each
 # JSON is written as json.dumps does, so that most of what is no value can be drafted. A keyword that is not known to
 # llguidance is an error, as is a oneOf whose branches may overlap.
@@ -69,7 +71,7 @@ class Grammars:
         if len(text) > MOST_CHARACTERS:
             raise UnsupportedError(f"{_NAMES[kind]} has {len(text)} characters; at most {MOST_CHARACTERS} are taken")
         library = self._library
-        _check_cost(_NAMES[kind], _schemas(kind, text))
+        _check_cost(_NAMES[kind], *_parts(kind, text))
         try:
             if kind == "json":
                 grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=JSON)
@@ -89,27 +91,32 @@ class Grammars:
         return made
 
 
-def _schemas(kind: str, text: str) -> list[Any]:
-    """Return the JSON schemas in what is to be compiled."""
+def _parts(kind: str, text: str) -> tuple[list[Any], int]:
+    """Return the JSON schemas in what is to be compiled, and the number of rules, at most, that stand around them."""
     if kind == "json":
-        return [json.loads(text)]
-    found, begin = [], text.find("%json") if kind == "grammar" else -1
-    while begin >= 0:
+        return [json.loads(text)], 0
+    found, rest = [], ""
+    while kind == "grammar" and (begin := text.find("%json")) >= 0:
+        rest, text = rest + text[:begin], text[begin + 5 :].lstrip()
         with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is wrong
-            found.append(json.JSONDecoder().raw_decode(text[begin + 5 :].lstrip())[0])
-        begin = text.find("%json", begin + 1)
-    return found
+            schema, end = json.JSONDecoder().raw_decode(text)
+            found.append(schema)
+            text = text[end:]
+    return found, (rest + text).replace("::=", ":").count(":") if kind == "grammar" else 0
 
 
-def _check_cost(name: str, schemas: list[Any]) -> None:
+def _check_cost(name: str, schemas: list[Any], rules: int) -> None:
     """Raise UnsupportedError for schemas that llguidance would compile for longer than its own limits say."""
-    pairs, remainders, common, left = 0, 0, 1, list(schemas)
+    pairs, triples, remainders, common, left = 0, 0, 0, 1, list(schemas)
     while left:
         value = left.pop()
         left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if isinstance(value, dict):
+            rules += "$ref" in value
             if isinstance(inner := value.get("properties"), dict):
                 pairs += len(inner) ** 2
+            if isinstance(inner := value.get("patternProperties"), dict):
+                triples += len(inner) ** 3
             multiple = value.get("multipleOf")
             if isinstance(multiple, int | float) and not isinstance(multiple, bool) and math.isfinite(multiple):
                 parts = Decimal(str(multiple)).normalize().as_tuple()
@@ -117,6 +124,12 @@ def _check_cost(name: str, schemas: list[Any]) -> None:
                 remainders, common = remainders + number, math.lcm(common, max(1, number))
     if pairs > MOST_PAIRS:
         raise UnsupportedError(f"{name} cannot be used: its objects have too many properties; at most 2000 are taken")
+    if rules > MOST_RULES:
+        raise UnsupportedError(f"{name} cannot be used: it has {rules} rules or $ref; at most {MOST_RULES} are taken")
+    if triples > MOST_TRIPLES:
+        raise UnsupportedError(
+            f"{name} cannot be used: its objects have too many patternProperties; at most 200 are taken"
+        )
     if max(remainders, common) > MOST_REMAINDERS:
         raise UnsupportedError(
             f"{name} cannot be used: its multipleOf have {max(remainders, common)} remainders together; at most "
@@ -214,8 +227,11 @@ def _json(value: Any) -> tuple[str, str] | None:
                 "'json_schema': {'schema': {...}}}, {'type': 'text'} or a class of pydantic"
             )
         schema = inner["schema"]
-    if not isinstance(schema, dict | bool):
-        raise UnsupportedError(f"the schema of response_format must be an object, not {_shown(schema)}")
+    if schema is True:  # which draft 2020-12 has for any value
+        schema = {}
+    if not isinstance(schema, dict):
+        what = "allows no value; leave it out" if schema is False else f"must be an object, not {_shown(schema)}"
+        raise UnsupportedError(f"the schema of response_format {what}")
     try:
         return "json", json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ...errors import UnsupportedError
 from ..sequence import Sequence
@@ -54,6 +55,55 @@ class StopStrings:
     def cut(self, text: str) -> str:
         """The text before the first stop string in it, or all of it."""
         return text[: min((place for s in self.strings if (place := text.find(s)) >= 0), default=len(text))]
+
+    def text_of(self, sequence: Sequence, tokenizer: Any, tokens: list[int]) -> str:
+        """Return the text of the tokens that a sequence has generated, without what ended it.
+
+        What must match something is matched with the space that stands before it, whatever the prompt ends with.
+        """
+        goes_on = sequence.settings.constraint is not None
+        prompt, decode = sequence.tokens[: sequence.num_prompt], tokenizer.decode
+        before = plain_token(tokenizer) if goes_on else context_of(decode, prompt)
+        return self.text(sequence.settings.stop.without_end(tokens), before=before, with_space=goes_on)
+
+    def text(self, tokens: list[int], *, before: list[int], with_space: bool) -> str:
+        """Return the text of the generated tokens before the first stop string in it, or all of it.
+
+        before: see text_behind. with_space: whether a space with which the text begins behind them stays, where the
+        text of the tokens alone has none.
+        """
+        assert self.decode is not None
+        whole = text_behind(self.decode, before, tokens)
+        found = self.cut(whole)
+        return found if with_space or self.decode(tokens).startswith(" ") else found.removeprefix(" ")
+
+
+def text_behind(decode: Callable[[list[int]], str], before: list[int], tokens: list[int]) -> str:
+    """Return what tokens add to the text of those before them; a tokenizer may drop a space with which they begin.
+
+    before: as `context_of` returns them.
+    """
+    begin, whole = decode(before) if before else "", decode([*before, *tokens])
+    return whole[len(begin) :] if whole.startswith(begin) else decode(tokens)
+
+
+def context_of(decode: Callable[[list[int]], str], prompt: list[int]) -> list[int]:
+    """Return the last tokens of a prompt, behind which a text is decoded as it goes on; none of half characters."""
+    longest = prompt[-CONTEXT_TOKENS:]
+    for start in range(len(longest)):
+        text = decode(longest[start:])
+        if text.endswith(REPLACEMENT):
+            break
+        if text and not text.startswith(REPLACEMENT):
+            return longest[start:]
+    return []
+
+
+def plain_token(tokenizer: Any) -> list[int]:
+    """Return a token of plain text, behind which any token has all of its own text; none if there is no such token."""
+    found: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+    text = tokenizer.decode(found)
+    return found if text and REPLACEMENT not in text and tokenizer.decode(found * 2).startswith(text) else []
 
 
 class TextTail:

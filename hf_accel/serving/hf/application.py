@@ -105,7 +105,9 @@ def handlers_of(service: ModelService, chat_template_kwargs: dict[str, Any]) -> 
     if isinstance(service, RowService) and isinstance(service.encoder, Transcriber):
         return {"/v1/audio/transcriptions": Transcriptions(service), **tokens}
     if isinstance(service, RowService):
-        pairs: dict[str, Handler] = {"/v1/rerank": Rerank(service), "/v1/score": Score(service)}
+        rerank, score = Rerank(service), Score(service)
+        pairs: dict[str, Handler] = {"/v1/rerank": rerank, "/v1/score": score}
+        pairs |= {"/rerank": rerank, "/v2/rerank": rerank, "/score": score}  # where vLLM's clients ask too
         vectors: dict[str, Handler] = {} if service.encoder.scores else {"/v1/embeddings": Embeddings(service)}
         return {**vectors, **pairs, **tokens}
     assert isinstance(service, Service)

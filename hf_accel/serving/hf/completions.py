@@ -150,7 +150,12 @@ def _tools(asked: ChatBody, body: dict[str, Any]) -> list[dict[str, Any]] | None
 
 def deltas_of(parser: MessageParser, event: Event) -> list[dict[str, Any]]:
     """Return the deltas that an event of its choice adds to a message."""
-    return parser.feed(event.text) + (parser.end() if event.finish_reason is not None else [])
+    found = parser.feed(event.text)
+    if event.finish_reason is not None:
+        found += parser.end()
+        if parser.is_broken and event.finish_reason == "stop":
+            found += parser.unread()
+    return found
 
 
 def _chunk(
@@ -222,6 +227,10 @@ class MessageParser:
             self.is_broken, events = True, []
         return before + self._deltas(events)
 
+    def unread(self) -> list[dict[str, Any]]:
+        """Return the deltas of an end that was not understood, and that no limit of tokens has cut off."""
+        return []
+
     def _deltas(self, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return self._joined(response_events_to_chunks(list(events)))
 
@@ -257,6 +266,9 @@ class CalledParser(MessageParser):
             self.is_broken = True
             return []
         return self._joined([ToolCall(name=name, arguments=arguments) for name, arguments in calls])
+
+    def unread(self) -> list[dict[str, Any]]:
+        return [{"content": self._text}] if self._text else []  # a stop string has ended it
 
 
 def parser_for(
