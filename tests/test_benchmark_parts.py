@@ -59,7 +59,9 @@ def test_what_is_measured_on_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) 
     modules = ["\n".join(lines) for lines in (held_out, near, new)]
     monkeypatch.setattr(corpus, "standard_library", lambda: modules)
     seen = list[str]()
-    monkeypatch.setattr(corpus, "tokens_of", lambda tokenizer, texts, order, least: seen.extend(texts) or torch.arange(9))
+    monkeypatch.setattr(
+        corpus, "tokens_of", lambda tokenizer, texts, order, least: seen.extend(texts) or torch.arange(9)
+    )
     corpus.training_windows(None, "first = 1\n" + modules[0] + "\n", count=1, length=2, seed=0)
     assert seen == [modules[2]]
 

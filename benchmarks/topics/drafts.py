@@ -34,7 +34,7 @@ DISTILLED, HEAD = "distilled", "head"
 KINDS: dict[str, Fields] = {
     "text alone": {"alpha": 1.0, "regenerate": 0},
     DISTILLED: {"alpha": 0.0, "regenerate": 1},
-    HEAD: {"alpha": 0.0, "regenerate": 1, "kind": "eagle"},
+    HEAD: {"alpha": 0.0, "regenerate": 1, "kind": "eagle", "learning_rate": None},  # its own default
 }
 DRAFTS = Path("build") / "drafts"  # what the same code has trained with the same settings is not trained again
 TRAINING = Path(hf_accel.distill.__file__).parent

@@ -61,7 +61,10 @@ def main(*argv: str) -> None:
         progress_bar=False,
     )
     made.draft.save_pretrained(training.out)
-    seconds = {"training_seconds": time.perf_counter() - start, "training_cpu_seconds": time.process_time() - cpu_start}
+    seconds = {
+        "training_seconds": time.perf_counter() - start,
+        "training_cpu_seconds": time.process_time() - cpu_start,
+    }
     facts = {name: value for name, value in vars(training).items() if name not in ("target", "text", "out")}
     Path(training.out, TRAINING_FACTS).write_text(json.dumps({**facts, **seconds}, indent=2), encoding="utf-8")
     print(json.dumps(seconds))
