@@ -241,6 +241,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--beside", action="append", default=[], help="a GGUF file that the methods topic scores too")
     parser.add_argument("--target", help="checkpoint that the drafters topic generates with; else the shipped one")
     parser.add_argument("--draft", help="smaller checkpoint of the same tokenizer that drafts for it")
+    parser.add_argument("--head", help="folder of a trained draft head of --target, which the drafts topic measures")
+    parser.add_argument("--draft-steps", type=int, help="for which the drafts topic trains drafts")
     parser.add_argument("--layers-kept", default="", help="comma-separated, of --target, that a student begins with")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device, help="where the models are")
     parser.add_argument("--label", default="", help="of the JSON files' names, so that one folder holds two models")
@@ -290,8 +292,12 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     settings = settings.quicker() if arguments.quick else settings
     rounds, tokens = arguments.rounds or settings.rounds, arguments.tokens or settings.quality_tokens
     prompt = arguments.prompt or settings.prompt
+    steps = arguments.draft_steps or settings.drafts.steps
+    drafts = dataclasses.replace(settings.drafts, head=arguments.head, steps=steps)
     latency = dataclasses.replace(settings.latency, loads=()) if arguments.at_once else settings.latency
-    return dataclasses.replace(settings, rounds=rounds, quality_tokens=tokens, prompt=prompt, latency=latency)
+    return dataclasses.replace(
+        settings, rounds=rounds, quality_tokens=tokens, prompt=prompt, latency=latency, drafts=drafts
+    )
 
 
 if __name__ == "__main__":

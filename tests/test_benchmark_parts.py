@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_accel
 from benchmarks import versions
-from benchmarks.harness import integer_peak
+from benchmarks.harness import corpus, integer_peak
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.models import load_model
 from benchmarks.harness.processes import ProcessError, call
@@ -47,6 +47,23 @@ def test_competitors_that_do_not_take_part_are_named(monkeypatch: pytest.MonkeyP
     assert bench.refused["llama.cpp Q4_0"] == "llama_cpp is not installed"
     assert bench.refused["OpenVINO int8"] == "openvino is not installed"
     assert "name it in --setups" in bench.refused["torchao int8 compiled"]
+
+
+# -- text to train on -----------------------------------------------------------------------------------
+
+
+def test_what_is_measured_on_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a module of the held-out text, nor one that is mostly copied from it."""
+    own = [[f"value_{name}_{i} = some_function_of({name!r}, {i}, 'line')" for i in range(20)] for name in "abc"]
+    held_out, near, new = own[0], own[0][10:13] + own[1][:17], own[0][10:11] + own[2]
+    modules = ["\n".join(lines) for lines in (held_out, near, new)]
+    monkeypatch.setattr(corpus, "standard_library", lambda: modules)
+    seen = list[str]()
+    monkeypatch.setattr(
+        corpus, "tokens_of", lambda tokenizer, texts, order, least: seen.extend(texts) or torch.arange(9)
+    )
+    corpus.training_windows(None, "first = 1\n" + modules[0] + "\n", count=1, length=2, seed=0)
+    assert seen == [modules[2]]
 
 
 # -- prefill, rows, memory -----------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Students:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """The training of a draft.
+    """The training of a draft. head: the folder of one that was trained before, which is then measured.
 
     measured: tokens that its acceptance is measured on; prompts: that are continued with it, or as many as the batch;
     together: batches in which they are.
@@ -154,6 +154,7 @@ class Drafts:
     of so many tokens.
     """
 
+    head: str | None = None
     steps: int = 300
     rows: int = 8
     length: int = 128

@@ -28,28 +28,31 @@ from ..harness.texts import prompts
 from . import replayed_drafts
 from .drafters import Run, endless, generate_all, target_of
 from .students import Fields
+from .train_draft import TRAINING_FACTS
 
 DISTILLED, HEAD = "distilled", "head"
 KINDS: dict[str, Fields] = {
     "text alone": {"alpha": 1.0, "regenerate": 0},
     DISTILLED: {"alpha": 0.0, "regenerate": 1},
-    HEAD: {"alpha": 0.0, "regenerate": 1, "kind": "eagle"},
+    HEAD: {"alpha": 0.0, "regenerate": 1, "kind": "eagle", "learning_rate": None},  # its own default
 }
 DRAFTS = Path("build") / "drafts"  # what the same code has trained with the same settings is not trained again
 TRAINING = Path(hf_accel.distill.__file__).parent
 PLAIN = "no draft"
 Draft = PreTrainedModel | DraftHead
+BESIDE = (DISTILLED, HEAD)  # where a head is given that was trained before
 NOTE = (
-    "Drafts of one layer that begin as the target's first, with its embeddings and head; equal steps on equal rows, "
-    "which the target has rewritten for the distilled one and for the head, which reads the target's hidden states. "
+    "Drafts of one layer with the target's embeddings and head, which begin as its first layer, and a head, which "
+    "reads the target's hidden states and begins with random weights; on rows which the target has rewritten for the "
+    "distilled one and for the head. Equal steps on equal rows, unless the title says how a head was trained. "
     "text: sum(min(p, q)), at temperature 0 same likeliest tokens, on held-out text; first, second, third: accepted "
     "by position, if all before were, on the target's own; tokens a pass, predicted ratio: of a chain of the length "
     "that is predicted to be best."
 )
 SPEED_NOTE = (
     "Whole calls of generate() on held-out text, prompt included, weights as loaded; ratio: to the same patched model "
-    "without a draft; how many tokens are drafted, and whether as a tree, is left to the controller; chains: no "
-    'trees; seeded: verify="seeded". Drafts of the first seed.'
+    "without a draft; how many tokens are drafted, and whether as a tree, is left to the controller, unless a length "
+    'is named; chains: no trees; seeded: verify="seeded". Drafts of the first seed.'
 )
 
 
@@ -69,7 +72,11 @@ def measure(bench: Bench) -> list[Table]:
 
 
 def train(settings: Settings, target: PreTrainedModel) -> dict[tuple[str, int], Draft]:
-    """By kind and seed."""
+    """Drafts by kind and seed; of a head that was trained before, the one there is, as that of the first seed."""
+    given, seeds = settings.drafts.head, settings.drafts.seeds
+    kinds = BESIDE if given else KINDS
+    if given:
+        seeds = seeds[:1]
     shared: Fields = {
         "target": target_of(settings),
         "text": settings.text,
@@ -78,10 +85,10 @@ def train(settings: Settings, target: PreTrainedModel) -> dict[tuple[str, int], 
         "length": settings.drafts.length,
         "learning_rate": settings.drafts.rate,
     }
-    wanted = {
-        (kind, seed): {**shared, **KINDS[kind], "seed": seed} for kind in KINDS for seed in settings.drafts.seeds
-    }
+    wanted = {(kind, seed): {**shared, **KINDS[kind], "seed": seed} for kind in kinds for seed in seeds}
     paths = {key: DRAFTS / digest(fields) for key, fields in wanted.items()}
+    if given:
+        paths[HEAD, seeds[0]] = Path(given)
     missing = {key: path.with_suffix(f".{os.getpid()}") for key, path in paths.items() if not path.exists()}
     call_all("train_draft", [{**wanted[key], "out": str(path)} for key, path in missing.items()])
     for key, path in missing.items():
@@ -111,7 +118,7 @@ def acceptance(
 ) -> Table:
     length = min(settings.drafts.length, len(tokens) // 2)
     texts = [tokens[start : start + length] for start in range(0, len(tokens) - length, length)]
-    found: dict[str, list[AcceptanceReport]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[AcceptanceReport]] = {kind: [] for kind, _ in drafts}
     for (kind, _), draft in drafts.items():
         report = hf_accel.measure_acceptance(
             target, draft, texts, temperature=temperature, max_draft=4, max_tokens=settings.drafts.measured,
@@ -119,12 +126,26 @@ def acceptance(
         )  # fmt: skip
         found[kind].append(report)
     rows = [acceptance_row(kind, reports) for kind, reports in found.items()]
-    own = rows[2]["first_share"] / rows[1]["first_share"]
+    first = {row["draft"]: row["first_share"] for row in rows}
     title = (
-        f"temperature {temperature:g}, {settings.drafts.steps} steps, mean of {len(settings.drafts.seeds)} seeds: "
-        f"of a head's first tokens {own:.2f}x as many are accepted as of a distilled model's"
+        f"temperature {temperature:g}, {training_of(settings)}: of a head's first tokens "
+        f"{first[HEAD] / first[DISTILLED]:.2f}x as many are accepted as of a distilled model's"
     )
     return Table(title, rows, NOTE)
+
+
+def training_of(settings: Settings) -> str:
+    """Say how the drafts were trained; of a head that was trained before, what `train_draft` has written beside it."""
+    given, steps = settings.drafts.head, settings.drafts.steps
+    if not given:
+        return f"{steps} steps, mean of {len(settings.drafts.seeds)} seeds"
+    facts = Path(given) / TRAINING_FACTS
+    known = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else None
+    head = "a head" if known is None else (
+        f"a head of {known['steps']} steps with {known['batch']} rows of {known['length']} tokens, "
+        f"{known['training_cpu_seconds']:.0f} s of CPU time"
+    )  # fmt: skip
+    return f"{head}, a distilled model of {steps} steps"
 
 
 def acceptance_row(kind: str, reports: Sequence[AcceptanceReport]) -> Row:
@@ -173,6 +194,10 @@ def speed(
     }
     if temperature:
         configs[f"{HEAD}, seeded"] = SpeculativeConfig(drafter=head, verify="seeded")
+    if batch == 1:
+        configs[f"{HEAD}, chains of 3"] = SpeculativeConfig(drafter=head, num_draft=3, max_nodes=1)
+        verify: Any = "seeded" if temperature else "token"  # trees of sampled tokens are drawn by seeds
+        configs[f"{HEAD}, trees 4 deep"] = SpeculativeConfig(drafter=head, num_draft=4, verify=verify)
     runs: dict[str, Any] = {PLAIN: partial(start, speculative=None)}
     runs |= {name: partial(start, speculative=config) for name, config in configs.items()}
     found = take_turns(runs, rounds=settings.rounds)

@@ -1,4 +1,7 @@
-"""Train one draft, and keep it, in a process of its own: python -m benchmarks.topics.train_draft '{"seed": 0, ...}'"""
+"""Train one draft, and keep it, in a process of its own: python -m benchmarks.topics.train_draft '{"seed": 0, ...}'
+
+Left out are fields that have a value here. The drafts topic takes a head that was trained so with --head FOLDER.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import dataclasses
 import json
 import sys
 import time
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_accel
 
 from ..harness.corpus import held_out_text, training_windows
+
+TRAINING_FACTS = "training.json"  # beside a draft: how it was trained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,13 +28,13 @@ class DraftTraining:
     target: str
     text: str | None
     out: str
-    seed: int
     steps: int
-    batch: int
-    length: int
-    learning_rate: float
-    alpha: float
-    regenerate: float
+    seed: int = 0
+    batch: int = 8
+    length: int = 128
+    learning_rate: float | None = None
+    alpha: float = 0.0
+    regenerate: float = 1.0
     kind: str = "model"
 
 
@@ -39,7 +45,7 @@ def main(*argv: str) -> None:
     count, length = training.steps * training.batch, training.length
     held_out = held_out_text(training.text)
     rows = training_windows(tokenizer, held_out, count=count, length=length, seed=training.seed).tolist()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     made = hf_accel.distill_draft(
         target,
         rows,
@@ -55,7 +61,13 @@ def main(*argv: str) -> None:
         progress_bar=False,
     )
     made.draft.save_pretrained(training.out)
-    print(json.dumps({"training_seconds": time.perf_counter() - start}))
+    seconds = {
+        "training_seconds": time.perf_counter() - start,
+        "training_cpu_seconds": time.process_time() - cpu_start,
+    }
+    facts = {name: value for name, value in vars(training).items() if name not in ("target", "text", "out")}
+    Path(training.out, TRAINING_FACTS).write_text(json.dumps({**facts, **seconds}, indent=2), encoding="utf-8")
+    print(json.dumps(seconds))
 
 
 if __name__ == "__main__":

@@ -158,10 +158,19 @@ def near(family: str, vocabulary: int = VOCABULARY, noise: float = 0.02, seed: i
 
 
 def head(family: str, tokens: abc.Sequence[int] | None = None) -> DraftHead:
-    """A head of the target with some noise, which is right now and then. tokens: those that it drafts."""
+    """A head that is right now and then: the target's last layer behind its last state, with some noise.
+
+    tokens: those that it drafts.
+    """
     made = DraftHead.of(stock(family), tokens=tokens)
+    last = max(made.target_layers) - 1
+    made.decoder.load_state_dict(hf_accel.init_student(stock(family), layers=[last]).state_dict())
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(7)
+        for layer in (made.narrow, made.fuse):
+            size = layer.out_features
+            layer.weight.zero_()
+            layer.weight[:, -size:] = torch.eye(size)
         for parameter in made.own_parameters().values():
             parameter += 0.02 * torch.randn_like(parameter)
     return made

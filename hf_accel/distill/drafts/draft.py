@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ...errors import UnsupportedError
 from ...keywords import checked_keywords, one_of, positive_int
-from ...models import evaluating
+from ...models import evaluating, layers_config
 from ..losses.objective import Objective
 from ..trainer.callback import DistillationCallback
 from ..trainer.on_policy import collated, continued
@@ -33,7 +33,9 @@ HELD_OUT = 0.1
 MOST_HELD_OUT = 32
 # So many prompts are continued by the target together.
 AT_ONCE = 32
-STEPS, BATCH, RATE, HEAD_RATE = 500, 8, 5e-4, 1e-3
+STEPS, BATCH, RATE = 500, 8, 5e-4
+# For a head of this width, with Adam; a wider one learns with less, as in 2203.03466, since more weights move at once.
+HEAD_RATE, HEAD_WIDTH = 3e-3, 384
 
 
 class DraftResult(NamedTuple):
@@ -89,8 +91,8 @@ def distill_draft(
         0 is greedy search, for which the loss compares at 1.
     regenerate: share of the rows of which the target rewrites what follows the first prompt_tokens (at most half a
         row); True is all, False none.
-    max_steps, batch_size, learning_rate: 500, 8 and 5e-4 (1e-3 for a head) with a cosine; or args, which then rule
-        the training alone.
+    max_steps, batch_size, learning_rate: 500, 8 and 5e-4 with a cosine (for a head 3e-3, less for one wider than 384);
+        or args, which then rule the training alone.
     share_embeddings: embeddings and head are the target's memory, and not trained; False copies and trains them.
     measure: also run `measure_acceptance` before and after, on the rows kept for it; or keywords for it.
 
@@ -115,7 +117,7 @@ def distill_draft(
     objective = Objective(alpha, temperature or 1.0, loss)
     with random_state_kept(), evaluating(target), tempfile.TemporaryDirectory() as folder:
         if kind == "eagle" and learning_rate is None and args is None:
-            learning_rate = HEAD_RATE
+            learning_rate = HEAD_RATE * min(1.0, HEAD_WIDTH / layers_config(target.config).hidden_size)
         given = {"max_steps": max_steps, "batch_size": batch_size, "learning_rate": learning_rate}
         fixed = {"output_dir": folder, "seed": seed, "disable_tqdm": not progress_bar}
         arguments = _arguments(args, given, target, **fixed)
@@ -124,7 +126,7 @@ def distill_draft(
             num_layers = 1
         train, held_out = _rows(dataset, target, arguments, tokenizer=tokenizer, max_length=max_length)
         known = None if head_tokens is None else most_frequent(train, head_tokens)
-        draft: Any = DraftHead.of(target, tokens=known) if kind == "eagle" else init_student(
+        draft: Any = DraftHead.of(target, tokens=known, seed=seed) if kind == "eagle" else init_student(
             target, num_layers=num_layers, layers=layers, strategy=strategy or "uniform", dataset=train,
             share_embeddings=share_embeddings,
         ).eval()  # fmt: skip
