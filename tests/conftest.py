@@ -26,6 +26,8 @@ from .selection import mark_others_long
 if triton.is_interpreted():
     correct_interpreter()
 
+# Their first test takes as long as hundreds of others: at the end, one process would work and the others be idle.
+FIRST = ("test_triton.py", "test_benchmarks.py")
 RARELY = (20_000, 10, 10)  # by Python's own 700 new objects, a tenth of the time goes into looking for garbage
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
@@ -47,6 +49,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is long
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_others_long(items)
+    items.sort(key=lambda item: item.path.name not in FIRST)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -41,6 +41,18 @@ def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
+def few_modules(packages: tuple[str, ...], folder: Path, *, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let examples find five short modules of each package: to read all of the standard library takes seconds."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for package in packages:
+        files = [file for file in (library / package).glob("*.py") if file.stat().st_size > 2_000]
+        (folder / package).mkdir(parents=True)
+        for file in sorted(files, key=lambda file: file.stat().st_size)[:5]:
+            shutil.copy(file, folder / package)
+    places = sysconfig.get_paths() | {"stdlib": str(folder)}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *_: places)
+
+
 def test_no_example_is_left_out() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == COVERED
 
@@ -203,6 +215,7 @@ def drawn(path: Path) -> None:
 
 def test_draft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    few_modules(("json", "email", "asyncio"), tmp_path / "stdlib", monkeypatch=monkeypatch)
     run("draft", "--steps", "2", "--measured", "128", monkeypatch=monkeypatch)
     out = capsys.readouterr().out
     assert out.count("acceptance at temperature 1 on the dataset's text") == 2  # before and after
@@ -216,13 +229,7 @@ def test_distil_classifier(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    packages: Any = importlib.import_module("distil_classifier").PACKAGES
-    library, few = Path(sysconfig.get_paths()["stdlib"]), tmp_path / "stdlib"  # some modules: all take seconds to read
-    for package in packages:
-        for file in sorted((library / package).glob("*.py"), key=lambda file: -file.stat().st_size)[:5]:
-            (few / package).mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, few / package)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(few)})
+    few_modules(importlib.import_module("distil_classifier").PACKAGES, tmp_path / "stdlib", monkeypatch=monkeypatch)
     run("distil_classifier", "--steps", "1", "--labelled", "64", monkeypatch=monkeypatch)
     rows = [line.rsplit("  ", 1) for line in capsys.readouterr().out.splitlines() if line.endswith(" %")]
     assert [name.strip() for name, _ in rows] == ["teacher, 4 layers", "few labels", "teacher's answers"]

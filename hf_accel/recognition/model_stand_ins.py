@@ -22,7 +22,10 @@ class ConfigStandIn:
         value = getattr(self._config, name)
         if not isinstance(value, PLAIN_TYPES):
             raise UntraceableError(f"it reads config.{name}")
-        self._trace.note(vars(self._config), name, value)
+        # Where a config has another name for it, the value is kept under that one. A read that is noted under a name
+        # that the config does not keep would look changed in each pass, and the layer would be traced again.
+        kept = getattr(self._config, "attribute_map", {}).get(name, name)
+        self._trace.note(vars(self._config), kept, value)
         return value
 
     def _read_attention(self) -> Any:

@@ -448,6 +448,24 @@ def test_a_layer_that_a_hook_sees_finds_what_calls_have_left(kind: str, name: st
     assert sum(seen) > 3
 
 
+@pytest.mark.parametrize("kind", ["Bart", "Moonshine"])  # Moonshine's config keeps some values under other names
+def test_layers_are_traced_once_for_all_passes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, traced = model_of(kind, max_length=20), list[Any]()
+    given, trace_layer = given_to(model, kind), Trace.decoder_layer
+
+    def counted(self: Trace, layer: Any, *rest: Any) -> None:
+        traced.append(layer)
+        trace_layer(self, layer, *rest)
+
+    monkeypatch.setattr(Trace, "decoder_layer", counted)
+    hf_accel.patch(model, weights=None)
+    for _ in range(2):
+        traced.clear()
+        model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert hf_accel.stats(model)["loop"] == "ragged"
+    assert traced == []
+
+
 class OddLayer(BartDecoderLayer):
     """It computes something else after the first pass."""
 

@@ -102,10 +102,10 @@ def test_prompts_that_are_met_again(family: str, makers: list[TapeMaker]) -> Non
 
 def test_generate_batch_keeps_its_graphs() -> None:
     """For calls that need no more pages, of generate() too; a longer one makes new pages."""
-    model = patched(max_tokens=1024)
+    model = patched(max_tokens=256)
     for way, new_tokens, captures in (
         (by_generate_batch, NEW_TOKENS, 1), (by_generate_batch, NEW_TOKENS, 0), (by_generate, NEW_TOKENS, 0),
-        (by_generate_batch, NEW_TOKENS - 1, 0), (by_generate_batch, 200, None), (by_generate_batch, NEW_TOKENS, 0),
+        (by_generate_batch, NEW_TOKENS - 1, 0), (by_generate_batch, 40, None), (by_generate_batch, NEW_TOKENS, 0),
     ):  # fmt: skip
         assert way(model, PROMPTS, new_tokens) == answers("llama", PROMPTS, new_tokens)
         found = graphs(model)
@@ -238,17 +238,17 @@ def test_calls_of_generate_share_graphs(makers: list[TapeMaker]) -> None:
 
 def test_pages_that_are_still_used_are_not_shared(makers: list[TapeMaker]) -> None:
     """A cache that was returned keeps its pages; a longer call, and one with other pages, needs its own."""
-    model = patched()
-    ids = torch.tensor([PROMPTS[0]])
+    model, prompts = patched(), PROMPTS[:3]
+    ids = torch.tensor(prompts[:1])
     settings = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
     # Long, so that its pages would be enough for the next call.
-    first = model.generate(ids, attention_mask=torch.ones_like(ids), **{**settings, "max_new_tokens": 260})
-    assert by_generate(model, PROMPTS, NEW_TOKENS) == answers("llama", PROMPTS, NEW_TOKENS)
+    first = model.generate(ids, attention_mask=torch.ones_like(ids), **{**settings, "max_new_tokens": 80})
+    assert by_generate(model, prompts, NEW_TOKENS) == answers("llama", prompts, NEW_TOKENS)
     assert len(makers) == 2
     turn = torch.cat([first.sequences, torch.tensor([[5, 6]])], 1)
     out = model.generate(turn, attention_mask=torch.ones_like(turn), past_key_values=first.past_key_values, **settings)
     assert out.sequences[0, turn.shape[1] :].tolist() == answers("llama", turn.tolist(), NEW_TOKENS)[0]
-    longer = [prompt * 9 for prompt in PROMPTS]
+    longer = [prompt * 5 for prompt in prompts]
     assert by_generate(model, longer, NEW_TOKENS) == answers("llama", longer, NEW_TOKENS)
     assert by_generate(model, longer, NEW_TOKENS) == answers("llama", longer, NEW_TOKENS)
     assert len(makers) == 4

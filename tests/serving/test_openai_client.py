@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ PROMPT = "import re\n\ndef "
 MESSAGES: list[Any] = [{"role": "system", "content": "Python"}, {"role": "user", "content": "class Reader:\n    def "}]
 # Greedy, this model repeats itself and does not end.
 LONG: dict[str, Any] = {"model": "tiny", "temperature": 0, "stream": True}
+InTurns = Callable[[Callable[[], Iterable[Any]]], list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,10 @@ def test_completion(running: Running, client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, 24)
 
 
-def test_completion_streams(running: Running, client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
+def test_completion_streams(running: Running, client: openai.OpenAI, in_turns: InTurns) -> None:
+    given: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "stream": True}
+    given["stream_options"] = {"include_usage": True}
+    chunks = in_turns(lambda: client.completions.create(**given))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == running.text(PROMPT, 24)
     assert len(chunks) > 5, "it comes in pieces"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
@@ -53,16 +53,16 @@ def test_completion_streams(running: Running, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
-def test_counts_of_tokens_in_each_chunk(client: openai.OpenAI, chat: bool) -> None:
+def test_counts_of_tokens_in_each_chunk(client: openai.OpenAI, in_turns: InTurns, chat: bool) -> None:
     """An option of vLLM that load generators send, guidellm for one."""
-    given: dict[str, Any] = {"model": "tiny", "max_tokens": 48, "temperature": 0, "stream": True}
+    given: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0, "stream": True}
     given["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if chat:
-        chunks: list[Any] = list(client.chat.completions.create(**given, messages=MESSAGES))
+        chunks = in_turns(lambda: client.chat.completions.create(**given, messages=MESSAGES))
     else:
-        chunks = list(client.completions.create(**given, prompt=PROMPT))
+        chunks = in_turns(lambda: client.completions.create(**given, prompt=PROMPT))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
-    assert counts == sorted(counts) and len(set(counts)) > 3 and counts[-1] == 48
+    assert counts == sorted(counts) and len(set(counts)) > 3 and counts[-1] == 12
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
 
 

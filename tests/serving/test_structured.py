@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import httpx
@@ -19,6 +19,7 @@ from hf_accel.serving.limits import Limits
 from .running import Running, serving, until
 
 pytest.importorskip("llguidance")
+InTurns = Callable[[Callable[[], Iterable[Any]]], list[Any]]
 PROMPT, MESSAGES = "import re\n\ndef ", [{"role": "user", "content": "class Reader:\n    def "}]
 COLOUR = {"enum": ["red", "green", 3, None]}
 SCHEMA = {
@@ -56,11 +57,11 @@ class Place(BaseModel):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_schema(client: openai.OpenAI, stream: bool, temperature: int) -> None:
+def test_a_schema(client: openai.OpenAI, in_turns: InTurns, stream: bool, temperature: int) -> None:
     given: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200, "temperature": temperature}
     given |= {"response_format": FORMAT, "seed": 5}
     if stream:
-        chunks = list(client.chat.completions.create(**given, stream=True))
+        chunks = in_turns(lambda: client.chat.completions.create(**given, stream=True))
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         reasons = {chunk.choices[0].finish_reason for chunk in chunks}
         assert reasons == {None, "stop"} and len(chunks) > 5

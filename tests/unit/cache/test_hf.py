@@ -152,13 +152,15 @@ class Told:
 
     def keys(self, layer: int) -> Tensor:
         """[B, H, T, D], integers that float32 holds exactly; zero in the padding."""
-        histories = torch.zeros(self.ids.shape)
-        running = torch.full((len(self.ids),), sum(self.salt))
-        for column in range(self.ids.shape[1]):
-            real = self.mask[:, column]
-            running = torch.where(real, (running * 31 + self.ids[:, column] + 1) % 10007, running)
-            histories[:, column] = torch.where(real, running + 20000 * layer + 1, 0)
-        return histories[:, None, :, None].expand(-1, HEADS, -1, DIM).contiguous()
+        histories = []
+        for ids, mask in zip(self.ids.tolist(), self.mask.tolist(), strict=True):  # in Python: a tensor takes longer
+            running, row = sum(self.salt), []
+            for token, real in zip(ids, mask, strict=True):
+                running = (running * 31 + token + 1) % 10007 if real else running
+                row.append(running + 20000 * layer + 1 if real else 0)
+            histories.append(row)
+        numbers = torch.tensor(histories, dtype=torch.float32)
+        return numbers[:, None, :, None].expand(-1, HEADS, -1, DIM).contiguous()
 
     def check(self) -> None:
         for number, layer in enumerate(self.cache.paged_layers):
