@@ -139,12 +139,15 @@ class Record:
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
         self.note(module._parameters, "weight", weight)
-        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.apart > 1 or x.wide or weight is None:
+        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.apart > 1 or x.wide or x.zeros:
             raise UntraceableError("a norm takes something else than numbers of tokens")
-        if x.shape[-1] != weight.shape[0]:
+        if weight is None and (module._parameters or self.device.type != "cpu"):
+            raise UntraceableError("a norm has a weight that is computed, or none on another device than the CPU")
+        dim: int = x.shape[-1]
+        if weight is not None and weight.shape != (dim,):
             raise UntraceableError("a norm takes another number of inputs")
         self.visit(module)
-        return self.put("norm", [x], x.width, modules=(module,), heads=x.heads or 1, dim=weight.shape[0])
+        return self.put("norm", [x], x.width, modules=(module,), heads=x.heads or 1, dim=dim)
 
     def gated(self, module: nn.Module, names: GatedNames, x: Any) -> StandIn:
         """Record down(act(gate(x)) * up(x)), where the product is one operation."""

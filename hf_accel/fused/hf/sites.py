@@ -138,6 +138,8 @@ def _checked(
         if signature not in checked:
             checked[signature] = _agrees(site, dtype, device_type)
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
+    if site.kind == NORM and device_type != "cpu" and not module._parameters:
+        return Dropped(name, site.kind, f"it has no weight, and no native call on {device_type}")
     if site.kind == NORM and norm_form(module) is None:
         return Dropped(name, site.kind, DIFFERS)
     if isinstance(site.state, ExpertsState):
