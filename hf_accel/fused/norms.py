@@ -46,23 +46,28 @@ class NormForm:
     round_first: bool
 
 
-def norm_form(module: nn.Module, dtype: torch.dtype | None = None) -> NormForm | None:
+def norm_form(module: nn.Module, dtype: torch.dtype | None = None, *, device_type: str = "cpu") -> NormForm | None:
     """Find how a module normalizes inputs of `dtype` (its weight's by default), by trying each form on random input.
 
     The forward is that of the class before patch(). None if it is no RMSNorm, or holds more than a weight and an eps.
-    One without a weight is known on the CPU; it may have buffers, if its code does not read them.
+    One without a weight is known if device_type is "cpu"; it may have buffers, if its code does not read them.
     Modules of the same code and settings have the same form: it is tried once for all of them.
     """
     weight = module._parameters.get("weight")
     eps = vars(module).get("variance_epsilon") or vars(module).get("eps")
-    if module._modules or not isinstance(eps, float):
+    on_other_device = device_type != "cpu" and not module._parameters
+    if module._modules or not isinstance(eps, float) or on_other_device:
         return None
     if not module._parameters:
         dtype = dtype or torch.float32
         weight_dtype, device, width = dtype, torch.device("cpu"), WITHOUT_WEIGHT
-    elif weight is None or len(module._parameters) != 1 or module._buffers:
-        return None
-    elif weight.ndim != 1 or not is_plain_tensor(weight):
+    elif (
+        weight is None
+        or len(module._parameters) != 1
+        or module._buffers
+        or weight.ndim != 1
+        or not is_plain_tensor(weight)
+    ):
         return None
     else:
         dtype = dtype or weight.dtype
@@ -81,8 +86,9 @@ def norm_form(module: nn.Module, dtype: torch.dtype | None = None) -> NormForm |
 
 @dataclass(frozen=True)
 class _Trial:
-    """Everything that the outcome of a trial depends on. module: a copy of one, without its weight. multiplies: whether
-    it has a weight.
+    """Everything that the outcome of a trial depends on. module: a copy of one, without its weight.
+
+    multiplies: whether it has a weight.
     """
 
     code: tuple[object, ...]

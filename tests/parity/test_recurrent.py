@@ -327,7 +327,8 @@ ONE_CALL = (
     "jamba",
 )
 WHOLE_LAYERS = {
-    "next", "3.5", "3.5_moe", "bamba", "granite", "falcon_h1", "mamba", "falcon_mamba", "mamba2", "nemotron_h", "jamba",
+    "next", "3.5", "3.5_moe", "bamba", "granite", "falcon_h1", "mamba", "falcon_mamba", "mamba2", "nemotron_h",
+    "jamba",
 }  # fmt: skip
 
 
