@@ -143,7 +143,7 @@ class DraftProgramme:
         self._pages: KV | None = None  # of which these are the fields
         self._page_numbers: tuple[int, ...] = ()
         self.hidden, dtype = layer.width, layer.dtype
-        if layer.biased_heads or layer.source is not None:
+        if layer.biased_heads or layer.source is not None or layer.by_position is not None:
             raise UntraceableError("its layer reads more than its own pages")
         if parts.embeddings.dtype is not dtype or parts.embeddings.shape[1] != self.hidden:
             raise UntraceableError("its embeddings have another dtype or size than its states")

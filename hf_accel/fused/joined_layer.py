@@ -20,7 +20,7 @@ from ..recognition.symbols import Opaque
 from ..recognition.trace import Trace
 from ..undo.state import FUSED
 from .modules import add_rms_norm, gate_and_multiply, rope, rope_and_write
-from .norms import NativeNorm, NormForms
+from .norms import NativeNorm, NormForms, weight_of
 from .row_products import gated_product_of_rows, products_of_rows
 from .traced_layer import Attention, TracedLayer
 
@@ -163,7 +163,7 @@ class JoinedLayer(TracedLayer):
             if behind is not None:
                 held.put(behind.outputs[0], _normed(held, behind))
             return
-        weight = norm._parameters["weight"]
+        weight = weight_of(norm, x.shape[-1], x.dtype)
         total, normed = add_rms_norm(x, y, weight, form.eps, offset=form.offset, round_first=form.round_first)
         held.put(span, total)
         if behind is not None:

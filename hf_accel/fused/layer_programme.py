@@ -17,6 +17,7 @@ from ..kernels.cpu.library import DTYPES, page_dtype, threads
 from ..kernels.cpu.low_rank import Adapters, PartTable
 from ..kernels.layouts import KV
 from ..linear.adapters import PassAdapters
+from ..recognition.of_positions import OfPositions
 from ..recognition.operation import OUTPUT, Operation, Span
 from ..recognition.symbols import Computed
 from ..recognition.trace import Trace
@@ -225,7 +226,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
     It holds addresses, and the values that the trace read: `is_current` says whether both are still the layer's.
     attends: the module that attends to the tokens of a sequence; None for a layer with a state alone. biased_heads,
     own_bias: see EncoderProgramme. tail: the operations from a module that is called on; None if all are one native
-    call. is_source_biased: whether it adds a bias to the scores of an encoder's output, which can be zeros alone.
+    call. by_position: what the code makes the factors of its queries of; None if they have none. is_source_biased:
+    whether it adds a bias to the scores of an encoder's output, which can be zeros alone.
     """
 
     over_rows = False
@@ -245,6 +247,9 @@ class LayerProgramme(NativeOperations, TracedLayer):
         for each in (each for each in trace.operations if each.kind == "attend"):
             (self.attends,) = each.modules
             self.biased_heads, self.own_bias = each.values["heads"] * each.values["biased"], each.values["own_bias"]
+        self.by_position: OfPositions | None = next(
+            (o.values["numbers"] for o in trace.operations if o.kind == "by_position"), None
+        )
         self.is_source_biased = any(o.kind == "attend_source" and o.values["biased"] for o in trace.operations)
         # The kernels round a LayerNorm and an activation in other ways than torch does, which is called with more
         # tokens: where it need not be called, the bits of a token do not depend on how many there are.

@@ -23,11 +23,13 @@ class NativeParts(Traced):
 
     calls, norms, tensors: hold the memory that the structs of the operations point to. max_tokens: the most tokens of
     a call.
+    table_size: the numbers of cos of a token; None if it has none, or as many as a head.
     over_rows: whether its attention reads the keys of the call's own rows, and not those of pages. source_attention:
     its attention to an encoder's output, None without.
     """
 
     over_rows: bool
+    table_size: int | None = None
     source_attention: Attention | None = None
     max_tokens: int
     calls: list[NativeCall]

@@ -28,7 +28,7 @@ from ..undo.state import FUSED
 from .latent_operations import LATENT_OPERATIONS
 from .modules import RotaryForm, form_of_rotation
 from .native_operation import HeldRows, ModuleOperation, NativeOperation, NativeParts, Planned, sinks_of
-from .norms import NormForm, norm_form
+from .norms import NormForm, norm_form, weight_of
 from .partial_rotation import leaves_rest, rotation_over_rows
 from .projections import UNLIMITED, NativeLinear, make_call, matrix
 from .row_operations import ROW_OPERATIONS
@@ -102,8 +102,8 @@ class NormOperation(NativeOperation):
         return None if norm_form(operation.modules[0], planned.dtype) is not None else "a norm has no native call"
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
-        form, weight = parts.norm_form(operation), operation.modules[0]._parameters["weight"]
-        assert weight is not None
+        form = parts.norm_form(operation)
+        weight = weight_of(operation.modules[0], operation.values["dim"], parts.dtype)
         return {
             "weight": parts.address(weight), "weight_dtype": DTYPES[weight.dtype],
             "heads": operation.values["heads"], "dim": operation.values["dim"], "eps": form.eps,
@@ -111,8 +111,9 @@ class NormOperation(NativeOperation):
         }  # fmt: skip
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
-        form, weight = rows.parts.forms[id(operation)], operation.modules[0]._parameters["weight"]
-        assert isinstance(form, NormForm) and weight is not None
+        form = rows.parts.forms[id(operation)]
+        assert isinstance(form, NormForm)
+        weight = weight_of(operation.modules[0], operation.values["dim"], rows.parts.dtype)
         x = rows.heads(operation.inputs[0], operation.values["heads"], operation.values["dim"])
         return [rms_norm(x, weight, form.eps, offset=form.offset, round_first=form.round_first).flatten(1)]
 

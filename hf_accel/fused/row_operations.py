@@ -138,7 +138,19 @@ class RowConvolutionOperation(NativeOperation):
         return found
 
 
+class ByPositionOperation(NativeOperation):
+    """x times a number of each token, by its position, which stands behind its cos; see `behind_tables`."""
+
+    over_rows = False
+
+    def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
+        if parts.table_size is None or parts.over_rows:
+            raise UntraceableError("numbers of its positions have no native call without tables")
+        return {"dim": operation.values["dim"], "ahead": parts.table_size}
+
+
 ROW_OPERATIONS: Mapping[Kind, NativeOperation] = {
+    "by_position": ByPositionOperation(),
     "position_scores": PositionScoresOperation(),
     "bias_gates": BiasGatesOperation(),
     "row_conv": RowConvolutionOperation(),

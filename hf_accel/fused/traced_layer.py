@@ -16,7 +16,7 @@ from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN
 from ..undo.state import FUSED
 from .modules import RotaryForm, form_of_rotation
-from .norms import NativeNorm, NormForm
+from .norms import NativeNorm, NormForm, weight_of
 from .partial_rotation import leaves_rest
 
 
@@ -60,12 +60,13 @@ class Traced:
     def norm_form(self, operation: Operation) -> NormForm:
         """Raises UntraceableError for a norm that has no native call."""
         (module,) = operation.modules
-        own, weight = vars(module), module._parameters["weight"]
+        own = vars(module)
         form: NormForm | None = None
         if isinstance(module, NativeNorm):
             example = torch.empty(1, operation.values["dim"], dtype=self.dtype, device=self.device)
             form = own[FUSED].form(module, example)
-        if form is None or weight is None or not weight.is_contiguous():
+        weight = weight_of(module, operation.values["dim"], self.dtype)
+        if form is None or not weight.is_contiguous():
             raise UntraceableError("a norm has no native call")
         if form.round_first and torch.promote_types(self.dtype, weight.dtype) is not self.dtype:
             raise UntraceableError("a norm changes the dtype")

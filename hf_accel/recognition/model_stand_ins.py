@@ -6,7 +6,7 @@ from typing import Any
 
 from .operation import UntraceableError
 from .stand_ins import ATTENTION, ATTENTION_KEPT, Recorder, StandIn
-from .symbols import Opaque
+from .symbols import TOKENS_BEFORE, Opaque
 from .unchanged import PLAIN_TYPES
 
 
@@ -20,6 +20,9 @@ class ConfigStandIn:
         if name == ATTENTION:
             return self._trace.attention or self._read_attention()
         value = getattr(self._config, name)
+        if type(value) is dict:
+            self._trace.note(vars(self._config), name, value)
+            return SettingsStandIn(self._trace, value)
         if not isinstance(value, PLAIN_TYPES):
             raise UntraceableError(f"it reads config.{name}")
         # Where a config has another name for it, the value is kept under that one. A read that is noted under a name
@@ -37,6 +40,25 @@ class ConfigStandIn:
         return self._trace.equals.get(name, name)
 
 
+class SettingsStandIn:
+    """A dictionary of a config of which the code may read plain values."""
+
+    def __init__(self, trace: Recorder, settings: dict[str, Any]) -> None:
+        self._trace, self._settings = trace, settings
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._settings.get(name)
+        if not isinstance(value, PLAIN_TYPES):
+            raise UntraceableError(f"it reads {name} of its config")
+        self._trace.note(self._settings, name, value)
+        return value if name in self._settings else default
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._settings:
+            raise UntraceableError(f"its config has no {name}")
+        return self.get(name)
+
+
 class CacheStandIn(Opaque):
     """The cache of a pass, which takes K and V of one layer."""
 
@@ -46,6 +68,10 @@ class CacheStandIn(Opaque):
 
     def update(self, key: Any, value: Any, layer_idx: Any, *args: Any) -> tuple[StandIn, StandIn]:
         return self.trace.write(key, value, layer_idx)
+
+    def get_seq_length(self, layer_idx: Any = 0) -> Any:
+        """Return what stands for the number of tokens before, which code adds to the numbers of its own."""
+        return TOKENS_BEFORE
 
     def __bool__(self) -> bool:
         return True

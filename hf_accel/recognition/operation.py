@@ -12,7 +12,7 @@ Kind = Literal[
     "linear", "gated", "norm", "rope", "write", "attend", "add", "layer_norm", "activation", "gate", "scale", "join",
     "position_scores", "affine", "attend_source", "short_conv", "delta_rule", "state_scan", "gated_norm",
     "take_heads", "bias_gates", "row_conv", "multiply", "convert", "module", "page_conv",
-    "time_steps", "head_products",
+    "time_steps", "head_products", "by_position",
 ]  # fmt: skip
 
 INPUT, OUTPUT = 0, 1  # the buffers of a layer's input and output, by their numbers in the kernels

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from .call_form import BIAS, MASK, SOURCE_BIAS, SOURCE_MASK, as_usual
+from .of_positions import OfPositions, RoundedNext
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
 from .packed import Starts, is_packed, joined, rotated_row
 from .row_convolution import sizes_of_linear
 from .scores import PRODUCTS, drops
 from .source_stand_ins import FIRST_OF_SOURCE, SourceKeys, as_source
 from .stand_ins import ModuleStandIn, StandIn, require
-from .symbols import SOURCE, Opaque, Vector
+from .symbols import SOURCE, TOKENS, Opaque, Vector
 from .trial import NAMES_OF_EPS, PLAIN_ACTIVATIONS, GatedNames, activation_name, settings_of_norm
 from .unchanged import HOOKS, Read, has_own_forward, is_derived, is_others_class
 
@@ -139,12 +140,15 @@ class Record:
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
         self.note(module._parameters, "weight", weight)
-        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.apart > 1 or x.wide or weight is None:
+        if not isinstance(x, StandIn) or x.factor != 1 or x.flat or x.apart > 1 or x.wide or x.zeros:
             raise UntraceableError("a norm takes something else than numbers of tokens")
-        if x.shape[-1] != weight.shape[0]:
+        if weight is None and (module._parameters or self.device.type != "cpu"):
+            raise UntraceableError("a norm has a weight that is computed, or none on another device than the CPU")
+        dim: int = x.shape[-1]
+        if weight is not None and weight.shape != (dim,):
             raise UntraceableError("a norm takes another number of inputs")
         self.visit(module)
-        return self.put("norm", [x], x.width, modules=(module,), heads=x.heads or 1, dim=weight.shape[0])
+        return self.put("norm", [x], x.width, modules=(module,), heads=x.heads or 1, dim=dim)
 
     def gated(self, module: nn.Module, names: GatedNames, x: Any) -> StandIn:
         """Record down(act(gate(x)) * up(x)), where the product is one operation."""
@@ -228,16 +232,36 @@ class Record:
             raise UntraceableError("it adds something else than two tensors of one shape")
         return self.put("add", [x, y], x.width, dim=x.width, factor=y.factor)
 
-    def multiply(self, x: StandIn, other: Any) -> StandIn:
+    def multiply(self, x: StandIn, other: Any) -> Any:
         """Multiply by something else than a number."""
         if isinstance(other, StandIn):
             return self.gate(x, other)
+        if isinstance(other, OfPositions):
+            return self.by_positions(x, other)
         if not isinstance(other, Vector):
             raise UntraceableError("it multiplies by more than a number")
         require(x, heads=False, flat=False)
         if other.parameter.shape != (x.width,) or other.parameter.dtype is not self.dtype:
             raise UntraceableError("it multiplies by a parameter of another size or dtype")
         return self.put("scale", [x], x.width, vector=other)
+
+    def by_positions(self, x: StandIn, numbers: OfPositions) -> Any:
+        """Record x, [B, H, T, D] or [B, T, H, D], times a number of each token, by its position."""
+        dtype = numbers.tried(heads_first=x.transposed)
+        plain = replace(x, heads=None, transposed=False)
+        require(plain, heads=False, flat=False)
+        if (
+            x.heads is None
+            or x.span.head
+            or x.rows is not TOKENS
+            or x.cached
+            or dtype not in (torch.float32, self.dtype)
+        ):
+            raise UntraceableError("it multiplies something else than heads by numbers of positions")
+        if any(o.kind == "by_position" and o.values["numbers"] != numbers for o in self.operations):
+            raise UntraceableError("it multiplies by several numbers of a position")
+        product = self.put("by_position", [x], x.width, dim=x.width, numbers=numbers)
+        return product if dtype is self.dtype else RoundedNext(product)
 
     def multiplied(self, x: Any, vector: Vector | None = None) -> Any:
         """Return x times its factor as a tensor of its own, or times the numbers of its columns."""

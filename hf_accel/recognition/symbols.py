@@ -26,6 +26,10 @@ class Count:
 
     __hash__ = None  # type: ignore[assignment]
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UntraceableError("it does more with the number of tokens than a trace follows")
+
     def __mul__(self, number: Any) -> Any:
         return Product(self, number) if type(number) is int else NotImplemented
 

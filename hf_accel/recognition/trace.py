@@ -26,6 +26,7 @@ from .call_form import (
     CACHE,
     CACHES,
     MASK,
+    POSITION_IDS,
     SOURCE_BIAS,
     SOURCE_MASK,
     SOURCE_STATES,
@@ -39,6 +40,7 @@ from .expanded_keys import expand_latents
 from .folding import folded
 from .known_modules import known_module
 from .model_stand_ins import CacheStandIn, ConfigStandIn
+from .of_positions import MadeOfTokens, OfPositions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .scores import Scores
 from .source import results_of
@@ -54,7 +56,6 @@ from .symbols import (
     MaskStandIn,
     Opaque,
     Vector,
-    ZerosOfTokens,
 )
 from .trial import (
     PLAIN_ACTIVATIONS,
@@ -167,6 +168,7 @@ class Trace(AttentionRecord):
             self.mask, self.source_mask = MaskStandIn(MASK, TOKENS), MaskStandIn(SOURCE_MASK, SOURCE)
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
         tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias}
+        tensors[POSITION_IDS] = OfPositions(POSITION_IDS, counted=False)
         tensors |= dict.fromkeys(CACHES, cache)
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
         tensors |= {SOURCE_BIAS: self.source_bias}
@@ -181,7 +183,7 @@ class Trace(AttentionRecord):
             self, Span(INPUT, 0, self.widths[INPUT]), width, batch=batch, wide=self.takes_wide
         )
         try:
-            with ZerosOfTokens():
+            with MadeOfTokens():
                 return self.run(ModuleStandIn(self, module), module, (), kwargs)
         except UntraceableError:
             raise

@@ -98,11 +98,15 @@ def _apart(expected: Tensor, got: Tensor, tolerance: Tolerance) -> float:
 
 
 def seems_rms_norm(module: nn.Module) -> bool:
-    """Return whether a module is named as an RMSNorm, or as T5's norm, which has a weight alone and no mean."""
+    """Return whether a module is named as an RMSNorm, or as T5's norm, which has a weight alone and no mean, or is a
+    norm without any weight.
+    """
     name = type(module).__name__
     if name.endswith("RMSNorm"):
         return True
     own = vars(module)
+    if name.endswith("Norm") and not own["_parameters"] and not own["_modules"] and type(own.get("eps")) is float:
+        return True
     is_t5s = name.endswith("LayerNorm") and not isinstance(module, nn.LayerNorm)
     return is_t5s and "variance_epsilon" in own and list(own["_parameters"]) == ["weight"]
 

@@ -323,9 +323,13 @@ ONE_CALL = (
     "zamba2",
     "falcon_h1",
     "mamba",
+    "falcon_mamba",
     "jamba",
 )
-WHOLE_LAYERS = {"next", "3.5", "3.5_moe", "bamba", "granite", "falcon_h1", "mamba", "mamba2", "nemotron_h", "jamba"}
+WHOLE_LAYERS = {
+    "next", "3.5", "3.5_moe", "bamba", "granite", "falcon_h1", "mamba", "falcon_mamba", "mamba2", "nemotron_h",
+    "jamba",
+}  # fmt: skip
 
 
 @pytest.mark.covering(1)

@@ -12,12 +12,13 @@ from ...attention.cpu import CpuBackend
 from ...attention.hf.bias import table_of
 from ...cache.hf.encoder_decoder import tokens_part
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
-from ...cache.hf.ragged import SourceLayer
+from ...cache.hf.ragged import RaggedCache, SourceLayer
 from ...kernels.cpu.attention import NO_BIAS, position_bias_fields
 from ...kernels.cpu.layer_call import NO_STATES
 from ...kernels.cpu.library import native
 from ...kernels.layouts import PositionBias
-from ...recognition.call_form import BIAS, SOURCE_BIAS, SOURCE_STATES
+from ...recognition.call_form import BIAS, POSITION_IDS, SOURCE_BIAS, SOURCE_STATES
+from ...recognition.of_positions import behind_tables
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
 from ..layer_programme import CallFields, LayerPages, LayerProgramme, SourceFields, StateFields
@@ -66,8 +67,17 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         storage = pages.group.storage(programme.layer_idx, *programme.written)
         if not programme.fits(storage):
             return None
+        tables, numbers = place.tables, programme.by_position
+        if place.fields is not None and numbers not in (None, place.by_position):
+            place.fields = None
+        if place.fields is None and numbers is not None:
+            positions = _positions(programme, x, pages.cache, place)
+            if positions is None or tables is None:
+                return None
+            tables = behind_tables(tables, numbers.of(positions).reshape(positions.shape))
         if place.fields is None:
-            place.fields = CallFields.of(x, place.tables, place.group_step, storage.block_size)
+            place.fields = CallFields.of(x, tables, place.group_step, storage.block_size)
+            place.by_position = numbers
         bias = NO_BIAS
         if programme.biased_heads:
             known = _position_bias(programme, pages.cache, place)
@@ -90,6 +100,20 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             step = place.step.groups[source.group_index]
             place.source_fields = SourceFields.of(step, held.block_size)
         return programme(x, place.fields, LayerPages(storage.pages, (held.pages, place.source_fields)), bias=bias)
+
+
+def _positions(programme: LayerProgramme, x: Tensor, cache: CacheOverPages, place: LayerPlace) -> Tensor | None:
+    """Return the positions of the tokens of x [B, T, hidden], [B or 1, T]; None if they are not known."""
+    assert programme.by_position is not None
+    if programme.by_position.counted:
+        if isinstance(cache, RaggedCache):
+            found: Any = cache.positions[None]
+        else:
+            found = torch.arange(x.shape[1])[None] + cache.get_seq_length(programme.layer_idx)
+    else:
+        found = place.kwargs.get(POSITION_IDS)
+    known = type(found) is Tensor and found.ndim == 2 and found.shape[1] == x.shape[1] and len(found) in (1, len(x))
+    return found if known else None
 
 
 def _states(programme: LayerProgramme, x: Tensor, cache: CacheOverPages, place: LayerPlace) -> tuple[int, ...]:

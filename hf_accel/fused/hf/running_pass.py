@@ -16,6 +16,7 @@ from ...cache.group import PageGroup
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...cache.step import GroupStep, Step
 from ...linear.adapters import PassAdapters
+from ...recognition.of_positions import OfPositions
 from ..layer_programme import CallFields, SourceFields, StateFields
 from ..traced_layer import TracedLayer
 
@@ -37,7 +38,8 @@ class LayerPlace:
 
     kwargs: the arguments of a layer's call, by name. kind: the `kind` of that layer. tables: cos and sin, [B or 1, T,
     head_dim]; None if the layer is given none. step: the Step of all groups.
-    fields: the part of a native call that all layers of the group share; it is made with the first call. whole: the
+    fields: the part of a native call that all layers of the group share; it is made with the first call. by_position:
+    whose factors stand in it behind the tables; None for no such. whole: the
     cache that also keeps keys of an encoder's output; None for one without. source_fields: as fields, of its pages.
     state_group: of the states that the layers keep, with K and V or alone; None if they keep none. state_fields: as
     fields, of its pages. carried: what some tokens of the pass carry; None for nothing.
@@ -52,6 +54,7 @@ class LayerPlace:
     whole: RaggedEncoderDecoderCache | None = None
     state_group: PageGroup | None = None
     fields: CallFields | None = None
+    by_position: OfPositions | None = None
     source_fields: SourceFields | None = None
     state_fields: StateFields | None = None
     carried: CarriedToLayers | None = None

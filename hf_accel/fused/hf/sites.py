@@ -138,7 +138,7 @@ def _checked(
         if signature not in checked:
             checked[signature] = _agrees(site, dtype, device_type)
         return site if checked[signature] else Dropped(name, site.kind, DIFFERS)
-    if site.kind == NORM and norm_form(module) is None:
+    if site.kind == NORM and norm_form(module, device_type=device_type) is None:
         return Dropped(name, site.kind, DIFFERS)
     if isinstance(site.state, ExpertsState):
         reason = experts_refusal(module)
@@ -334,8 +334,8 @@ def rotated_share(config: Any) -> float:
 
 def _rotated_size(config: Any, module: nn.Module, spec: AttentionSpec) -> int:
     """Return how many numbers of a head are rotated."""
-    whole = vars(module)[ROTATED] if is_known_expansion(module) else spec.head_dim
-    return int(rotated_share(config) * whole)
+    # In Mistral 4 the share is that of a whole head, of which an expansion rotates one part.
+    return int(vars(module)[ROTATED] if is_known_expansion(module) else rotated_share(config) * spec.head_dim)
 
 
 def _of_parts(layer: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from .library import ScoreBias, fields, kernel, packed_format, shared_struct
 OPERATIONS = (
     "integer_linear", "float_linear", "norm", "rope", "write", "attend", "add", "layer_norm", "attend_rows", "gate",
     "join", "position_scores", "attend_source", "short_conv", "delta_rule", "state_scan", "gated_norm",
-    "bias_gates", "row_conv", "multiply", "page_conv", "head_products",
+    "bias_gates", "row_conv", "multiply", "page_conv", "head_products", "by_position",
 )  # fmt: skip
 KINDS = {name: number for number, name in enumerate(OPERATIONS)}
 

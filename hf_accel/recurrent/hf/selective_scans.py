@@ -112,7 +112,9 @@ def _agrees(module: Any) -> bool:
     }  # fmt: skip
     draw_weights(parts.values(), numbers)
     for name, length in zip(SCAN_NORMS, (rank, size, size), strict=True):
-        if name in module._modules:
+        if name in module._modules and not module._modules[name]._parameters:
+            parts[name] = unwatched_twin(module._modules[name])
+        elif name in module._modules:
             weight = nn.Parameter(1 + numbers(length) / 4)
             parts[name] = unwatched_twin(module._modules[name], _parameters={"weight": weight})
     parameters = {"A_log": nn.Parameter(numbers(channels, size)), "D": nn.Parameter(numbers(channels))}

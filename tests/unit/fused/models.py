@@ -31,6 +31,30 @@ class GemmaRMSNorm(nn.Module):
         return (y * (1.0 + self.weight.float())).type_as(x)
 
 
+class PlainNorm(nn.Module):
+    """FalconMamba's norm: it multiplies by nothing, and its buffer is not read."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("weight", torch.full((size,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class BufferNorm(PlainNorm):
+    """A norm whose weight is a buffer, which holds ones so far."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.weight.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight
+
+
 class ClampedRMSNorm(LlamaRMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).clamp(max=2)

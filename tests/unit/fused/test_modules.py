@@ -28,7 +28,18 @@ from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
 
 from . import models
-from .models import Attention, ClampedMLP, ClampedRMSNorm, GatedMLP, GemmaRMSNorm, LlamaRMSNorm, Rotating, SwappedMLP
+from .models import (
+    Attention,
+    BufferNorm,
+    ClampedMLP,
+    ClampedRMSNorm,
+    GatedMLP,
+    GemmaRMSNorm,
+    LlamaRMSNorm,
+    PlainNorm,
+    Rotating,
+    SwappedMLP,
+)
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -56,7 +67,26 @@ def test_a_norm_is_recognized_and_equal(build, offset, round_first, dtype):
     assert torch.equal(got, expected) or (dtype == torch.float32 and torch.allclose(got, expected, rtol=3e-7))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_without_a_weight_is_recognized_and_equal(dtype):
+    """Of any width, whatever its buffer holds; on another device than the CPU it has no native call."""
+    module = PlainNorm(7)
+    assert norm_form(module, dtype) == NormForm(1e-6, 0.0, False)
+    native = mixed(module, NativeNorm, NormForms())
+    for width in (5, 48):
+        x = (torch.randn(2, 3, 4, 2 * width) * 40).to(dtype)[..., width:]
+        with torch.no_grad():
+            got, expected = native(x), module(x)
+        assert torch.equal(got, expected) or (dtype == torch.float32 and torch.allclose(got, expected, rtol=3e-7))
+    sites, _ = fused_sites(nn.Sequential(module), torch.float32, 64)
+    assert [site.name for site in sites] == ["0"]
+    sites, dropped = fused_sites(nn.Sequential(module), torch.float32, 64, device_type="cuda")
+    assert not sites and [each.name for each in dropped] == ["0"]
+
+
 def test_what_only_looks_like_a_norm_is_left_alone():
+    assert norm_form(BufferNorm(norms.WITHOUT_WEIGHT)) is None
+    assert norm_form(nn.LayerNorm(48, elementwise_affine=False)) is None
     assert norm_form(ClampedRMSNorm(48)) is None
     assert norm_form(nn.LayerNorm(48)) is None
     assert norm_form(nn.Linear(4, 4)) is None

@@ -182,7 +182,7 @@ def test_unknown_code_ends_a_trace(change: dict[str, Any], reason: str) -> None:
 
 class CountsTokens(BertLayer):
     def forward(self, hidden_states: Any, attention_mask: Any = None) -> Any:  # type: ignore[override]
-        return hidden_states + torch.arange(hidden_states.shape[1])
+        return hidden_states + torch.linspace(0, 1, hidden_states.shape[1])
 
 
 class DividesTokens(BertLayer):

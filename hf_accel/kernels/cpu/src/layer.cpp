@@ -266,6 +266,18 @@ struct Layer {
                     at(op.x) + (n * op.x.stride + h * x_head + op.dim) * size, static_cast<size_t>(op.ahead * size));
   }
 
+  // The factor of each token is the bytes of a float behind its cos.
+  void by_position(const LayerOp& op) const {
+    const int64_t row = call.tokens / call.batch, bytes = call.table_dtype == F32 ? 4 : 2;
+    for (int64_t n = 0; n < call.tokens; ++n) {
+      const int64_t place = n / row * call.table_batch + n % row * call.table_token + op.ahead;
+      float factor;
+      std::memcpy(&factor, static_cast<const char*>(call.cos) + place * bytes, sizeof factor);
+      kernels.add({nullptr, at(op.x) + n * op.x.stride * size, nullptr, at(op.out) + n * op.out.stride * size, 1, op.dim,
+                   0, factor, call.dtype, call.dtype, call.threads});
+    }
+  }
+
   float* floats(const Columns& place) const { return reinterpret_cast<float*>(at(place)); }
   int64_t float_stride(const Columns& place) const { return place.stride * size / 4; }
 
@@ -351,6 +363,7 @@ struct Layer {
       case MULTIPLY: return multiply(op);
       case PAGE_CONV: return page_conv(op);
       case HEAD_PRODUCTS: return head_products(op);
+      case BY_POSITION: return by_position(op);
       default: return add(op);
     }
   }

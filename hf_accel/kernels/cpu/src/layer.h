@@ -10,7 +10,7 @@ struct Columns {
   int64_t buffer, offset, stride, head;
 };
 
-enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM, BIAS_GATES, ROW_CONV, MULTIPLY, PAGE_CONV, HEAD_PRODUCTS };
+enum LayerOpKind : int32_t { INTEGER_LINEAR, FLOAT_LINEAR, NORM, ROPE, WRITE, ATTEND, ADD, LAYER_NORM, ATTEND_ROWS, GATE, JOIN, POSITION_SCORES, ATTEND_SOURCE, SHORT_CONV, DELTA_RULE, STATE_SCAN, GATED_NORM, BIAS_GATES, ROW_CONV, MULTIPLY, PAGE_CONV, HEAD_PRODUCTS, BY_POSITION };
 
 struct LayerOp {
   int32_t kind;
@@ -28,7 +28,8 @@ struct LayerOp {
   int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts; PAGE_CONV: channels, and their weights
   // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal. HEAD_PRODUCTS: the rows from one head's weights to the
-  // next one's; and how many numbers of a head behind those that it multiplies are copied
+  // next one's; and how many numbers of a head behind those that it multiplies are copied. BY_POSITION: how many numbers
+  // of cos stand before a token's factor
   int64_t window, ahead;
   float eps, offset;      // NORM, LAYER_NORM: eps
   float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y; MULTIPLY: of x
