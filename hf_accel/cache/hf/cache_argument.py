@@ -7,6 +7,7 @@ names still work there, with a warning at each call; who looks for them in what 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,11 @@ STATES_NAME = CACHE_NAME if CACHE_NAME == "cache" else "cache_params"  # of recu
 def cache_name(model: object) -> str:
     """Return the name of the cache among the arguments of a model, patched or not."""
     return _cache_name(original_class(model))
+
+
+def cache_given(inputs: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a call of a model, whose caller may still use an older name."""
+    return next((cache for name in CACHE_NAMES if (cache := inputs.get(name)) is not None), None)
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...attention.hf import ATTENTION_NAME
 from ...cache.group import PageGroup
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, keeps_states_alone, model_kinds
-from ...cache.hf.cache_argument import CACHE_NAME, cache_name
+from ...cache.hf.cache_argument import CACHE_NAME, cache_given, cache_name
 from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.operator_models import OperatorModel, attends_alone
@@ -47,7 +47,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     if args:
         kwargs = dict(zip(_parameters(original_class(model)), args, strict=False)) | kwargs
-    cache, ids = kwargs.get(state_of(model).generation.cache_name), kwargs.get("input_ids")
+    cache, ids = cache_given(kwargs), kwargs.get("input_ids")
     _check_context(model, cache, kwargs)
     source = kwargs.get("inputs_embeds") if ids is None else ids
     if source is not None and 0 in source.shape[:2]:
