@@ -137,7 +137,7 @@ def test_images_without_a_mask_go_to_stock() -> None:
 
 def test_no_cache_of_pages_is_passed_along() -> None:
     model = hf_accel.patch(fresh(), weights=None)
-    with pytest.raises(UnsupportedError, match="leave past_key_values= out"):
+    with pytest.raises(UnsupportedError, match=f"leave {CACHE_NAME}= out"):
         PagedCache(model.config)
 
 

@@ -283,8 +283,7 @@ def layer_sites(
         layers.append(name)
         try:
             size = _rotated_size(model.config, inner[0], attention[inner[0]]) if inner else None
-            device = torch.device(device_type)
-            trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
+            trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=torch.device(device_type))
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
             trace.tried = bool(inner) and inner[0] in tried
             if linears is not None:
