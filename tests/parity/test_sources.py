@@ -13,6 +13,7 @@ from transformers.models.mllama import modeling_mllama
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, UnsupportedError
+from hf_accel.cache.hf.cache_argument import CACHE_NAME
 
 from ..families.models import build, family
 
